@@ -1,0 +1,5 @@
+"""Models in plain torch: dense features and looked-up embeddings in, one logit a sample out."""
+
+from rowmesh.models.dlrm import DLRM
+
+__all__ = ["DLRM"]

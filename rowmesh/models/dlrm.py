@@ -1,0 +1,100 @@
+"""DLRM: the deep learning recommendation model, given its embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.errors import ConfigurationError
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, pairwise dot products, top MLP.
+
+    ::
+
+        b = bottom(dense)                               [B, D]
+        T = (b, embeddings)                             [B, F + 1, D]
+        logit = top(b, ⟨T_i, T_j⟩ for all j < i)        [B]
+
+    Weights start from N(0, 2 / (in + out)) and biases from N(0, 1 / out), as in the reference
+    implementation. Without dense features a learned vector stands in for the bottom output, so that
+    every embedding still has a first-order term.
+
+    Args:
+        num_dense: number of dense features, 0 or more.
+        num_features: F, the number of embeddings a sample has.
+        dim: D, the length of every embedding.
+        bottom: widths of the hidden layers of the bottom MLP; a last layer of width D is added.
+        top: widths of the hidden layers of the top MLP; a last layer of width 1 is added.
+
+    Raises:
+        ConfigurationError: a size is not positive, or there is nothing to interact.
+
+    Example:
+        >>> model = DLRM(num_dense=13, num_features=26, dim=16, bottom=[64, 32], top=[64])
+        >>> model(torch.zeros(5, 13), torch.zeros(5, 26, 16)).shape
+        torch.Size([5])
+
+    Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+    Systems" (arXiv:1906.00091), and its reference implementation (`dlrm_s_pytorch.py`).
+    """
+
+    pairs: Tensor
+
+    def __init__(
+        self,
+        *,
+        num_dense: int,
+        num_features: int,
+        dim: int,
+        bottom: Sequence[int] = (512, 256, 64),
+        top: Sequence[int] = (512, 256),
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_dense, num_features, dim, bottom, top)
+        self.num_dense, self.num_features, self.dim = num_dense, num_features, dim
+        self.bottom = _mlp([num_dense, *bottom, dim], relu_last=True) if num_dense else None
+        self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
+        num_vectors = num_features + 1
+        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+        self.top = _mlp([dim + self.pairs.numel(), *top, 1], relu_last=False)
+
+    def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        """Logits `[B]` from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""
+        base = self._base(dense, embeddings)
+        vectors = torch.cat([base.unsqueeze(1), embeddings], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        return self.top(torch.cat([base, products], dim=1)).squeeze(1)
+
+    def _base(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        if self.bottom is not None:
+            return self.bottom(dense)
+        assert self.stand_in is not None
+        return self.stand_in.expand(embeddings.shape[0], -1)
+
+
+def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
+    """Linear layers with a ReLU after each, the last one by choice."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.normal_(linear.weight, std=(2 / (fan_in + fan_out)) ** 0.5)
+        nn.init.normal_(linear.bias, std=fan_out**-0.5)
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*(layers if relu_last else layers[:-1]))
+
+
+def _check_sizes(
+    num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int]
+) -> None:
+    sizes = {"num_features": [num_features], "dim": [dim], "bottom": bottom, "top": top}
+    for name, values in sizes.items():
+        if any(size < 1 for size in values):
+            raise ConfigurationError(f"dlrm: {name} must be positive, got {list(values)}")
+    if num_dense < 0:
+        raise ConfigurationError(f"dlrm: num_dense must be 0 or more, got {num_dense}")
