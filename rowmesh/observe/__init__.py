@@ -1,0 +1,8 @@
+"""What a run says about itself: JSON lines, counters, its environment, progress."""
+
+from rowmesh.observe.counters import CounterLog
+from rowmesh.observe.environment import environment_report, environment_text
+from rowmesh.observe.json_lines import JsonLines
+from rowmesh.observe.progress import Progress
+
+__all__ = ["CounterLog", "JsonLines", "Progress", "environment_report", "environment_text"]

@@ -1,0 +1,47 @@
+"""JSON lines: one record a line, on disk as soon as it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class JsonLines:
+    """Writes records to a file, one JSON object a line, each flushed at once.
+
+    Args:
+        path: the file, made anew; None writes nothing, so that every rank can hold a writer and one writes.
+
+    Example:
+        >>> with JsonLines(None) as lines:
+        ...     lines.write(step=1, loss=0.5)
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w", encoding="utf-8")
+
+    def write(self, **record: Any) -> None:
+        """Writes one record; NaN and infinities, which JSON does not have, become null."""
+        if self._file is not None:
+            self._file.write(json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _json_value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,38 @@
+import json
+from dataclasses import dataclass
+
+from rowmesh.observe import CounterLog, JsonLines
+
+
+@dataclass
+class Counts:
+    ids: int = 0
+    unique_ids: int = 0
+    all_to_all_rounds: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+def test_a_line_for_each_step_and_group_holds_what_the_step_added(tmp_path):
+    groups = [Counts(ids=100), Counts()]
+    with JsonLines(tmp_path / "counters.jsonl") as lines:
+        log = CounterLog(["small", "large"], groups, lines)
+        for step in (1, 2):
+            groups[0].ids += 10 * step
+            groups[1].all_to_all_rounds += 3
+            log.record(step)
+        groups[0].ids += 1000  # an evaluation
+        log.skip()
+        groups[0].ids += 7
+        log.record(3)
+        log.flush()
+        log.flush()
+    records = [json.loads(line) for line in (tmp_path / "counters.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["group"], r["ids"], r["all_to_all_rounds"]) for r in records] == [
+        (1, "small", 10, 0),
+        (1, "large", 0, 3),
+        (2, "small", 20, 0),
+        (2, "large", 0, 3),
+        (3, "small", 7, 0),
+        (3, "large", 0, 0),
+    ]
