@@ -1,0 +1,162 @@
+"""What a checkpoint holds: which file has which rows of which table.
+
+::
+
+    model/
+      manifest.json            names one folder of files; replaced in one step, so it is always whole
+      3f9c…/                   the folder
+        dense.pt               the dense network and whatever else the caller gave
+        C1.0.values.npy        rows of table C1 that rank 0 wrote, in the order the manifest gives
+        C1.0.sum.npy           a state of their optimizer
+        C1.1.values.npy        …
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rowmesh.errors import RowmeshError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+DENSE = "dense.pt"
+
+
+class CheckpointError(RowmeshError, RuntimeError):
+    """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The rows start, start + stride, … , count of them.
+
+    >>> RowRange(1, 4, 3).positions(np.array([5, 6, 13, 1])).tolist()
+    [1, -1, -1, 0]
+    """
+
+    start: int
+    stride: int
+    count: int
+
+    def positions(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where each of `rows` stands in this range, −1 where it does not."""
+        position, remainder = np.divmod(rows - self.start, self.stride)
+        inside = (remainder == 0) & (position >= 0) & (position < self.count)
+        return np.where(inside, position, -1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one table that one rank wrote.
+
+    Attributes:
+        rank: who wrote them.
+        ranges: the rows, in file order, as few arithmetic ranges as they make.
+        files: "values" and the names of optimizer states → file name.
+    """
+
+    rank: int
+    ranges: tuple[RowRange, ...]
+    files: dict[str, str]
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return sum(part.count for part in self.ranges)
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """One table: its shape, its update rule and its parts."""
+
+    num_rows: int
+    dim: int
+    dtype: str
+    optimizer: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything in a checkpoint except the numbers."""
+
+    folder: str
+    world_size: int
+    tables: dict[str, TableEntry]
+    metadata: dict[str, Any]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> Manifest:
+        """From the text of the file at `path`, which errors name."""
+        try:
+            values = json.loads(text)
+            if values["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {values['format']}; this rowmesh reads {FORMAT}")
+            tables = {name: _table_entry(entry) for name, entry in values["tables"].items()}
+            return cls(values["folder"], values["world_size"], tables, values["metadata"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is no checkpoint manifest: {type(error).__name__} {error}"
+            ) from None
+
+
+def ranges_of(rows: Sequence[int] | npt.NDArray[np.int64]) -> tuple[RowRange, ...]:
+    """Row numbers in their order, as arithmetic ranges: a few where a placement deals rows by rule.
+
+    >>> ranges_of([0, 4, 8, 100, 101, 102, 103])
+    (RowRange(start=0, stride=4, count=3), RowRange(start=100, stride=1, count=4))
+    """
+    numbers = np.asarray(rows, dtype=np.int64)
+    ranges: list[RowRange] = []
+    steps = np.diff(numbers)
+    bends = np.flatnonzero(np.diff(steps)) + 1  # positions of steps that differ from the one before
+    begin = 0
+    while begin < len(numbers):
+        if begin == len(numbers) - 1 or steps[begin] < 1:
+            count, stride = 1, 1
+        else:
+            after = np.searchsorted(bends, begin, side="right")
+            count = int(bends[after] if after < len(bends) else len(steps)) - begin + 1
+            stride = int(steps[begin])
+        ranges.append(RowRange(int(numbers[begin]), stride, count))
+        begin += count
+    return tuple(ranges)
+
+
+def file_name(table: str, rank: int, kind: str) -> str:
+    """A file name for any table name."""
+    return f"{quote(table, safe='')}.{rank}.{kind}.npy"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_numpy(values: Tensor) -> npt.NDArray[Any]:
+    """A view for files; NumPy has no bfloat16, whose bits are kept as int16."""
+    values = values.detach()
+    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def _table_entry(values: dict[str, Any]) -> TableEntry:
+    parts = tuple(
+        Part(part["rank"], tuple(RowRange(**bounds) for bounds in part["ranges"]), part["files"])
+        for part in values.pop("parts")
+    )
+    return TableEntry(**values, parts=parts)

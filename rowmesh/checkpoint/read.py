@@ -1,0 +1,150 @@
+"""Reading a checkpoint: every rank maps the files and copies the rows that it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rowmesh.checkpoint.manifest import (
+    DENSE,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Part,
+    TableEntry,
+    as_numpy,
+    dtype_name,
+)
+from rowmesh.checkpoint.write import LocalRows, RowHolder
+
+if TYPE_CHECKING:
+    from rowmesh.tables import TableSpec
+
+CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"no model in {folder}: {MANIFEST} is missing (did training finish? is it the right folder?)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    return Manifest.from_json(text, path)
+
+
+def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -> dict[str, Any]:
+    """Fills the rows of `embeddings` that live on this rank; returns what was saved as `dense`.
+
+    Not a collective: ranks read independently, whatever number of them wrote.
+
+    Args:
+        folder: the checkpoint.
+        embeddings: tables of the same names, rows, dims and dtypes as were saved.
+        optimizer_state: False reads only the rows, whatever their optimizer is.
+
+    Raises:
+        CheckpointError: a table or file is missing or has another shape, dtype or optimizer.
+    """
+    manifest = read_manifest(folder)
+    files = folder / manifest.folder
+    _check_names(manifest, embeddings, folder)
+    for table in embeddings.tables:
+        entry = manifest.tables[table.name]
+        _check_table(table, entry, optimizer_state)
+        _fill(table.name, embeddings.local_rows(table.name), entry, files, optimizer_state)
+    return _load_dense(files / DENSE)
+
+
+def _fill(table: str, local: LocalRows, entry: TableEntry, files: Path, optimizer_state: bool) -> None:
+    targets = {"values": local.values, **(local.state if optimizer_state else {})}
+    rows = local.rows.numpy()
+    missing = len(rows)
+    for part in entry.parts:
+        sources = {kind: _map(files, table, kind, part, target) for kind, target in targets.items()}
+        for begin in range(0, len(rows), CHUNK_ROWS):
+            chunk = slice(begin, begin + CHUNK_ROWS)
+            positions = _positions(part, rows[chunk])
+            here = np.flatnonzero(positions >= 0)
+            for kind, target in targets.items():
+                as_numpy(target)[chunk][here] = sources[kind][positions[here]]
+            missing -= len(here)
+    if missing:
+        raise CheckpointError(f"table {table!r}: {missing} of {len(rows)} rows are in no file of {files}")
+
+
+def _positions(part: Part, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each row stands in the files of a part, −1 where it does not."""
+    found = np.full(len(rows), -1, dtype=np.int64)
+    before = 0
+    for bounds in part.ranges:
+        positions = bounds.positions(rows)
+        np.copyto(found, positions + before, where=positions >= 0)
+        before += bounds.count
+    return found
+
+
+def _map(files: Path, table: str, kind: str, part: Part, target: torch.Tensor) -> npt.NDArray[Any]:
+    """The file of one kind, mapped; its shape and dtype checked against where it goes."""
+    if kind not in part.files:
+        raise CheckpointError(f"table {table!r}: the checkpoint in {files.parent} has no state {kind!r}")
+    path = files / part.files[kind]
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise CheckpointError(f"table {table!r}: {path} is missing; the checkpoint is incomplete") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"table {table!r}: {path} cannot be read ({error})") from None
+    wanted = as_numpy(target)
+    shape = (part.count, *wanted.shape[1:])
+    if values.shape != shape or values.dtype != wanted.dtype:
+        raise CheckpointError(
+            f"table {table!r}: {path} holds {values.dtype} {values.shape}, expected {wanted.dtype} {shape}"
+        )
+    return values
+
+
+def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
+    saved, wanted = set(manifest.tables), {table.name for table in embeddings.tables}
+    if saved != wanted:
+        raise CheckpointError(
+            f"the model in {folder} has other tables: it lacks {sorted(wanted - saved) or 'none'} and has "
+            f"{sorted(saved - wanted) or 'none'} besides; use the configuration it was trained with"
+        )
+
+
+def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> None:
+    pairs = {
+        "num_rows": (entry.num_rows, table.num_rows),
+        "dim": (entry.dim, table.dim),
+        "dtype": (entry.dtype, dtype_name(table.dtype)),
+    }
+    if optimizer_state:
+        pairs["optimizer"] = (entry.optimizer, table.optimizer.name)
+    for name, (saved, wanted) in pairs.items():
+        if saved != wanted:
+            raise CheckpointError(
+                f"table {table.name!r}: {name} is {saved} in the checkpoint and {wanted} here; "
+                "use the configuration it was trained with"
+            )
+
+
+def _load_dense(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from None
+    except Exception as error:  # torch raises many kinds on damaged files
+        raise CheckpointError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,195 @@
+"""Writing a checkpoint: every rank its own rows, and nothing visible before all of it is on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.checkpoint.manifest import (
+    DENSE,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Part,
+    TableEntry,
+    as_numpy,
+    dtype_name,
+    file_name,
+    ranges_of,
+)
+
+if TYPE_CHECKING:
+    from rowmesh.tables import TableSpec
+
+T = TypeVar("T")
+
+
+class LocalRows(Protocol):
+    """The rows of a table that live on this rank: their numbers, values and optimizer state."""
+
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def state(self) -> Mapping[str, Tensor]: ...
+
+
+class RowHolder(Protocol):
+    """What can be checkpointed: an `EmbeddingCollection`."""
+
+    @property
+    def tables(self) -> Sequence[TableSpec]: ...
+    def local_rows(self, table: str) -> LocalRows: ...
+
+
+def save(
+    folder: Path,
+    embeddings: RowHolder,
+    dense: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint, replacing the one in `folder` only when all of it is on disk.
+
+    Collective and blocking: every rank of `group` calls it, and all must see the same file system. No
+    rows travel; every rank writes its own, and rank 0 writes `dense`.
+
+    Args:
+        folder: where; made if need be. An interrupted write leaves the former checkpoint as it was, and a
+            folder beside it that the next write removes.
+        embeddings: whose rows and optimizer state to write.
+        dense: state dictionaries, for `torch.save`; rank 0's are written.
+        metadata: JSON values for the manifest.
+        group: the process group; None for a single process.
+
+    Raises:
+        CheckpointError: on every rank, where any rank could not write (disk full, say).
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    token = _from_rank_0(secrets.token_hex(8), group)
+    target = folder / token
+    try:
+        _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, group)
+        parts = _together(lambda: _write_rows(target, embeddings, dense, rank), folder, group)
+        manifest = _manifest(token, embeddings.tables, parts, dict(metadata or {}))
+        _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, group)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    if rank == 0:
+        _remove_others(folder, keep=token)
+
+
+def _prepare(folder: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    _synchronize(folder)
+
+
+def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> dict[str, Part]:
+    parts = {}
+    for table in embeddings.tables:
+        local = embeddings.local_rows(table.name)
+        arrays = {"values": local.values, **local.state}
+        files = {kind: file_name(table.name, rank, kind) for kind in arrays}
+        for kind, name in files.items():
+            _write_file(target / name, partial(np.save, arr=as_numpy(arrays[kind])))
+        parts[table.name] = Part(rank, ranges_of(local.rows.numpy()), files)
+    if rank == 0:
+        _write_file(target / DENSE, partial(torch.save, dict(dense)))
+    _synchronize(target)
+    return parts
+
+
+def _manifest(
+    token: str, tables: Sequence[TableSpec], parts: Sequence[dict[str, Part]], metadata: dict[str, Any]
+) -> Manifest:
+    entries = {}
+    for table in tables:
+        own = tuple(by_table[table.name] for by_table in parts if by_table[table.name].count)
+        covered = sum(part.count for part in own)
+        if covered != table.num_rows:
+            raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
+        entries[table.name] = TableEntry(
+            table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name, own
+        )
+    return Manifest(token, len(parts), entries, metadata)
+
+
+def _publish(folder: Path, manifest: Manifest) -> None:
+    draft = folder / f"{MANIFEST}.{manifest.folder}"
+    try:
+        _write_file(draft, lambda file: file.write(manifest.to_json().encode()))
+        draft.replace(folder / MANIFEST)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    _synchronize(folder)
+
+
+def _remove_others(folder: Path, keep: str) -> None:
+    """Removes former checkpoints and what interrupted writes left."""
+    for path in folder.iterdir():
+        if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != keep:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(f"{MANIFEST}."):
+            path.unlink(missing_ok=True)
+
+
+def _write_file(path: Path, write: Callable[[Any], Any]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _synchronize(folder: Path) -> None:
+    """Names of new files reach the disk with their folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's result of `action`, on every rank; CheckpointError on all where it failed on one."""
+    result: T | None = None
+    failure: str | None = None
+    try:
+        result = action()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rank = 0 if group is None else dist.get_rank(group)
+        failure = f"rank {rank} cannot write the checkpoint in {folder}: {reason}"
+    outcomes: list[Any] = [(result, failure)]
+    if group is not None:
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, (result, failure), group=group)
+    failures = [failure for _, failure in outcomes if failure]
+    if failures:
+        raise CheckpointError(
+            "; ".join(failures) + "; what was there before is unchanged. Free space or choose another folder"
+        )
+    return [result for result, _ in outcomes]
+
+
+def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]

@@ -1,0 +1,217 @@
+import json
+import resource
+import signal
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
+from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
+from rowmesh.tables.spec import TableSpec
+
+TABLES = [
+    TableSpec(name="user/country", num_rows=37, dim=3, optimizer=RowWiseAdaGrad()),
+    TableSpec(name="item", num_rows=64, dim=5, optimizer=Adam()),
+    TableSpec(name="day", num_rows=7, dim=4, optimizer=SGD(), dtype=torch.bfloat16),
+    TableSpec(name="one", num_rows=1, dim=2, optimizer=AdaGrad(), dtype=torch.float64),
+]
+DENSE = {"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 12}
+
+
+@dataclass
+class Rows:
+    rows: torch.Tensor
+    values: torch.Tensor
+    state: dict[str, torch.Tensor]
+
+
+@dataclass
+class Dealt:
+    """Stands in for a collection: row r lives on rank (r // block) mod W, in ascending order."""
+
+    tables: list[TableSpec]
+    rank: int = 0
+    world_size: int = 1
+    block: int = 1
+    parts: dict[str, Rows] = field(init=False)
+
+    def __post_init__(self):
+        self.parts = {table.name: self._deal(table) for table in self.tables}
+
+    def _deal(self, table):
+        every = torch.arange(table.num_rows)
+        rows = every[(every // self.block) % self.world_size == self.rank]
+        shapes = {"row": (len(rows),), "element": (len(rows), table.dim)}
+        state = {name: torch.full(shapes[kind], -1.0) for name, kind in table.optimizer.state.items()}
+        # a view into something wider, as rows in an arena may be
+        values = torch.full((len(rows), table.dim + 3), -1.0).to(table.dtype)[:, : table.dim]
+        return Rows(rows, values, state)
+
+    def local_rows(self, table):
+        return self.parts[table]
+
+    def fill(self):
+        """Gives every element a value that tells where it belongs."""
+        for index, part in enumerate(self.parts.values()):
+            for salt, tensor in enumerate([part.values, *part.state.values()]):
+                numbers = (part.rows * 7919 + index * 31 + salt).double().sin()
+                shape = (-1, *[1] * (tensor.dim() - 1))
+                columns = torch.arange(tensor.shape[1]) * 0.37 if tensor.dim() > 1 else torch.zeros(())
+                tensor.copy_(numbers.view(shape) + columns)
+        return self
+
+    def equals(self, other):
+        return all(
+            a.values.equal(b.values) and all(a.state[name].equal(b.state[name]) for name in a.state)
+            for a, b in zip(self.parts.values(), other.parts.values(), strict=True)
+        )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "model"
+    save(folder, Dealt(TABLES).fill(), DENSE, metadata={"split": "train"})
+    return folder
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, block):
+    for rank in range(world_size):
+        expected = Dealt(TABLES, rank, world_size, block).fill()
+        actual = Dealt(TABLES, rank, world_size, block)
+        dense = load(saved, actual)
+        assert actual.equals(expected)
+        assert dense["model"]["weight"].equal(DENSE["model"]["weight"])
+        assert dense["step"] == 12
+
+
+def test_chunks_do_not_change_what_is_read(saved, monkeypatch):
+    monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 5)
+    actual = Dealt(TABLES, 1, 2)
+    load(saved, actual)
+    assert actual.equals(Dealt(TABLES, 1, 2).fill())
+
+
+def test_rows_without_optimizer_state(saved):
+    tables = [replace(table, optimizer=SGD()) for table in TABLES]
+    actual = Dealt(tables)
+    load(saved, actual, optimizer_state=False)
+    assert actual.parts["item"].values.equal(Dealt(TABLES).fill().parts["item"].values)
+    with pytest.raises(CheckpointError, match="'user/country': optimizer is row_wise_adagrad in the checkp"):
+        load(saved, actual)
+
+
+def test_metadata_and_rules_are_in_the_manifest(saved):
+    manifest = read_manifest(saved)
+    assert manifest.metadata == {"split": "train"}
+    assert [len(entry.parts[0].ranges) for entry in manifest.tables.values()] == [1, 1, 1, 1]
+
+
+def test_a_new_checkpoint_replaces_the_old_one(saved):
+    save(saved, Dealt(TABLES), DENSE)
+    actual = Dealt(TABLES).fill()
+    load(saved, actual)
+    assert actual.equals(Dealt(TABLES))
+    assert len(list(saved.iterdir())) == 2
+
+
+def assert_unchanged(saved, before):
+    assert sorted(saved.rglob("*")) == before
+    actual = Dealt(TABLES)
+    load(saved, actual)
+    assert actual.equals(Dealt(TABLES).fill())
+
+
+def test_a_full_disk_leaves_the_old_model(saved):
+    before = sorted(saved.rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*model: .*; what was there before"):
+            save(saved, Dealt(TABLES), DENSE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert_unchanged(saved, before)
+
+
+@pytest.mark.parametrize("at", ["_write_rows", "_publish"])
+def test_an_interrupted_write_leaves_the_old_model(saved, monkeypatch, at):
+    before = sorted(saved.rglob("*"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, at, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(saved, Dealt(TABLES), DENSE)
+    assert_unchanged(saved, before)
+
+
+def test_what_a_killed_write_left_is_removed(saved):
+    (saved / "0123456789abcdef").mkdir()
+    (saved / "manifest.json.0123456789abcdef").write_text("{")
+    save(saved, Dealt(TABLES), DENSE)
+    assert len(list(saved.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save(tmp_path / "file" / "model", Dealt(TABLES), DENSE)
+
+
+def test_rows_that_no_rank_holds(tmp_path):
+    with pytest.raises(CheckpointError, match="table 'user/country' has 37 rows, but ranks hold 19"):
+        save(tmp_path, Dealt(TABLES, 0, 2), DENSE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_rows": 65}, "'item': num_rows is 64 in the checkpoint and 65 here"),
+        ({"dim": 6}, "'item': dim is 5 in the checkpoint and 6 here"),
+        ({"dtype": torch.float64}, "'item': dtype is float32 in the checkpoint and float64 here"),
+        ({"name": "items"}, r"lacks \['items'\] and has \['item'\] besides"),
+    ],
+)
+def test_tables_that_do_not_fit(saved, changes, message):
+    tables = [replace(table, **changes) if table.name == "item" else table for table in TABLES]
+    with pytest.raises(CheckpointError, match=message):
+        load(saved, Dealt(tables))
+
+
+@pytest.mark.parametrize("name", ["item.0.values.npy", "item.0.m.npy", "dense.pt"])
+def test_missing_and_damaged_files_are_named(saved, name):
+    path = next(saved.rglob(name))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read"):
+        load(saved, Dealt(TABLES))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing; the checkpoint is incomplete"):
+        load(saved, Dealt(TABLES))
+
+
+def test_files_of_another_shape(saved):
+    path = next(saved.rglob("item.0.values.npy"))
+    path.write_bytes(next(saved.rglob("one.0.values.npy")).read_bytes())
+    with pytest.raises(CheckpointError, match=r"table 'item': .* holds float64 \(1, 2\), expected float32"):
+        load(saved, Dealt(TABLES))
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
+        load(tmp_path, Dealt(TABLES))
+
+
+def test_rows_in_no_file(saved):
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["tables"]["item"]["parts"] = []
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="table 'item': 64 of 64 rows are in no file"):
+        load(saved, Dealt(TABLES))
