@@ -1,0 +1,238 @@
+"""What a training run is: every section and key of its TOML file, with their defaults.
+
+Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and reports mistakes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A TOML table: unknown keys are errors, values are not converted between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunConfig(Section):
+    """Where the run writes.
+
+    Attributes:
+        folder: the run's folder, made by the run. Empty: `runs/` and the name of the configuration file.
+    """
+
+    folder: str = ""
+
+
+class DataConfig(Section):
+    """What is trained on.
+
+    Attributes:
+        folder: a prepared data set, as `rowmesh data prepare` writes it.
+        batch_size: samples a step over all ranks together.
+        shuffle: whether every epoch visits the samples in another (reproducible) order.
+        train: the split to train on.
+        validation: the split evaluated every `train.eval_every` steps.
+        test: the split evaluated at the end.
+    """
+
+    folder: str
+    batch_size: Positive = 4096
+    shuffle: bool = True
+    train: str = "train"
+    validation: str = "validation"
+    test: str = "test"
+
+
+class ModelConfig(Section):
+    """The dense network.
+
+    Attributes:
+        name: which one.
+        bottom: hidden widths of the MLP over the dense features.
+        top: hidden widths of the MLP over the interactions.
+    """
+
+    name: Literal["dlrm"] = "dlrm"
+    bottom: list[Positive] = Field(default=[512, 256, 64])
+    top: list[Positive] = Field(default=[512, 256])
+
+
+class UpdateRuleConfig(Section):
+    """The update rule of a table.
+
+    Attributes:
+        name: the rule.
+        lr: its learning rate before the schedule.
+        eps: added to the denominator (adagrad, row_wise_adagrad, adam); the rule's own default if not given.
+        initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
+        beta1: decay of the first moment (adam).
+        beta2: decay of the second moment (adam).
+    """
+
+    name: OptimizerName = "row_wise_adagrad"
+    lr: Rate = 0.01
+    eps: Rate | None = None
+    initial_accumulator: Rate | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+
+
+class InitializerConfig(Section):
+    """The distribution that rows start from.
+
+    Attributes:
+        name: the distribution.
+        bound: of a uniform distribution; 1/√num_rows if not given.
+        mean: of a normal distribution.
+        std: of a normal distribution.
+        value: of a constant.
+    """
+
+    name: Literal["uniform", "normal", "constant"] = "uniform"
+    bound: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    value: float | None = None
+
+
+class TableConfig(Section):
+    """One table, or the defaults of all tables.
+
+    Attributes:
+        dim: length of a row.
+        pooling: how the rows of a bag become one vector.
+        dtype: storage of the rows.
+        out_of_range: "error", or the row that an id below 0 or past the table reads instead.
+        optimizer: the update rule.
+        initializer: the distribution that rows start from.
+    """
+
+    dim: Positive = 16
+    pooling: Literal["sum", "mean"] = "sum"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    out_of_range: Literal["error"] | Annotated[int, Field(ge=0)] = "error"
+    optimizer: UpdateRuleConfig = UpdateRuleConfig()
+    initializer: InitializerConfig = InitializerConfig()
+
+
+class TablesConfig(TableConfig):
+    """The defaults of all tables; a section of a table's own name changes them: `[tables.C3]`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, TableConfig] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, values: Any) -> Any:
+        """Fills what a table's section leaves out from the defaults beside it."""
+        if not isinstance(values, dict):
+            return values
+        defaults = {key: value for key, value in values.items() if key in TableConfig.model_fields}
+        tables = values.keys() - defaults.keys()
+        return {
+            key: _merge(defaults, value) if key in tables and isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+
+    @property
+    def overridden(self) -> dict[str, TableConfig]:
+        """The tables that have a section of their own."""
+        return self.__pydantic_extra__
+
+    def of(self, table: str) -> TableConfig:
+        """The configuration of one table."""
+        return self.overridden.get(table, self)
+
+
+class OptimizerConfig(Section):
+    """The optimizer of the dense network.
+
+    Attributes:
+        name: sgd, adagrad or adam, as in torch.optim.
+        lr: the learning rate before the schedule.
+        weight_decay: L2 penalty.
+        momentum: of sgd.
+    """
+
+    name: Literal["sgd", "adagrad", "adam"] = "adam"
+    lr: Rate = 0.001
+    weight_decay: Rate = 0.0
+    momentum: Rate = 0.0
+
+
+class ScheduleConfig(Section):
+    """The factor on every learning rate, dense and sparse.
+
+    Attributes:
+        name: what follows the warm-up: constant, or a fall along a line or a cosine to `final`.
+        warmup_steps: steps over which the factor rises linearly to 1.
+        final: the factor at the last step.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+
+class TrainConfig(Section):
+    """How long, how often, from which seed.
+
+    Attributes:
+        epochs: passes over the training split.
+        steps: where to stop within them; 0 means at the end of the last epoch.
+        seed: of the rows, the dense network and the order of samples.
+        eval_every: steps between evaluations on the validation split; 0 means none.
+        log_every: steps between lines of `metrics.jsonl`.
+        tensorboard: whether to write TensorBoard events too (needs the `tensorboard` extra).
+    """
+
+    epochs: Positive = 1
+    steps: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = 0
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    log_every: Positive = 50
+    tensorboard: bool = False
+
+
+class ParallelConfig(Section):
+    """How ranks work together.
+
+    Attributes:
+        transport: how rows and gradients travel; auto takes one-sided where all ranks share a host.
+        timeout_s: how long a rank waits for a peer before it gives up.
+    """
+
+    transport: Literal["auto", "collective", "one_sided"] = "auto"
+    timeout_s: Annotated[float, Field(gt=0.0)] = 300.0
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    tables: TablesConfig = TablesConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+
+def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` over `defaults`, section by section; a section with another `name` starts afresh."""
+    merged = dict(defaults)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            same = value.get("name", old.get("name")) == old.get("name")
+            value = _merge(old, value) if same else value
+        merged[key] = value
+    return merged

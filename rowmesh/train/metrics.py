@@ -1,0 +1,199 @@
+"""Metrics of click predictions, exact over any number of ranks.
+
+Every rank keeps the logits and labels it has seen (5 bytes a sample), rank 0 gathers them and needs up
+to 60 bytes a sample more while it ranks them: 5 GB for a test set of 89 million samples, a day of Criteo
+Terabyte. A histogram would need less and be inexact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.errors import DataError
+
+Logits = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """How well logits predict labels of 0 and 1.
+
+    Attributes:
+        samples: how many there are.
+        base_rate: the share of labels that are 1.
+        auc: the probability that a random positive scores above a random negative, ties counting half;
+            NaN where one of the classes is absent.
+        log_loss: the mean of −ln p(label), in nats.
+        normalized_entropy: log_loss over that of always predicting the base rate (He et al., ADKDD'14);
+            NaN where one of the classes is absent.
+        calibration: sum of predictions over sum of labels; NaN without positives.
+    """
+
+    samples: int
+    base_rate: float
+    auc: float
+    log_loss: float
+    normalized_entropy: float
+    calibration: float
+
+    def as_record(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: what is undefined becomes null."""
+        return {key: None if value != value else value for key, value in asdict(self).items()}
+
+
+class Predictions:
+    """Collects the logits and labels of one evaluation on each rank.
+
+    Example:
+        >>> predictions = Predictions()
+        >>> predictions.add(torch.tensor([-1.0, 0.5, 2.0]), torch.tensor([0.0, 1.0, 1.0]))
+        >>> predictions.metrics().auc
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self._logits: list[Logits] = []
+        self._labels: list[Labels] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1."""
+        if not bool(torch.isfinite(logits).all()):
+            raise DataError(
+                f"{_count_bad(logits)} of {logits.numel()} logits are not finite: training diverged"
+            )
+        check_labels(labels)
+        self._logits.append(logits.detach().to("cpu", torch.float32).numpy().copy())
+        self._labels.append(labels.to("cpu", torch.uint8).numpy())
+
+    def metrics(self, group: dist.ProcessGroup | None = None) -> Metrics:
+        """The metrics of everything added on all ranks of `group`, or in this process where it is None.
+
+        Collective and blocking: every rank of the group calls it, all get the same result. Moves 5 bytes
+        a sample to rank 0.
+        """
+        logits = np.concatenate([np.empty(0, np.float32), *self._logits])
+        labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
+        if group is None:
+            return compute(logits, labels)
+        logits, labels = _gather(logits, group), _gather(labels, group)
+        result: list[Metrics | None] = [compute(logits, labels) if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(result, group=group, group_src=0)
+        assert result[0] is not None
+        return result[0]
+
+
+def compute(logits: Logits, labels: Labels) -> Metrics:
+    """The metrics of float32 logits `[n]` and uint8 labels `[n]`.
+
+    Raises:
+        DataError: there are no samples.
+    """
+    if len(logits) == 0:
+        raise DataError("no samples to evaluate: the split is empty")
+    positives, samples = int(labels.sum(dtype=np.int64)), len(labels)
+    predicted, loss = _sums(logits, labels)
+    base_rate, log_loss = positives / samples, loss / samples
+    entropy = binary_entropy(base_rate)
+    return Metrics(
+        samples=samples,
+        base_rate=base_rate,
+        auc=area_under_roc(logits, labels),
+        log_loss=log_loss,
+        normalized_entropy=log_loss / entropy if entropy > 0 else math.nan,
+        calibration=predicted / positives if positives else math.nan,
+    )
+
+
+def area_under_roc(scores: Logits, labels: Labels) -> float:
+    """The exact area under the ROC curve of float32 scores; ties count half.
+
+    One sort of 8-byte keys, each a score's bits in an order-preserving form with its label below.
+
+    >>> area_under_roc(np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1]))
+    0.875
+    """
+    positives = int(labels.sum(dtype=np.int64))
+    negatives = len(labels) - positives
+    if positives == 0 or negatives == 0:
+        return math.nan
+    keys = _ordered_bits(scores).astype(np.uint64)
+    keys <<= np.uint64(1)
+    keys |= labels
+    keys.sort()
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] >> 1 != keys[:-1] >> 1]))
+    positives_up_to = np.cumsum(keys & np.uint64(1), dtype=np.int64)
+    ends = np.append(starts[1:], len(keys)) - 1
+    positives_below = np.append(0, positives_up_to[ends][:-1])
+    positives_here = positives_up_to[ends] - positives_below
+    negatives_here = ends + 1 - starts - positives_here
+    negatives_below = starts - positives_below
+    twice_wins = int((positives_here * (2 * negatives_below + negatives_here)).sum())
+    return twice_wins / (2 * positives * negatives)
+
+
+def binary_entropy(rate: float) -> float:
+    """−rate ln rate − (1 − rate) ln(1 − rate): the log-loss of always predicting the base rate.
+
+    >>> binary_entropy(0.5) == math.log(2)
+    True
+    """
+    return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
+
+
+def check_labels(labels: Tensor) -> None:
+    """Raises DataError where a label is neither 0 nor 1."""
+    wrong = (labels != 0) & (labels != 1)
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0])
+        raise DataError(
+            f"{int(wrong.sum())} of {labels.numel()} labels are neither 0 nor 1, the first of them "
+            f"{labels[position].item()} at sample {position} of the batch; prepare the data again"
+        )
+
+
+def _count_bad(values: Tensor) -> int:
+    return int((~torch.isfinite(values)).sum())
+
+
+def _sums(logits: Logits, labels: Labels, chunk: int = 1 << 20) -> tuple[float, float]:
+    """Σ sigmoid(logit) and Σ log-loss in float64, a chunk at a time to bound memory."""
+    predicted = loss = 0.0
+    for start in range(0, len(logits), chunk):
+        z = logits[start : start + chunk].astype(np.float64)
+        y = labels[start : start + chunk]
+        softplus = np.logaddexp(0.0, z)  # −ln(1 − p)
+        predicted += float(np.exp(z - softplus).sum())
+        loss += float((softplus - y * z).sum())
+    return predicted, loss
+
+
+def _ordered_bits(scores: Logits) -> npt.NDArray[np.uint32]:
+    """uint32 with the order of the floats: flips the sign bit of positives, every bit of negatives."""
+    bits = (scores + np.float32(0.0)).view(np.uint32)  # −0.0 + 0.0 is 0.0, its equal
+    sign = np.uint32(1 << 31)
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _gather(values: npt.NDArray[Any], group: dist.ProcessGroup) -> npt.NDArray[Any]:
+    """All ranks' values in rank order on rank 0; an empty array elsewhere."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(values)]), group=group)
+    if rank != 0:
+        dist.send(torch.from_numpy(values), group=group, group_dst=0)
+        return values[:0]
+    gathered = torch.from_numpy(np.empty(sum(int(n) for n in lengths), values.dtype))
+    parts = gathered.split([int(n) for n in lengths])
+    parts[0].copy_(torch.from_numpy(values))
+    for peer in range(1, world_size):
+        dist.recv(parts[peer], group=group, group_src=peer)
+    return gathered.numpy()

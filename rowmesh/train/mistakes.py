@@ -1,0 +1,105 @@
+"""What is wrong with a configuration, in the user's words: key, value, what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rowmesh.train.config import Config, TableConfig
+
+Key = tuple[str, ...]
+
+
+def explain(error: ValidationError, values: dict[str, Any]) -> str:
+    """Every mistake in `values`, one a line."""
+    mistakes: dict[Key, list[str]] = {}
+    for detail in error.errors():
+        key = _written_key(values, tuple(str(part) for part in detail["loc"]))
+        inherited = detail["type"] != "missing" and not _is_written(values, key)
+        if not inherited:  # a default of all tables is reported once, where it stands
+            mistakes.setdefault(key, []).append(_reason(key, detail))
+    lines = [f"{'.'.join(key)}: {' or '.join(dict.fromkeys(reasons))}" for key, reasons in mistakes.items()]
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} mistakes", *lines])
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint for a name that nobody knows: the nearest known one, or all of them where none is near.
+
+    >>> nearest("train.epoch", ["train.epochs", "train.steps"])
+    "did you mean 'train.epochs'?"
+    >>> nearest("color", ["name", "size"])
+    'known: name, size'
+    """
+    known = list(known)
+    by_path = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    last_parts = {path.rpartition(".")[2]: path for path in reversed(known)}
+    last = difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.75)
+    match = by_path or [last_parts[part] for part in last]
+    return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key of the configuration, dotted."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _reason(key: Key, detail: Any) -> str:
+    """Why the value of one key does not do."""
+    if detail["type"] == "missing":
+        return f"missing; write it in the file or give {_first_key(key)}=…"
+    not_a_section = detail["type"] == "model_type"
+    if detail["type"] == "extra_forbidden" or (not_a_section and _would_be_a_table(key)):
+        return f"unknown key; {_nearest_key(key)}"
+    if not_a_section:
+        return f"is a section; give its keys, such as {_first_key(key)}=…, got {detail['input']!r}"
+    return f"{detail['msg'].removeprefix('Input ')}, got {detail['input']!r}"
+
+
+def _nearest_key(key: Key) -> str:
+    known = list(known_keys())
+    if _would_be_a_table(key):
+        own = f"tables.{key[1]}." if len(key) > 2 else "tables."
+        known = [*known_keys(TableConfig, own), *known]
+    siblings = [path for path in known if path.startswith("".join(f"{part}." for part in key[:-1]))]
+    hint = nearest(".".join(key), known)
+    if not hint.startswith("known"):
+        return hint
+    return (
+        f"known: {', '.join(siblings)}"
+        if len(key) > 1
+        else f"known sections: {', '.join(Config.model_fields)}"
+    )
+
+
+def _first_key(section: Key) -> str:
+    path = ".".join(section)
+    return next((key for key in known_keys() if key.startswith(f"{path}.")), path)
+
+
+def _would_be_a_table(key: Key) -> bool:
+    return len(key) > 1 and key[0] == "tables" and key[1] not in TableConfig.model_fields
+
+
+def _is_written(values: Any, key: Key) -> bool:
+    for part in key:
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _written_key(values: dict[str, Any], location: Key) -> Key:
+    """The part of a location that names a key: pydantic goes on with list positions and union branches."""
+    node: Any = values
+    for depth, part in enumerate(location):
+        if not isinstance(node, dict):
+            return location[:depth]
+        node = node.get(part)
+    return location

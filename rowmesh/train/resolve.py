@@ -1,0 +1,83 @@
+"""From a TOML file and `a.b=value` overrides to a resolved configuration, and back to a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.train.config import Config
+from rowmesh.train.mistakes import explain
+
+
+def resolve(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, changed by overrides such as `train.epochs=2`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, a key is unknown (with the nearest known one), or a
+            value does not fit its key.
+    """
+    values = read_toml(path)
+    for override in overrides:
+        key, value = parse_override(override)
+        _assign(values, key, value)
+    folder = values.setdefault("run", {})
+    if isinstance(folder, dict) and not folder.get("folder"):
+        folder["folder"] = f"runs/{path.stem}"
+    return validate(values, source=str(path))
+
+
+def validate(values: dict[str, Any], source: str) -> Config:
+    """The configuration in nested dictionaries; `source` is named in errors."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(f"{source}: {explain(error, values)}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The contents of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"cannot read the configuration {path}: {reason}") from None
+
+
+def write_toml(config: Config, path: Path) -> None:
+    """Writes every key and its value, defaults included; `resolve` reads the same configuration back."""
+    path.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """The key and the value of `a.b=value`; the value is TOML, or else a string as it stands.
+
+    >>> parse_override("train.epochs=2"), parse_override("model.top=[64, 32]")
+    ((('train', 'epochs'), 2), (('model', 'top'), [64, 32]))
+    >>> parse_override("data.folder=data/criteo")
+    (('data', 'folder'), 'data/criteo')
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise ConfigurationError(f"an override reads section.key=value, got {text!r}")
+    path = tuple(part.strip() for part in key.split("."))
+    try:
+        return path, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path, value.strip()
+
+
+def _assign(values: dict[str, Any], key: tuple[str, ...], value: Any) -> None:
+    for depth, part in enumerate(key[:-1]):
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            section = ".".join(key[: depth + 1])
+            raise ConfigurationError(f"override {'.'.join(key)}: {section} is a value, not a section")
+    values[key[-1]] = value

@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.train.resolve import parse_override, resolve, write_toml
+
+MINIMAL = '[data]\nfolder = "data/criteo"\n'
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "clicks.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_two_lines_are_enough(write):
+    config = resolve(write(MINIMAL))
+    assert config.data.batch_size == 4096
+    assert config.run.folder == "runs/clicks"
+
+
+def test_overrides_win_and_are_typed(write):
+    path = write(MINIMAL + "[train]\nepochs = 3\n")
+    config = resolve(path, ["train.epochs=5", "model.top=[8]", "run.folder=out/x", "schedule.final=1e-1"])
+    assert config.train.epochs == 5
+    assert config.model.top == [8]
+    assert config.run.folder == "out/x"
+    assert config.schedule.final == 0.1
+
+
+def test_a_table_inherits_what_it_does_not_say(write):
+    text = (
+        MINIMAL
+        + """
+        [tables]
+        dim = 8
+        optimizer = { lr = 0.5, eps = 1e-3 }
+        [tables.C3]
+        optimizer.lr = 0.1
+        [tables.C4]
+        dim = 4
+        optimizer = { name = "adam", beta1 = 0.8 }
+    """
+    )
+    tables = resolve(write(text), ["tables.C5.dtype=bfloat16"]).tables
+    assert (tables.of("C3").dim, tables.of("C3").optimizer.lr, tables.of("C3").optimizer.eps) == (
+        8,
+        0.1,
+        1e-3,
+    )
+    assert (tables.of("C4").optimizer.name, tables.of("C4").optimizer.eps) == ("adam", None)
+    assert (tables.of("C5").dtype, tables.of("C5").dim) == ("bfloat16", 8)
+    assert tables.of("C9") is tables
+
+
+def test_the_resolved_file_reads_back_equal(write, tmp_path):
+    config = resolve(
+        write(MINIMAL), ["tables.dim=8", "tables.C3.optimizer.lr=0.1", "tables.optimizer.eps=1e-3"]
+    )
+    write_toml(config, tmp_path / "resolved.toml")
+    assert resolve(tmp_path / "resolved.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "train.epoch: unknown key; did you mean 'train.epochs'"),
+        ("batch_size=3", "batch_size: unknown key; did you mean 'data.batch_size'"),
+        ("tables.dimm=3", "tables.dimm: unknown key; did you mean 'tables.dim'"),
+        ("tables.C3.dimm=3", "tables.C3.dimm: unknown key; did you mean 'tables.C3.dim'"),
+        ("qqqq.x=3", "qqqq: unknown key; known sections: run, data, model"),
+        ("train.qqqq=3", "train.qqqq: unknown key; known: train.epochs, train.steps"),
+        ("train.epochs=0", "train.epochs: should be greater than or equal to 1, got 0"),
+        ("train.epochs=many", "train.epochs: should be a valid integer, got 'many'"),
+        ("schedule.name=cos", "schedule.name: should be 'constant', 'linear' or 'cosine', got 'cos'"),
+        ("model.top=[8, -1]", "model.top: should be greater than or equal to 1, got -1"),
+        ("tables.optimizer=adam", "is a section; give its keys, such as tables.optimizer.name"),
+        ("train=3", "train: is a section; give its keys, such as train.epochs"),
+        ("tables.out_of_range=-2", "tables.out_of_range: should be 'error', got -2"),
+        ("train", "section.key=value, got 'train'"),
+        ("a..b=3", "section.key=value"),
+        ("data.folder.x=3", "data.folder is a value, not a section"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_way_out(write, override, message):
+    with pytest.raises(ConfigurationError) as error:
+        resolve(write(MINIMAL), [override])
+    assert message in str(error.value)
+
+
+def test_every_mistake_is_reported_once(write):
+    with pytest.raises(ConfigurationError) as error:
+        resolve(write(MINIMAL), ["tables.dim=x", "tables.C3.optimizer.lr=0.1", "train.steps=-1"])
+    assert str(error.value).count("tables.dim: ") == 1
+    assert "2 mistakes" in str(error.value)
+    assert "tables.C3" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(write, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nowhere.toml: No such file"):
+        resolve(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigurationError, match=r"clicks.toml is not TOML: Unclosed array"):
+        resolve(write("data = [1"))
+    with pytest.raises(ConfigurationError, match=r"data: missing; .* data.folder="):
+        resolve(write(""))
+
+
+@given(
+    st.one_of(st.integers(-(2**60), 2**60), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+)
+def test_override_values_are_toml(value):
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    assert parse_override(f"a.b={text}") == (("a", "b"), value)
