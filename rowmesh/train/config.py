@@ -5,7 +5,7 @@ Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -165,6 +165,12 @@ class OptimizerConfig(Section):
     lr: Rate = 0.001
     weight_decay: Rate = 0.0
     momentum: Rate = 0.0
+
+    @model_validator(mode="after")
+    def _only_sgd_has_momentum(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"{self.name} has no momentum; give optimizer.name=sgd, or leave it out")
+        return self
 
 
 class ScheduleConfig(Section):

@@ -57,6 +57,8 @@ def _reason(key: Key, detail: Any) -> str:
     not_a_section = detail["type"] == "model_type"
     if detail["type"] == "extra_forbidden" or (not_a_section and _would_be_a_table(key)):
         return f"unknown key; {_nearest_key(key)}"
+    if detail["type"] == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
     if not_a_section:
         return f"is a section; give its keys, such as {_first_key(key)}=…, got {detail['input']!r}"
     return f"{detail['msg'].removeprefix('Input ')}, got {detail['input']!r}"

@@ -84,6 +84,7 @@ def test_the_resolved_file_reads_back_equal(write, tmp_path):
         ("tables.optimizer=adam", "is a section; give its keys, such as tables.optimizer.name"),
         ("train=3", "train: is a section; give its keys, such as train.epochs"),
         ("tables.out_of_range=-2", "tables.out_of_range: should be 'error', got -2"),
+        ("optimizer.momentum=0.9", "optimizer: adam has no momentum; give optimizer.name=sgd"),
         ("train", "section.key=value, got 'train'"),
         ("a..b=3", "section.key=value"),
         ("data.folder.x=3", "data.folder is a value, not a section"),

@@ -1,0 +1,1 @@
+"""The command line: `rowmesh data | train | evaluate | env`."""

@@ -1,0 +1,65 @@
+"""The entry point: runs a command and turns what goes wrong into one message and an exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+import cyclopts
+
+import rowmesh
+from rowmesh.cli.env import env
+from rowmesh.cli.evaluate import evaluate
+from rowmesh.cli.train import train
+from rowmesh.errors import RowmeshError
+
+FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
+
+app = cyclopts.App(
+    name="rowmesh",
+    help=rowmesh.__doc__,
+    version=f"rowmesh {rowmesh.__version__}",
+    version_flags=["--version"],
+)
+app.command("rowmesh.cli.data:app", name="data")
+app.command(train)
+app.command(evaluate)
+app.command(env)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line.
+
+    Exit status 2 where rowmesh refuses or gives up, 130 after Ctrl-C, 143 after SIGTERM; errors go to
+    standard error, under torchrun with the rank in front.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(arguments)
+    except RowmeshError as error:
+        _complain(str(error))
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("rowmesh: interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output is gone, as in `rowmesh env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """Leaves through every `finally`, so that a run killed by torchrun cleans up."""
+    sys.exit(TERMINATED)
+
+
+def _complain(message: str) -> None:
+    rank = os.environ.get("RANK")
+    speaker = "rowmesh" if rank is None else f"rowmesh (rank {rank})"
+    print(f"{speaker}: error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

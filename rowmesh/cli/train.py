@@ -1,0 +1,30 @@
+"""`rowmesh train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def train(
+    config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter(negative="")] = False
+) -> None:
+    """Train a model, evaluate it on the test split and write it to the run's folder.
+
+    Alone it is one process; `torchrun --standalone --nproc-per-node 2 -m rowmesh.cli train …` makes it two.
+
+    Parameters
+    ----------
+    config
+        A TOML file; docs/command_line.md lists its keys.
+    overrides
+        Keys that replace those of the file, as in `train.epochs=2 tables.dim=32`.
+    overwrite
+        Remove the run that the folder holds.
+    """
+    from rowmesh.train.commands import run_training
+    from rowmesh.train.resolve import resolve
+
+    run_training(resolve(config, overrides), overwrite=overwrite)

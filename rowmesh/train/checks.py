@@ -1,0 +1,80 @@
+"""What a step refuses: values that are not finite, labels that are no labels, and lost peers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rowmesh.data import Batch
+from rowmesh.errors import DataError, PeerError, RowmeshError
+from rowmesh.mesh import Mesh
+from rowmesh.train.metrics import check_labels
+
+_LOST = re.compile(r"gloo|nccl|connection|timed out|broken pipe", re.IGNORECASE)
+_NOTICE_S = 2.0
+
+
+class DivergedError(RowmeshError, ArithmeticError):
+    """The loss is not finite: names the step."""
+
+
+def check_batch(batch: Batch, dense_names: Sequence[str], where: str) -> None:
+    """Raises DataError where a dense value is not finite or a label is neither 0 nor 1.
+
+    Args:
+        batch: what a rank got.
+        dense_names: the dense features, by column.
+        where: step and rank, for the message.
+    """
+    finite = torch.isfinite(batch.dense)
+    if not bool(finite.all()):
+        sample, column = (int(i) for i in (~finite).nonzero()[0])
+        raise DataError(
+            f"{where}: {int((~finite).sum())} of {finite.numel()} dense values are not finite, the first of "
+            f"them {batch.dense[sample, column].item()} in feature {dense_names[column]!r} of "
+            f"sample {sample}; prepare the data again"
+        )
+    try:
+        check_labels(batch.labels)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def check_loss(loss: Tensor, where: str) -> None:
+    """Raises DivergedError where the loss is not finite."""
+    if not bool(torch.isfinite(loss)):
+        raise DivergedError(
+            f"{where}: the loss is {loss.item()}; lower optimizer.lr or tables.optimizer.lr, or give "
+            "schedule.warmup_steps"
+        )
+
+
+@contextmanager
+def naming_lost_peers(mesh: Mesh) -> Iterator[None]:
+    """Turns the error of a broken connection into a PeerError that names the rank that is gone."""
+    try:
+        yield
+    except RowmeshError:
+        raise
+    except RuntimeError as error:
+        if mesh.world_size == 1 or not _LOST.search(str(error)):
+            raise
+        dead = _wait_for_dead(mesh)
+        who = f"rank {', '.join(map(str, dead))} died" if dead else "another rank stopped answering"
+        reason = str(error).partition("\n")[0]
+        raise PeerError(
+            f"{who}, so this run cannot go on (its own message tells why); seen as: {reason}"
+        ) from error
+
+
+def _wait_for_dead(mesh: Mesh) -> list[int]:
+    """A connection may break a moment before its process is gone."""
+    deadline_s = time.monotonic() + _NOTICE_S
+    while not (dead := mesh.dead_ranks()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return dead

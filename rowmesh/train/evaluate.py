@@ -1,0 +1,29 @@
+"""Evaluation: every sample of a split once, over all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from rowmesh.train.checks import check_batch, naming_lost_peers
+from rowmesh.train.job import Job
+from rowmesh.train.metrics import Metrics, Predictions
+
+
+def evaluate(job: Job, split: str) -> Metrics:
+    """The metrics of a split, equal on all ranks.
+
+    Collective and blocking: every rank calls it. Moves 5 bytes a sample to rank 0 beside the rows.
+
+    Raises:
+        DataError: there is no such split, or it holds values that are not finite.
+    """
+    predictions = Predictions()
+    was_training = job.network.training
+    job.network.eval()
+    with torch.no_grad(), naming_lost_peers(job.mesh):
+        for number, batch in enumerate(job.loader(split)):
+            check_batch(batch, job.data.schema.dense, f"{split} batch {number} on rank {job.mesh.rank}")
+            predictions.add(job.logits(batch), batch.labels)
+        metrics = predictions.metrics(job.mesh.group)
+    job.network.train(was_training)
+    return metrics

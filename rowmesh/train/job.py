@@ -1,0 +1,100 @@
+"""Job: the pieces of a run that training and evaluation share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.data import Batch, Loader, Prepared
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.models import DLRM
+from rowmesh.tables import TableSpec
+from rowmesh.train.config import Config
+from rowmesh.train.tables import common_dim, table_specs
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a configuration, a data set and a mesh make.
+
+    Attributes:
+        config: the resolved configuration.
+        mesh: the ranks.
+        data: the prepared data set.
+        embeddings: the tables.
+        network: the dense network, the same on every rank.
+    """
+
+    config: Config
+    mesh: Mesh
+    data: Prepared
+    embeddings: EmbeddingCollection
+    network: DLRM
+
+    def logits(self, batch: Batch, network: nn.Module | None = None) -> Tensor:
+        """Logits `[B]` of this rank's part of a batch; `network` may be a wrapper of the network."""
+        vectors = self.embeddings(batch.sparse).stacked()
+        return (network or self.network)(batch.dense.to(vectors.dtype), vectors)
+
+    def parallel_network(self) -> nn.Module:
+        """The network, averaging its gradients over ranks where there are several."""
+        if self.mesh.group is None:
+            return self.network
+        return DistributedDataParallel(self.network, process_group=self.mesh.group)
+
+    def loader(self, split: str, *, shuffle: bool = False) -> Loader:
+        """Iterates over the part of a split that belongs to this rank."""
+        return Loader(
+            self.data,
+            split,
+            batch_size=self.config.data.batch_size,
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            shuffle=shuffle,
+            seed=self.config.train.seed,
+        )
+
+
+def build(config: Config, mesh: Mesh) -> Job:
+    """Opens the data set and makes the tables and the network.
+
+    Collective and blocking: every rank calls it, with the same configuration.
+
+    Raises:
+        ConfigurationError: tables or sizes that cannot work.
+        DataError: `data.folder` holds no prepared data set.
+    """
+    data = Prepared.open(config.data.folder)
+    tables = table_specs(config.tables, data)
+    seed = config.train.seed
+    torch.manual_seed(seed)
+    network = DLRM(
+        num_dense=data.num_dense,
+        num_features=len(tables),
+        dim=common_dim(tables),
+        bottom=config.model.bottom,
+        top=config.model.top,
+    ).to(network_dtype(tables))
+    transport = config.parallel.transport
+    embeddings = EmbeddingCollection(tables, mesh=mesh, seed=seed, transport=transport)
+    return Job(config, mesh, data, embeddings, network)
+
+
+def network_dtype(tables: Sequence[TableSpec]) -> torch.dtype:
+    """float64 where all tables are, else float32 (bfloat16 rows are pooled in float32).
+
+    Raises:
+        ConfigurationError: some tables are float64 and some are not.
+    """
+    double = [table.name for table in tables if table.dtype == torch.float64]
+    if 0 < len(double) < len(tables):
+        raise ConfigurationError(
+            f"tables {', '.join(double)} are float64 and others are not; the network needs one precision"
+        )
+    return torch.float64 if double else torch.float32

@@ -1,0 +1,105 @@
+"""What a run tells its user: what it chose and why, and how good the result is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import rowmesh
+from rowmesh.data.prepared import Split
+from rowmesh.train.job import Job
+from rowmesh.train.metrics import Metrics, binary_entropy
+
+
+def describe(job: Job) -> list[str]:
+    """Lines on device, data, tables, transport, network and memory. Collective: every rank calls it."""
+    memory = _memory_of_every_rank(job)
+    facts = [
+        ("ranks", _ranks(job)),
+        ("device", _device()),
+        ("data", _data(job)),
+        ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
+        *(("group", _group(group)) for group in job.embeddings.groups),
+        ("network", _network(job)),
+        *(("memory", f"rank {rank}: {_sizes(sizes)}") for rank, sizes in enumerate(memory)),
+    ]
+    return [f"{name:<10}{text}" for name, text in facts]
+
+
+def results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
+    """A small table: what training reached, beside the best that can be reached and the base rate alone.
+
+    Args:
+        split: its name.
+        metrics: what training reached.
+        known: the split's metadata, which holds the optimum where the data were planted.
+    """
+    entropy = binary_entropy(metrics.base_rate)
+    reached = [metrics.auc, metrics.normalized_entropy, metrics.log_loss, metrics.calibration]
+    rows: list[tuple[str, Sequence[float]]] = [("trained", reached)]
+    if known is not None and known.optimum is not None:
+        optimum = known.optimum
+        rows.append(("planted optimum", [optimum["auc"], optimum["log_loss"] / entropy, optimum["log_loss"]]))
+    rows.append(("base rate", [0.5, 1.0, entropy, 1.0]))
+    header = f"{'':<18}{'AUC':>10}{'norm. entropy':>16}{'log-loss':>12}{'calibration':>14}"
+    title = f"{split}: {metrics.samples:,} samples, base rate {metrics.base_rate:.4f}"
+    return [title, header, *(f"  {name:<16}{_numbers(values)}" for name, values in rows)]
+
+
+def _numbers(values: Sequence[float]) -> str:
+    widths = (10, 16, 12, 14)
+    texts = ("undefined" if math.isnan(value) else f"{value:.5f}" for value in values)
+    return "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=False))
+
+
+def _ranks(job: Job) -> str:
+    world_size, hosts = job.mesh.world_size, len(set(job.mesh.hosts))
+    backend = "gloo" if job.mesh.group is not None else "no process group"
+    threads = torch.get_num_threads()
+    return f"{world_size} on {hosts} host{'s'[: hosts > 1]}, {backend}, {threads} torch thread(s) each"
+
+
+def _device() -> str:
+    why = "tables and network run on the CPU in this version"
+    return f"cpu: {why}; rowmesh {rowmesh.__version__}, torch {torch.__version__}"
+
+
+def _data(job: Job) -> str:
+    splits = ", ".join(f"{name} {split.samples:,}" for name, split in job.data.splits.items())
+    features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
+    return f"{job.data.folder}: {splits} samples; {features}"
+
+
+def _group(group: Any) -> str:
+    rows = sum(table.num_rows for table in group.tables)
+    dtype = str(group.dtype).removeprefix("torch.")
+    return (
+        f"{group.name}: {len(group.tables)} tables, {rows:,} rows × {group.dim} {dtype}, "
+        f"{group.optimizer.name} lr {group.optimizer.lr:g}"
+    )
+
+
+def _network(job: Job) -> str:
+    parameters = sum(parameter.numel() for parameter in job.network.parameters())
+    model, optimizer = job.config.model, job.config.optimizer
+    return (
+        f"{model.name}: {parameters:,} parameters, bottom {model.bottom}, top {model.top}, "
+        f"{optimizer.name} lr {optimizer.lr:g}, {job.config.schedule.name} schedule"
+    )
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {num_bytes / 1e6:,.1f} MB" for name, num_bytes in sizes.items())
+
+
+def _memory_of_every_rank(job: Job) -> list[dict[str, int]]:
+    own = dict(job.embeddings.memory_bytes)
+    if job.mesh.group is None:
+        return [own]
+    gathered: list[Any] = [None] * job.mesh.world_size
+    dist.all_gather_object(gathered, own, group=job.mesh.group)
+    return gathered

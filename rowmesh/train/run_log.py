@@ -1,0 +1,63 @@
+"""Everything a run writes while it trains: metrics, counters, progress, TensorBoard."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from rowmesh.observe import CounterLog, JsonLines, Progress
+from rowmesh.observe.tensorboard import TensorBoard
+from rowmesh.train.job import Job
+from rowmesh.train.run_folder import RunFolder
+
+
+class RunLog:
+    """Writes on rank 0; on other ranks only the collectives of `flush` happen.
+
+    Args:
+        job: what is trained.
+        run: where to write.
+        total_steps: for the progress bar.
+    """
+
+    def __init__(self, job: Job, run: RunFolder, total_steps: int) -> None:
+        first = job.mesh.rank == 0
+        self._open = ExitStack()
+        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None))
+        lines = self._open.enter_context(JsonLines(run.counters if first else None))
+        names = [group.name for group in job.embeddings.groups]
+        self._counters = CounterLog(names, job.embeddings.counters, lines, job.mesh.group)
+        self._board = TensorBoard(run.tensorboard) if first and job.config.train.tensorboard else None
+        self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
+
+    def step(self, step: int) -> None:
+        """Notes the counters of a step."""
+        self._counters.record(step)
+
+    def interval(self, step: int, *, loss: float, samples_per_s: float, **record: Any) -> None:
+        """Writes the means of an interval that ends with `step`. Collective: every rank calls it."""
+        self._counters.flush()
+        record = {"loss": loss, "samples_per_s": samples_per_s, **record}
+        self._write("train", step, record)
+        self.progress.update(step, loss=loss, samples_per_s=samples_per_s)
+
+    def evaluation(self, step: int, split: str, record: dict[str, Any]) -> None:
+        """Writes the metrics of a split after `step`, and leaves its look-ups out of the counters."""
+        self._counters.skip()
+        self._write(split, step, record)
+
+    def _write(self, kind: str, step: int, record: dict[str, Any]) -> None:
+        self._metrics.write(kind=kind, step=step, **record)
+        if self._board is not None:
+            self._board.write(kind, step, record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+        if self._board is not None:
+            self._board.close()

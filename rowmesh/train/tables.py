@@ -1,0 +1,81 @@
+"""The tables of a run: what the data set says about each feature, and what the configuration wants of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from rowmesh.data.prepared import Prepared
+from rowmesh.errors import ConfigurationError
+from rowmesh.optim.rules import RULES, UpdateRule
+from rowmesh.tables import TableSpec
+from rowmesh.tables.initializer import INITIALIZERS, Initializer
+from rowmesh.train.config import InitializerConfig, TableConfig, TablesConfig, UpdateRuleConfig
+from rowmesh.train.mistakes import nearest
+
+
+def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
+    """One table for each categorical feature of the data set, in its order.
+
+    Raises:
+        ConfigurationError: a section names no table, or an option does not belong to what it is given for.
+    """
+    for name in config.overridden:
+        if name not in data.features:
+            raise ConfigurationError(
+                f"tables.{name}: {data.folder} has no table of this name; {nearest(name, data.features)}"
+            )
+    return tuple(_table_spec(table.name, table.num_rows, config.of(table.name)) for table in data.tables)
+
+
+def common_dim(tables: Sequence[TableSpec]) -> int:
+    """The dimension of all tables.
+
+    Raises:
+        ConfigurationError: they differ, so that there are no dot products between them.
+    """
+    dims = {table.dim: table.name for table in tables}
+    if len(dims) > 1:
+        examples = ", ".join(f"tables.{name}.dim = {dim}" for dim, name in dims.items())
+        raise ConfigurationError(
+            f"dlrm multiplies embeddings with each other, so one dim must do: {examples}"
+        )
+    return next(iter(dims))
+
+
+def _table_spec(name: str, num_rows: int, config: TableConfig) -> TableSpec:
+    try:
+        return TableSpec(
+            name=name,
+            num_rows=num_rows,
+            dim=config.dim,
+            pooling=config.pooling,
+            dtype=getattr(torch, config.dtype),
+            out_of_range=config.out_of_range,
+            optimizer=_update_rule(config.optimizer),
+            initializer=_initializer(config.initializer),
+        )
+    except TypeError as error:
+        raise ConfigurationError(f"table {name!r}: {error}") from None
+
+
+def _update_rule(config: UpdateRuleConfig) -> UpdateRule:
+    return _choose("tables.optimizer", RULES, config)
+
+
+def _initializer(config: InitializerConfig) -> Initializer:
+    return _choose("tables.initializer", INITIALIZERS, config)
+
+
+def _choose(key: str, kinds: dict[str, Any], config: BaseModel) -> Any:
+    """The chosen kind, made from the options that were given."""
+    options = config.model_dump(exclude_none=True)
+    kind = kinds[options.pop("name")]
+    strangers = sorted(options.keys() - kind.__dataclass_fields__.keys())
+    if strangers:
+        known = ", ".join(kind.__dataclass_fields__)
+        raise ConfigurationError(f"{key}: {kind.name} has no {', '.join(strangers)}; its options: {known}")
+    return kind(**options)
