@@ -1,0 +1,45 @@
+# make train   set everything up, train a DLRM on two ranks, evaluate it
+# make test    set everything up, run the tests
+# make lint    ruff and pyright
+# make bench   every benchmark, quickly
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+RANKS  ?= 2
+RUN    ?= runs/criteo
+DATA   ?=
+
+.PHONY: train test test-slow lint format bench clean
+
+# torch first and pinned: a range that admits a newer release would bring the CUDA build along.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+train: $(READY)
+	PYTHON=$(CURDIR)/$(BIN)/python RANKS=$(RANKS) RUN=$(RUN) DATA=$(DATA) bash configs/train.sh
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	for name in segment_unique exchange_rounds embedding_step train_step; do \
+		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs data/generated

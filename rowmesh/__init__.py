@@ -1,0 +1,51 @@
+"""rowmesh: recommendation models whose embedding tables outgrow one device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rowmesh.collection import EmbeddingCollection, Embeddings, JaggedRows
+    from rowmesh.errors import RowmeshError
+    from rowmesh.mesh import Mesh
+    from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+    from rowmesh.sparse import SparseBatch
+    from rowmesh.tables import Constant, Normal, TableSpec, Uniform
+
+# Imported at first use: `rowmesh --help` must not wait for torch.
+_HOMES = {
+    "rowmesh.collection": ("EmbeddingCollection", "Embeddings", "JaggedRows"),
+    "rowmesh.errors": ("RowmeshError",),
+    "rowmesh.mesh": ("Mesh",),
+    "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),
+    "rowmesh.sparse": ("SparseBatch",),
+    "rowmesh.tables": ("Constant", "Normal", "TableSpec", "Uniform"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "SGD",
+    "AdaGrad",
+    "Adam",
+    "Constant",
+    "EmbeddingCollection",
+    "EmbeddingOptimizer",
+    "Embeddings",
+    "JaggedRows",
+    "Mesh",
+    "Normal",
+    "RowWiseAdaGrad",
+    "RowmeshError",
+    "SparseBatch",
+    "TableSpec",
+    "Uniform",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'rowmesh' has no attribute {name!r}")

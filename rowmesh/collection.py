@@ -1,0 +1,325 @@
+"""EmbeddingCollection: embedding tables spread over the ranks, as one module.
+
+The four verbs `route`, `fetch`, `pool` and `push` are one training step of its tables; `forward` is the first three, and
+`rowmesh.optim.EmbeddingOptimizer.step` is the last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.pooling import GroupPooling, Pooling
+from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.transport import Transport, TransportName, Update, choose_transport
+from rowmesh.mesh import Mesh
+from rowmesh.ops.memory import Scratch
+from rowmesh.placement import DealtPlacement
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
+
+logger = logging.getLogger("rowmesh")
+
+
+@dataclass(frozen=True)
+class JaggedRows:
+    """What a feature with pooling "none" returns: one vector an id.
+
+    Attributes:
+        values: `[N_f, D]`.
+        offsets: int64 `[B + 1]`; sample s has `values[offsets[s]:offsets[s + 1]]`.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a table that this rank owns.
+
+    Attributes:
+        rows: which rows of the table they are.
+        values: `[n, D]`, a view of the arena.
+        state: optimizer state by name, `[n, D]` or `[n]`, views.
+    """
+
+    rows: range
+    values: Tensor
+    state: dict[str, Tensor]
+
+
+class Embeddings:
+    """What a look-up returns.
+
+    Attributes:
+        values: `[B, ΣD]`, the vectors of all pooled features side by side.
+        features: the pooled features, in the order of their columns.
+        dims: D of each of them.
+    """
+
+    def __init__(
+        self, values: Tensor, features: tuple[str, ...], dims: tuple[int, ...], sequences: dict[str, JaggedRows]
+    ) -> None:  # fmt: skip
+        self.values = values
+        self.features = features
+        self.dims = dims
+        self._sequences = sequences
+        self._parts: dict[str, Tensor] | None = None
+
+    def __getitem__(self, feature: str) -> Any:
+        """`[B, D]` of one feature; JaggedRows where its table does not pool."""
+        if feature in self._sequences:
+            return self._sequences[feature]
+        if self._parts is None:  # split once: its backward assembles one gradient instead of one a feature
+            self._parts = dict(zip(self.features, self.values.split(self.dims, dim=1), strict=True))
+        try:
+            return self._parts[feature]
+        except KeyError:
+            raise KeyError(f"no feature {feature!r}; there are {[*self.features, *self._sequences]}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.features, *self._sequences))
+
+    def stacked(self) -> Tensor:
+        """`[B, F, D]`, a view; all pooled features must have the same dim."""
+        if len(set(self.dims)) != 1:
+            dims = dict(zip(self.features, self.dims, strict=True))
+            raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
+        return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
+
+
+class Rows:
+    """The fetched rows of a route; stay valid until the next push."""
+
+    __slots__ = ("route",)
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+
+class _Pool(torch.autograd.Function):
+    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, route: Route) -> tuple[Tensor, ...]:
+        ctx.collection, ctx.route = collection, route
+        return collection._pooling.forward(route)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.collection._take_gradients(ctx.route, grads)
+        return None, None, None
+
+
+class EmbeddingCollection(nn.Module):
+    """Embedding tables, their rows dealt over the ranks.
+
+    Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves them
+    alone. Every rank must construct it, and call `forward` and the optimizer's `step`, equally often.
+
+    Args:
+        tables: what to store.
+        mesh: the ranks; default: this process alone.
+        seed: of the initial values, which are the same for every number of ranks.
+        transport: how rows travel: "one_sided" (shared memory, ranks of one host), "collective"
+            (torch.distributed), or "auto": one-sided where that is possible.
+
+    Raises:
+        ConfigurationError: tables clash, or the transport cannot work here.
+
+    Example:
+        >>> from rowmesh import EmbeddingOptimizer, SparseBatch
+        >>> tables = [TableSpec(name="user", num_rows=10, dim=4), TableSpec(name="item", num_rows=5, dim=4)]
+        >>> embeddings = EmbeddingCollection(tables)
+        >>> optimizer = EmbeddingOptimizer(embeddings)
+        >>> out = embeddings(SparseBatch.from_bags({"user": [[7], [7, 9]], "item": [[3], []]}))
+        >>> out.stacked().shape
+        torch.Size([2, 2, 4])
+        >>> out.values.sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        *,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        transport: TransportName = "auto",
+    ) -> None:
+        super().__init__()
+        self.tables = tuple(tables)
+        self.groups: tuple[TableGroup, ...] = fuse(tables)
+        self.mesh = mesh or Mesh()
+        self._transport: Transport
+        self._transport, self.transport_reason = choose_transport(transport, self.mesh, len(self.groups))
+        self._exchanges = [self._make_exchange(group) for group in self.groups]
+        self._initialize(seed)
+        self._transport.connect(self._exchanges)
+        self._make_pooling()
+        self._anchor = torch.zeros((), requires_grad=True)  # gives the outputs a place in the graph
+        self._inverses: list[Scratch] = []
+        self._pending: list[Route] = []
+        self.step_count = 0
+        logger.info("transport %s: %s", self.transport, self.transport_reason)
+
+    def _make_exchange(self, group: TableGroup) -> GroupExchange:
+        placement = DealtPlacement(tuple(table.num_rows for table in group.tables), self.mesh.world_size)
+        arena = DenseArena(group, placement.num_slots, self._transport.allocate)
+        num_segments = len(group.tables)
+        return GroupExchange(group, placement, arena, self.mesh.rank, lambda: self._transport.make_outbox(num_segments))
+
+    def _initialize(self, seed: int) -> None:
+        for exchange in self._exchanges:
+            placement, rank = exchange.placement, self.mesh.rank
+            owned = [(base, placement.rows_of(t, rank)) for t, base in enumerate(placement.bases)]
+            exchange.arena.initialize(seed, owned)
+
+    def _make_pooling(self) -> None:
+        pooled = [(name, table.dim) for table in self.tables for name in table.features if table.pooling != "none"]
+        self.features = tuple(name for name, _ in pooled)
+        self.dims = tuple(dim for _, dim in pooled)
+        columns, width = {}, 0
+        for name, dim in pooled:
+            columns[name] = width
+            width += dim
+        groups = [GroupPooling(group.dim, group.dtype) for group in self.groups]
+        if len({group.dtype for group in groups}) > 1:
+            raise ConfigurationError("float64 tables do not mix with others: make a collection of each")
+        self._pooling = Pooling(groups, [group.is_sequence for group in self.groups], width)
+        self._layouts = Layouts(self.groups, columns, width)
+
+    @property
+    def transport(self) -> str:
+        """ "local", "one_sided" or "collective"."""
+        return self._transport.name
+
+    @property
+    def counters(self) -> list[GroupCounters]:
+        """What each group moved since the start, on this rank."""
+        return [exchange.counters for exchange in self._exchanges]
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of this rank, by use."""
+        rows = state = buffers = 0
+        for exchange in self._exchanges:
+            of_rows, of_state = exchange.arena.num_bytes
+            rows, state = rows + of_rows, state + of_state
+            buffers += sum(workspace.num_bytes for workspace in exchange.workspaces)
+        return {"rows": rows, "optimizer state": state, "buffers": buffers}
+
+    def forward(self, batch: SparseBatch) -> Embeddings:
+        """Looks a batch up; collective, each rank passes its own samples.
+
+        Raises:
+            DataError: the batch's features are not the tables', or an id is out of range.
+        """
+        return self.pool(self.fetch(self.route(batch)))
+
+    def route(self, batch: SparseBatch) -> Route:
+        """Finds the unique ids of a batch, their owners, and the way back; no communication."""
+        if batch.weights is not None and batch.weights.requires_grad:
+            raise DataError("weights of a SparseBatch get no gradient; detach them")
+        layouts = self._layouts(batch)
+        scratch = self._inverses.pop() if self._inverses else Scratch()
+        inverse = scratch.reserve(4 * batch.ids.numel())
+        groups = []
+        for exchange, layout in zip(self._exchanges, layouts, strict=True):
+            groups.append(exchange.route(batch, layout, inverse))
+        return Route(batch, groups, scratch, self._inverses.append)
+
+    def fetch(self, route: Route) -> Rows:
+        """Brings the rows of a route within reach; collective."""
+        self._transport.fetch(route)
+        return Rows(route)
+
+    def pool(self, rows: Rows) -> Embeddings:
+        """The vectors of the batch; differentiable, without communication."""
+        route = rows.route
+        if torch.is_grad_enabled() and self.training:
+            outputs = _Pool.apply(self._anchor, self, route)
+        else:
+            outputs = self._pooling.forward(route)
+        return self._wrap(route, outputs)
+
+    def _wrap(self, route: Route, outputs: tuple[Tensor, ...]) -> Embeddings:
+        sequences: dict[str, JaggedRows] = {}
+        values = iter(outputs[1:])
+        batch = route.batch
+        for group, part in zip(self.groups, route.groups, strict=True):
+            if not group.is_sequence:
+                continue
+            lengths = [end - begin for begin, end in part.layout.features[:, :2].tolist()]
+            for name, rows in zip(group.features, next(values).split(lengths), strict=True):
+                i = batch.features.index(name)
+                offsets = batch.offsets[i * batch.batch_size : (i + 1) * batch.batch_size + 1]
+                sequences[name] = JaggedRows(rows, offsets - offsets[0])
+        return Embeddings(outputs[0], self.features, self.dims, sequences)
+
+    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
+        if route.is_pushed or route.has_gradients:
+            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        self._pooling.backward(route, gradients)
+        route.has_gradients = True
+        self._pending.append(route)
+
+    def push(self, routes: Sequence[Route], lrs: Sequence[float]) -> None:
+        """Sends the gradients of routes to the owners, which update their rows; collective.
+
+        Args:
+            routes: routes whose backward has run; the gradients of several add up.
+            lrs: the learning rate of each group.
+        """
+        self.step_count += 1
+        scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
+        self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
+        for route in routes:
+            route.is_pushed = True
+
+    def push_pending(self, lrs: Sequence[float]) -> None:
+        """Pushes every route whose backward has run since the last push."""
+        routes, self._pending = self._pending, []
+        self.push(routes, lrs)
+
+    def discard_pending(self) -> None:
+        """Forgets gradients that were not pushed."""
+        self._pending.clear()
+
+    def local_rows(self, table: str) -> LocalRows:
+        """The rows of a table that this rank owns, and their optimizer state, as views.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        for exchange in self._exchanges:
+            for index, spec in enumerate(exchange.group.tables):
+                if spec.name == table:
+                    rows = exchange.placement.rows_of(index, self.mesh.rank)
+                    base = exchange.placement.bases[index]
+                    part = slice(base, base + len(rows))
+                    state = {name: tensor[part] for name, tensor in exchange.arena.state.items()}
+                    return LocalRows(rows, exchange.arena.rows[part], state)
+        raise KeyError(f"no table {table!r}; there are {[spec.name for spec in self.tables]}")
+
+    def barrier(self) -> None:
+        """Waits until all ranks have come here; needed after changing `local_rows` in place."""
+        self._transport.barrier()
+
+    def close(self) -> None:
+        """Gives shared memory back; the collection cannot be used any more."""
+        self._transport.close()
+
+    def extra_repr(self) -> str:
+        """Groups and transport."""
+        groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
+        return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"

@@ -1,0 +1,21 @@
+"""The errors a user can meet. Each message names the thing, gives the values and says what to do."""
+
+
+class RowmeshError(Exception):
+    """Base of every error that rowmesh raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigurationError(RowmeshError, ValueError):
+    """A table, model or run was described in a way that cannot work."""
+
+
+class DataError(RowmeshError, ValueError):
+    """Input data is malformed: names the file and line, or the feature, and the values."""
+
+
+class IdRangeError(DataError):
+    """Ids lie outside their table: names the features, how many ids, and the range."""
+
+
+class PeerError(RowmeshError, RuntimeError):
+    """Another rank died or stopped answering: names the rank."""

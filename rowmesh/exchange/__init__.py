@@ -1,0 +1,1 @@
+"""How rows and gradients move between ranks: route, then fetch and push over a transport."""

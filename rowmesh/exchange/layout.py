@@ -1,0 +1,119 @@
+"""Layout: where each feature's ids are in a batch and where its vectors go in the output."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables.group import TableGroup
+
+MAX_CELLS = 2**32
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One group's features in one batch.
+
+    Attributes:
+        features: int64 `[F, 8]`, the descriptors that the pool kernels read (`rowmesh.ops.pool.cpu`).
+        num_ids: ids of the group's features.
+        is_weighted: whether sums need a factor for each id (weights given, or means over bags of several ids).
+    """
+
+    features: np.ndarray
+    num_ids: int
+    is_weighted: bool
+
+    @property
+    def num_features(self) -> int:
+        """F of this group."""
+        return len(self.features)
+
+
+class Layouts:
+    """Makes layouts; those of batches with equal bags depend on shapes alone and are made once.
+
+    Args:
+        groups: the fused groups.
+        columns: feature → first column of its vector in the pooled output.
+        width: columns of the pooled output.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], columns: dict[str, int], width: int) -> None:
+        self._groups = groups
+        self._columns = columns
+        self._width = width
+        self._known = {feature for group in groups for feature in group.features}
+        self._cache: dict[tuple[object, ...], list[GroupLayout]] = {}
+
+    def __call__(self, batch: SparseBatch) -> list[GroupLayout]:
+        """One layout a group.
+
+        Raises:
+            DataError: a feature is missing from the batch, or belongs to no table.
+        """
+        if batch.bag_size is None or batch.jagged_offsets is not None:
+            return self._make(batch)
+        key = (batch.features, batch.batch_size, batch.bag_size, batch.weights is None)
+        if key not in self._cache:
+            if len(self._cache) > 64:  # shapes that never repeat would pile up
+                self._cache.clear()
+            self._cache[key] = self._make(batch)
+        return self._cache[key]
+
+    def _make(self, batch: SparseBatch) -> list[GroupLayout]:
+        self._check(batch)
+        num_bags, size = batch.batch_size, batch.bag_size
+        if size is not None:
+            bounds = np.arange(len(batch.features) + 1) * (num_bags * size)
+            address = 0
+        else:
+            offsets = batch.offsets
+            bounds = offsets.numpy()[:: max(num_bags, 1)][: len(batch.features) + 1]
+            if num_bags == 0:
+                bounds = np.zeros(len(batch.features) + 1, np.int64)
+            address = offsets.data_ptr()
+        place = {name: i for i, name in enumerate(batch.features)}
+        return [self._layout(group, batch, place, bounds, address) for group in self._groups]
+
+    def _layout(
+        self, group: TableGroup, batch: SparseBatch, place: dict[str, int], bounds: np.ndarray, address: int
+    ) -> GroupLayout:  # fmt: skip
+        rows, total = [], 0
+        for table in group.tables:
+            for name in table.features:
+                i = place[name]
+                begin, end = int(bounds[i]), int(bounds[i + 1])
+                mean = int(table.pooling == "mean")
+                if group.is_sequence:
+                    rows.append((begin, end, 0, 1, end - begin, total * group.dim, group.dim, 0))
+                else:
+                    offsets = address + 8 * i * batch.batch_size if address else 0
+                    size = batch.bag_size or 0
+                    column = self._columns[name]
+                    rows.append((begin, end, offsets, size, batch.batch_size, column, self._width, mean))
+                total += end - begin
+        features = np.array(rows, np.int64).reshape(-1, DESCRIPTOR)
+        cells = total * group.dim if group.is_sequence else batch.batch_size * self._width
+        if cells >= MAX_CELLS:
+            raise ConfigurationError(
+                f"the output for this batch has {cells:,} elements, more than {MAX_CELLS:,}; use smaller batches"
+            )
+        several = batch.bag_size != 1
+        is_weighted = batch.weights is not None or bool(several and features[:, 7].any())
+        return GroupLayout(features, total, is_weighted)
+
+    def _check(self, batch: SparseBatch) -> None:
+        present = set(batch.features)
+        if missing := sorted(self._known - present):
+            near = difflib.get_close_matches(missing[0], batch.features, n=1)
+            hint = f" (did you mean {near[0]!r} in the batch?)" if near else ""
+            raise DataError(f"the batch lacks features {missing}{hint}; it has {sorted(present)}")
+        if extra := sorted(present - self._known):
+            raise DataError(f"features {extra} of the batch belong to no table; take them out with batch.select([...])")

@@ -1,0 +1,172 @@
+"""One-sided transport: the ranks of a host read each other's arenas and outboxes in shared memory.
+
+Forward needs no message at all: a row is read where its owner keeps it. A step has two barriers: one after which all
+gradients are in the outboxes (and nobody reads rows any more), one after which all rows are updated.
+
+Source: OPER §5.1 (direct reads of remote rows); `exchange.barrier` is what makes it cheap on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.barrier import Barrier
+from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.transport import Sources, Update, add_own
+from rowmesh.exchange.workspace import Memory, Outbox, slots_offset
+from rowmesh.mesh import Mesh, SharedBuffer
+
+MAX_ROUTES = 16  # routes that one push may bring for a group
+_ENTRY = 8  # int64 values that announce an outbox
+
+
+class _Mapped:
+    """A peer's outbox as it looks here; mapped again when the peer makes it anew."""
+
+    __slots__ = ("accesses", "generation", "gradients", "lists", "offsets")
+
+    def __init__(self, lists: SharedBuffer, gradients: SharedBuffer, generation: int, num_segments: int, mesh: Mesh):
+        self.lists, self.gradients, self.generation = lists, gradients, generation
+        world_size, rank = mesh.world_size, mesh.rank
+        self.offsets = lists.array(np.int64, world_size, num_segments + 1)[rank]
+        self.accesses = lists.array(np.int64, world_size, num_segments, offset=8 * world_size * (num_segments + 1))[
+            rank
+        ]
+
+
+class OneSidedTransport:
+    """Shared memory between the ranks of one host."""
+
+    name = "one_sided"
+
+    def __init__(self, mesh: Mesh, num_groups: int) -> None:
+        self._mesh = mesh
+        self._num_groups = num_groups
+        self._keep: list[SharedBuffer] = []
+        self._mapped: dict[tuple[int, int, int], _Mapped] = {}
+        self._outbox_ids: dict[int, int] = {}
+        # Of every rank: its barrier flag, then for each group how many outboxes it announces, and which.
+        self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
+        self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Shared memory."""
+        buffer = SharedBuffer.create(num_bytes)
+        self._keep.append(buffer)
+        return buffer
+
+    def make_outbox(self, num_segments: int) -> Outbox:
+        """Shared memory."""
+        return Outbox(_settled, self._mesh.world_size, num_segments)
+
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+        """Maps every rank's arenas and board; collective."""
+        mesh = self._mesh
+        self._exchanges = exchanges
+        for buffer in self._keep:
+            buffer.settle()
+        mine = [(b.descriptor, b.num_bytes) for b in (self._board, *self._keep)]
+        everyone: list[list[tuple[int, int]]] = [mine] * mesh.world_size
+        dist.all_gather_object(everyone, mine, mesh.group)
+        boards = []
+        for rank, segments in enumerate(everyone):
+            if rank == mesh.rank:
+                boards.append(self._board)
+                continue
+            board, *arenas = (
+                SharedBuffer.attach(mesh.pids[rank], descriptor, size, rank) for descriptor, size in segments
+            )
+            boards.append(board)
+            for exchange, arena in zip(exchanges, arenas, strict=True):
+                arena.settle()
+                exchange.arenas[rank] = arena.address
+            self._keep.extend(arenas)
+        self._boards = boards
+        self._flags = np.array([board.address for board in boards], np.int64)
+        self._announced = [
+            board.array(np.int64, self._num_groups, 1 + _ENTRY * MAX_ROUTES, offset=128) for board in boards
+        ]
+        self._barrier = Barrier(mesh, self._flags.ctypes.data)
+        dist.barrier(mesh.group)  # nobody may close a descriptor before all have mapped it
+        self._barrier.wait()
+
+    def fetch(self, route: Route) -> None:
+        """Nothing to do: routing has put the addresses of the rows in place."""
+        for group in route.groups:
+            remote = group.num_unique - (group.owner_bounds[self._mesh.rank + 1] - group.owner_bounds[self._mesh.rank])
+            group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
+
+    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+        """Announces the outboxes, waits, merges what all ranks put out for this one, updates, waits."""
+        self._announce(routes)
+        self._barrier.wait()
+        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            sources = Sources(exchange.num_segments)
+            for rank in range(self._mesh.world_size):
+                if rank == self._mesh.rank:
+                    for route in routes:
+                        add_own(sources, route, index)
+                else:
+                    self._add_peer(sources, rank, index)
+            if sources.slots:
+                sources.merge(exchange)
+                sources.apply(exchange, update)
+        self._barrier.wait()
+
+    def _announce(self, routes: Sequence[Route]) -> None:
+        if len(routes) > MAX_ROUTES:
+            raise RowmeshError(
+                f"{len(routes)} forward passes were accumulated for one step; at most {MAX_ROUTES} can be"
+            )
+        for index, announced in enumerate(self._announced[self._mesh.rank]):
+            announced[0] = len(routes)
+            for place, route in enumerate(routes):
+                outbox = route.groups[index].workspace.outbox
+                lists, gradients = outbox.lists, outbox.gradients
+                assert isinstance(lists, SharedBuffer)
+                assert isinstance(gradients, SharedBuffer)
+                begin = 1 + _ENTRY * place
+                announced[begin : begin + 6] = (
+                    self._outbox_ids.setdefault(id(outbox), len(self._outbox_ids)), outbox.generation,
+                    lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes,
+                )  # fmt: skip
+
+    def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
+        announced = self._announced[rank][index]
+        exchange = self._exchanges[index]
+        for place in range(int(announced[0])):
+            begin = 1 + _ENTRY * place
+            outbox, generation, *segments = announced[begin : begin + 6].tolist()
+            mapped = self._mapped.get((rank, index, outbox))
+            if mapped is None or mapped.generation != generation:
+                pid = self._mesh.pids[rank]
+                lists = SharedBuffer.attach(pid, segments[0], segments[1], rank)
+                gradients = SharedBuffer.attach(pid, segments[2], segments[3], rank)
+                gradients.settle()
+                mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
+                self._mapped[rank, index, outbox] = mapped
+            slots = mapped.lists.address + slots_offset(exchange.world_size, exchange.num_segments)
+            before = sources.num_entries
+            sources.add(slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
+            element = 8 if exchange.group.dtype.itemsize == 8 else 4
+            exchange.counters.bytes_received += (sources.num_entries - before) * (4 + exchange.group.dim * element)
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self._barrier.wait()
+
+    def close(self) -> None:
+        """Lets go of the shared memory; it is freed with the last rank's last view."""
+        self._mapped.clear()
+        for buffer in (*self._keep, self._board):
+            buffer.close()
+
+
+def _settled(num_bytes: int) -> SharedBuffer:
+    buffer = SharedBuffer.create(num_bytes)
+    buffer.settle()
+    return buffer

@@ -1,0 +1,111 @@
+"""Pooling a route: fetched rows become one vector a bag, and gradients of vectors become gradients of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.ops import pool as ops
+from rowmesh.ops.memory import TensorPool
+from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.sparse import SparseBatch
+
+
+class GroupPooling:
+    """The pool kernels of one group."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        storage = STORAGE[dtype]
+        self.dim = dim
+        self.dtype = COMPUTE_DTYPE[storage]
+        self._kernels = ops.kernels(dim, storage)
+
+    def forward(self, group: RouteGroup, batch: SparseBatch, output: Tensor) -> None:
+        """Writes the group's columns of the output."""
+        features, workspace = group.layout.features, group.workspace
+        if not group.layout.is_weighted:
+            self._kernels.pool(
+                features.ctypes.data, len(features), workspace.addresses.buffer.address, group.inverse, output.data_ptr()
+            )  # fmt: skip
+            return
+        self._kernels.pool_weighted(
+            features.ctypes.data, len(features), workspace.addresses.buffer.address, group.inverse,
+            self._weigh(group, batch), output.data_ptr(),
+        )  # fmt: skip
+
+    def compress(self, group: RouteGroup) -> None:
+        """Files the cells of every row; may run while rows travel."""
+        if group.is_compressed:
+            return
+        group.is_compressed = True
+        features, workspace = group.layout.features, group.workspace
+        ops.file_cells(
+            features.ctypes.data, len(features), group.inverse, workspace.counts.buffer.address, group.num_unique,
+            workspace.pointers.reserve(4 * (group.num_unique + 1)),
+            workspace.cells.reserve(4 * group.layout.num_ids),
+        )  # fmt: skip
+
+    def backward(self, group: RouteGroup, grad: Tensor) -> None:
+        """Writes the summed gradient of every row of the group into its outbox."""
+        self.compress(group)
+        workspace = group.workspace
+        row_bytes = self.dim * self.dtype.itemsize
+        sink = workspace.outbox.reserve_gradients(group.num_unique * row_bytes)
+        pointers, cells = workspace.pointers.buffer.address, workspace.cells.buffer.address
+        positions = workspace.positions.buffer.address
+        if not group.layout.is_weighted:
+            self._kernels.backward(grad.data_ptr(), pointers, cells, group.num_unique, positions, sink)
+            return
+        features, element = group.layout.features, self.dtype.itemsize
+        ids = group.layout.num_ids
+        filed = workspace.weights.reserve(element * ids)
+        ops.file_weights(
+            features.ctypes.data, len(features), group.inverse, pointers, group.num_unique,
+            workspace.cursors.reserve(4 * group.num_unique), workspace.factors.buffer.address, element, filed,
+        )  # fmt: skip
+        self._kernels.backward_weighted(grad.data_ptr(), pointers, cells, filed, group.num_unique, positions, sink)
+
+    def _weigh(self, group: RouteGroup, batch: SparseBatch) -> int:
+        features, weights = group.layout.features, batch.weights
+        factors = group.workspace.factors.reserve(self.dtype.itemsize * batch.ids.numel())
+        if weights is not None and weights.dtype not in (torch.float32, torch.float64):
+            weights = weights.float()
+        ops.id_weights(
+            features.ctypes.data, len(features), 0 if weights is None else weights.data_ptr(),
+            weights is not None and weights.dtype == torch.float64, factors, self.dtype == torch.float64,
+        )  # fmt: skip
+        return factors
+
+
+class Pooling:
+    """Pools all groups of a route into one output, and one more for every sequence group."""
+
+    def __init__(self, groups: Sequence[GroupPooling], is_sequence: Sequence[bool], width: int) -> None:
+        self.groups = groups
+        self.is_sequence = is_sequence
+        self.width = width
+        self.dtype = groups[0].dtype
+        self._outputs = TensorPool()
+
+    def forward(self, route: Route) -> tuple[Tensor, ...]:
+        """`[B, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""
+        batch = route.batch
+        pooled = self._outputs.take(self.dtype, batch.batch_size, self.width)
+        outputs = [pooled]
+        for pooling, group, is_sequence in zip(self.groups, route.groups, self.is_sequence, strict=True):
+            target = pooled
+            if is_sequence:
+                target = self._outputs.take(self.dtype, group.layout.num_ids, pooling.dim)
+                outputs.append(target)
+            pooling.forward(group, batch, target)
+        return tuple(outputs)
+
+    def backward(self, route: Route, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids into the outboxes of the route."""
+        contiguous = [grad.contiguous() for grad in gradients]
+        sequences = iter(contiguous[1:])
+        for pooling, group, is_sequence in zip(self.groups, route.groups, self.is_sequence, strict=True):
+            pooling.backward(group, next(sequences) if is_sequence else contiguous[0])

@@ -1,0 +1,160 @@
+"""Route: which rows a batch needs, who owns them, and in which order they travel.
+
+    fuse → segment unique → locate → stable sort by (owner, segment)
+
+Source: FusedRec §3 and Algorithm 1, lines 1–4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from rowmesh.errors import IdRangeError
+from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.workspace import Outbox, Workspace
+from rowmesh.ops.memory import Scratch
+from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.route import route as route_kernel
+from rowmesh.ops.segment_unique.cpu import SegmentHash
+from rowmesh.placement import DealtPlacement
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import DenseArena, TableGroup
+
+
+class RouteGroup:
+    """One group's part of a route. Addresses are valid while the route lives."""
+
+    __slots__ = ("exchange", "inverse", "is_compressed", "layout", "num_unique", "owner_bounds", "workspace")
+
+    def __init__(
+        self, exchange: GroupExchange, workspace: Workspace, layout: GroupLayout, inverse: int, num_unique: int
+    ) -> None:  # fmt: skip
+        self.exchange = exchange
+        self.workspace = workspace
+        self.layout = layout
+        self.inverse = inverse
+        self.num_unique = num_unique
+        self.is_compressed = False
+        offsets = workspace.outbox.segment_offsets
+        self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
+
+
+class Route:
+    """What a batch needs: unique ids of each group, their owners, and how to get from ids to rows.
+
+    Made by `EmbeddingCollection.route`. A route holds buffers; they return to their owner with its last reference.
+    """
+
+    def __init__(self, batch: SparseBatch, groups: list[RouteGroup], inverse: Scratch, give_back: Callable) -> None:
+        self.batch = batch
+        self.groups = groups
+        self.is_pushed = False
+        self.has_gradients = False
+        self._inverse = inverse
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        self._give_back(self._inverse)
+        for group in self.groups:
+            group.exchange.workspaces.append(group.workspace)
+
+
+class GroupExchange:
+    """What stays the same from batch to batch for one group."""
+
+    def __init__(
+        self, group: TableGroup, placement: DealtPlacement, arena: DenseArena, rank: int, make_outbox: Callable[[], Outbox]
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.placement = placement
+        self.arena = arena
+        self.rank = rank
+        self.world_size = placement.world_size
+        self.num_segments = len(group.tables)
+        self.row_bytes = group.dim * group.dtype.itemsize
+        self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
+        self.arenas[rank] = arena.address
+        self.merger = Merger(self.num_segments)
+        self.counters = GroupCounters.of(group.name, [table.name for table in group.tables])
+        self.workspaces: list[Workspace] = []
+        self._make_outbox = make_outbox
+        self._segments = np.repeat(np.arange(self.num_segments), [len(table.features) for table in group.tables])
+        self._num_rows = np.array(placement.num_rows, np.int64)
+        self._bases = np.array(placement.bases, np.int64)
+        self._shifts = np.array(placement.shifts, np.int64)
+        self._hash = SegmentHash(list(placement.num_rows))
+        self._unique, self._owners, self._slots = Scratch(), Scratch(), Scratch()
+        self._unique_offsets = np.zeros(self.num_segments + 1, np.int64)
+
+    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
+        """Routes one group's ids.
+
+        Raises:
+            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+        """
+        workspace = self.workspaces.pop() if self.workspaces else Workspace(self._make_outbox())
+        num_ids = layout.num_ids
+        unique = self._unique.reserve(8 * num_ids)
+        counts = workspace.counts.reserve(4 * num_ids)
+        ids = batch.ids
+        self._unique_ids(ids, layout, unique, counts, inverse)
+        while (refused := self._sort(workspace, unique, counts, num_ids)) >= 0:
+            try:
+                ids = self._mapped(ids, batch, layout)
+            except IdRangeError:
+                self.workspaces.append(workspace)
+                raise
+            self._unique_ids(ids, layout, unique, counts, inverse)
+        assert refused == -1
+        found = int(self._unique_offsets[-1])
+        self.counters.routes += 1
+        self.counters.ids += num_ids
+        self.counters.unique_ids += found
+        return RouteGroup(self, workspace, layout, inverse, found)
+
+    def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
+        features = layout.features
+        self._hash(
+            ids.data_ptr(), features.ctypes.data, features.strides[0], self._segments.ctypes.data, len(features),
+            unique, counts, inverse, self._unique_offsets.ctypes.data,
+        )  # fmt: skip
+
+    def _sort(self, workspace: Workspace, unique: int, counts: int, num_ids: int) -> int:
+        found = int(self._unique_offsets[-1])
+        outbox = workspace.outbox
+        slots = outbox.reserve_lists(found)
+        received = workspace.received.reserve(found * self.row_bytes) if not self.arenas.all() else 0
+        return route_kernel(
+            unique, self._unique_offsets.ctypes.data, counts, self.num_segments, self._bases.ctypes.data,
+            self._shifts.ctypes.data, self._num_rows.ctypes.data, self.world_size,
+            self._owners.reserve(4 * num_ids), self._slots.reserve(4 * num_ids), self.arenas.ctypes.data, received,
+            self.row_bytes, slots, workspace.positions.reserve(4 * found), outbox.segment_offsets.ctypes.data,
+            outbox.accesses.ctypes.data, workspace.addresses.reserve(8 * found),
+        )  # fmt: skip
+
+    def _mapped(self, ids: Tensor, batch: SparseBatch, layout: GroupLayout) -> Tensor:
+        """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
+        ids = ids.clone()
+        place = 0
+        for table in self.group.tables:
+            for name in table.features:
+                begin, end = layout.features[place, :2].tolist()
+                place += 1
+                part = ids[begin:end]
+                outside = (part < 0) | (part >= table.num_rows)
+                count = int(outside.sum())
+                if count == 0:
+                    continue
+                self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
+                if table.out_of_range == "error":
+                    raise IdRangeError(
+                        f"rank {self.rank}: feature {name!r}: {count} of {end - begin} ids are outside table "
+                        f"{table.name!r} (0 to {table.num_rows - 1}), the first is {int(part[outside][0])}; correct "
+                        f"the data, raise num_rows, or set out_of_range to the row such ids should read"
+                    )
+                part[outside] = table.out_of_range
+        return ids

@@ -1,0 +1,179 @@
+"""Transport: the contract between routing and the wires, and the choice of one.
+
+    fetch(route)   afterwards every `addresses[u]` of every group can be read
+    push(routes)   owners merge the gradients of all ranks and update their rows
+
+Both are collective. All transports give the same results to the bit: requests are merged in the order of the ranks by one
+kernel, whatever brought them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.shared_memory import is_supported
+from rowmesh.ops.memory import Buffer
+
+TransportName = Literal["auto", "collective", "one_sided"]
+
+
+class Transport(Protocol):
+    """How rows and gradients reach other ranks."""
+
+    name: str
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Memory for an arena."""
+        ...
+
+    def make_outbox(self, num_segments: int) -> Outbox:
+        """Memory for requests and gradients."""
+        ...
+
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+        """Makes the arenas known to each other; collective, once, after all are initialised."""
+        ...
+
+    def fetch(self, route: Route) -> None:
+        """Brings the route's rows within reach."""
+        ...
+
+    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+        """Sends the gradients of routes to the owners, which update their rows."""
+        ...
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the transport holds."""
+        ...
+
+
+class Update:
+    """The optimizer's numbers for one group and step."""
+
+    __slots__ = ("lr", "scaling", "step")
+
+    def __init__(self, lr: float, scaling: float, step: int) -> None:
+        self.lr = lr
+        self.scaling = scaling
+        self.step = step
+
+
+class Sources:
+    """The lists of requests that an owner merges, in the order of the ranks."""
+
+    __slots__ = ("accesses", "gradients", "num_entries", "segment_offsets", "slots")
+
+    def __init__(self, num_segments: int) -> None:
+        self.slots: list[int] = []
+        self.segment_offsets: list[int] = []
+        self.gradients: list[int] = []
+        self.num_entries = 0
+        self.accesses = np.zeros(num_segments, np.int64)
+
+    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
+        """One rank's requests: `offsets` int64 `[S + 1]` into lists that begin at the two addresses."""
+        self.slots.append(slots)
+        self.segment_offsets.append(offsets.ctypes.data)
+        self.gradients.append(gradients)
+        self.num_entries += int(offsets[-1]) - int(offsets[0])
+        self.accesses += accesses
+
+    def merge(self, exchange: GroupExchange) -> None:
+        """Finds the distinct slots."""
+        dtype_bytes = 8 if exchange.group.dtype.itemsize == 8 else 4
+        exchange.merger(
+            np.array(self.slots, np.int64), np.array(self.segment_offsets, np.int64),
+            np.array(self.gradients, np.int64), exchange.group.dim * dtype_bytes, self.num_entries,
+        )  # fmt: skip
+
+    def apply(self, exchange: GroupExchange, update: Update) -> None:
+        """Updates the rows of a merged group."""
+        exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
+        exchange.counters.pushes += 1
+        exchange.counters.count_tables(self.accesses.tolist(), np.diff(exchange.merger.merged_offsets).tolist())
+
+
+class LocalTransport:
+    """One rank: rows are read and updated in place."""
+
+    name = "local"
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Private memory."""
+        return Buffer(num_bytes)
+
+    def make_outbox(self, num_segments: int) -> Outbox:
+        """Private memory."""
+        return private_outbox(1, num_segments)
+
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+        """Nobody to connect to."""
+        self._exchanges = exchanges
+
+    def fetch(self, route: Route) -> None:
+        """All rows are here."""
+
+    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+        """Merges the routes' gradients and updates."""
+        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            sources = Sources(exchange.num_segments)
+            for route in routes:
+                add_own(sources, route, index)
+            if sources.slots:
+                sources.merge(exchange)
+                sources.apply(exchange, update)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def add_own(sources: Sources, route: Route, index: int) -> None:
+    """Adds the requests a rank makes of itself."""
+    group = route.groups[index]
+    outbox, rank = group.workspace.outbox, group.exchange.rank
+    sources.add(
+        outbox.lists.address + outbox.slots_offset,
+        outbox.segment_offsets[rank],
+        outbox.gradients.address,
+        outbox.accesses[rank],
+    )
+
+
+def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:
+    """The transport for a mesh, and why.
+
+    Raises:
+        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work.
+    """
+    from rowmesh.exchange.collective import CollectiveTransport
+    from rowmesh.exchange.one_sided import OneSidedTransport
+
+    if name not in ("auto", "collective", "one_sided"):
+        raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
+    if mesh.world_size == 1:
+        return LocalTransport(), "there is one rank"
+    obstacle = None
+    if not mesh.is_one_host:
+        obstacle = f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
+    elif not is_supported():
+        obstacle = "this system has no memfd_create (Linux has)"
+    if name == "one_sided" and obstacle:
+        raise ConfigurationError(f"transport 'one_sided' cannot work: {obstacle}; use 'collective' or 'auto'")
+    if name == "one_sided" or (name == "auto" and obstacle is None):
+        reason = "asked for" if name == "one_sided" else f"all {mesh.world_size} ranks share a host's memory"
+        return OneSidedTransport(mesh, num_groups), reason
+    return CollectiveTransport(mesh), "asked for" if name == "collective" else str(obstacle)

@@ -1,0 +1,149 @@
+"""Mesh: the ranks of a run, as torchrun launched them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rowmesh.errors import ConfigurationError, PeerError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Who takes part.
+
+    Attributes:
+        rank: this process, 0 to world_size − 1.
+        world_size: W.
+        hosts: the index of the host of every rank; ranks share memory only within a host.
+        pids: the process of every rank, on its host.
+        timeout_s: how long a rank waits for another before it gives up, in seconds.
+        group: the process group, or None where there is one rank.
+
+    Example:
+        >>> with Mesh.connect() as mesh:
+        ...     mesh.rank, mesh.world_size
+        (0, 1)
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    hosts: tuple[int, ...] = (0,)
+    pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
+    timeout_s: float = 300.0
+    group: Any = None
+    _owns_group: bool = False
+
+    @staticmethod
+    def connect(timeout_s: float = 300.0) -> Mesh:
+        """Joins the run that torchrun's variables describe; without them, a run of one process.
+
+        Every rank must call it; it blocks until all have. Uses an initialised default process group if there is one.
+
+        Raises:
+            ConfigurationError: some of the variables are set and others are not.
+            PeerError: not all ranks came within the timeout.
+        """
+        owns_group = False
+        if not dist.is_initialized():
+            if not _launched():
+                return Mesh(timeout_s=timeout_s)
+            owns_group = True
+            # Without an interface gloo resolves the host name, which many containers cannot.
+            if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            try:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            except (RuntimeError, ValueError) as error:
+                raise PeerError(
+                    f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join at "
+                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:.0f} s: {error}"
+                ) from error
+        group = dist.group.WORLD
+        world_size = dist.get_world_size(group)
+        identities: list[Any] = [None] * world_size
+        dist.all_gather_object(identities, (_host_identity(), os.getpid()), group)
+        names = [identity for identity, _ in identities]
+        first_seen = list(dict.fromkeys(names))
+        return Mesh(
+            rank=dist.get_rank(group),
+            world_size=world_size,
+            hosts=tuple(first_seen.index(name) for name in names),
+            pids=tuple(pid for _, pid in identities),
+            timeout_s=timeout_s,
+            group=group,
+            _owns_group=owns_group,
+        )
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks share a host."""
+        return len(set(self.hosts)) == 1
+
+    def dead_ranks(self) -> list[int]:
+        """Ranks on this host whose process is gone (ranks on other hosts cannot be seen)."""
+        here = self.hosts[self.rank]
+        return [
+            rank
+            for rank, (host, pid) in enumerate(zip(self.hosts, self.pids, strict=True))
+            if host == here and rank != self.rank and not _is_alive(pid)
+        ]
+
+    def close(self) -> None:
+        """Leaves the process group if `connect` joined it. May be called again."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _launched() -> bool:
+    present = [name for name in _VARIABLES if name in os.environ]
+    if present and len(present) < len(_VARIABLES) and "WORLD_SIZE" in present:
+        missing = sorted(set(_VARIABLES) - set(present))
+        raise ConfigurationError(
+            f"{', '.join(present)} are set but {', '.join(missing)} are not; launch with torchrun, or unset them"
+        )
+    return len(present) == len(_VARIABLES)
+
+
+def _host_identity() -> str:
+    """Equal for two processes exactly where they can map each other's memory: one kernel, one PID namespace, one user."""
+    parts = [socket.gethostname(), str(os.getuid())]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text().strip())
+        except OSError:
+            parts.append("")
+    return "/".join(parts)
+
+
+def _is_alive(pid: int) -> bool:
+    """False for a process that is gone or a zombie that nobody has reaped yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,47 @@
+"""Gather on a CPU: one vector load and store a row, prefetched."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+from numba import njit
+
+from rowmesh.ops.simd import KERNEL, STORAGE_BYTES, load_i64, load_row, load_u32, prefetch, store_row
+
+AHEAD = 16
+END = 0xFFFFFFFF  # no further request for a row
+
+
+@functools.cache
+def kernels(dim: int, storage: int) -> SimpleNamespace:
+    """The kernels for one dimension and storage, compiled at their first call."""
+    DIM, STORAGE = dim, storage
+    ROW_BYTES = dim * STORAGE_BYTES[storage]
+
+    @njit(**KERNEL)
+    def gather(table, slots, num_slots, out):
+        """`out[i] = table[slots[i]]`; slots are int64."""
+        for i in range(num_slots):
+            ahead = load_i64(slots + 8 * min(i + AHEAD, num_slots - 1))
+            prefetch(table + ahead * ROW_BYTES, ROW_BYTES)
+            row = load_row(table + load_i64(slots + 8 * i) * ROW_BYTES, DIM, STORAGE)
+            store_row(out + i * ROW_BYTES, row, STORAGE)
+
+    @njit(**KERNEL)
+    def reply(arena, slots, heads, nexts, num_merged, own_begin, own_end, out):
+        """Every distinct row is read once and written to each request for it, except to this rank's own.
+
+        Entries are numbered over the requests of all ranks; [own_begin, own_end) are this rank's.
+        """
+        for m in range(num_merged):
+            ahead = load_u32(slots + 4 * min(m + AHEAD, num_merged - 1))
+            prefetch(arena + ahead * ROW_BYTES, ROW_BYTES)
+            entry = load_u32(heads + 4 * m)
+            row = load_row(arena + load_u32(slots + 4 * m) * ROW_BYTES, DIM, STORAGE)
+            while entry != END:
+                if entry < own_begin or entry >= own_end:
+                    store_row(out + entry * ROW_BYTES, row, STORAGE)
+                entry = load_u32(nexts + 4 * entry)
+
+    return SimpleNamespace(gather=gather, reply=reply)

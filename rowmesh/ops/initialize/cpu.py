@@ -1,0 +1,67 @@
+"""Initial values on a CPU, written straight into an arena."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from rowmesh.ops.simd import KERNEL
+
+_DISTRIBUTIONS = {"uniform": 0, "normal": 1, "constant": 2}
+
+
+@njit(nogil=True, error_model="numpy", cache=True, inline="always")
+def _mix(z):
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(**KERNEL)
+def _fill(out, key, first, stride, distribution, a, b):
+    num_rows, dim = out.shape
+    for i in range(num_rows):
+        counter = np.uint64(first + i * stride) * np.uint64(dim)
+        for e in range(dim):
+            if distribution == 2:
+                out[i, e] = a
+                continue
+            z = _mix(key + (counter + np.uint64(e) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+            if distribution == 0:
+                out[i, e] = a + (b - a) * (np.float64(z >> np.uint64(11)) * 2.0**-53)
+            else:
+                u = (np.float64(z >> np.uint64(32)) + 0.5) * 2.0**-32
+                v = np.float64(z & np.uint64(0xFFFFFFFF)) * 2.0**-32
+                out[i, e] = a + b * np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)
+
+
+def initialize(
+    out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float
+) -> None:  # fmt: skip
+    """Writes the initial values of rows first, first + stride, … into `out`.
+
+    Args:
+        out: `[n, D]`, float32, float64 or bfloat16, contiguous.
+        key: the table's 64-bit key.
+        first, stride: which rows of the table `out` holds.
+        distribution: "uniform" in [a, b), "normal" with mean a and deviation b, or "constant" a.
+
+    Example:
+        >>> rows = torch.empty(2, 4)
+        >>> initialize(rows, 7, first=1, stride=2, distribution="uniform", a=-1.0, b=1.0)
+        >>> third = torch.empty(1, 4)
+        >>> initialize(third, 7, first=3, stride=1, distribution="uniform", a=-1.0, b=1.0)
+        >>> bool((rows[1] == third[0]).all())
+        True
+    """
+    code = _DISTRIBUTIONS[distribution]
+    if out.dtype != torch.bfloat16:
+        _fill(out.numpy(), np.uint64(key), first, stride, code, a, b)
+        return
+    block = torch.empty(min(out.shape[0], 65536), out.shape[1])
+    for begin in range(0, out.shape[0], len(block)):
+        part = out[begin : begin + len(block)]
+        _fill(block.numpy(), np.uint64(key), first + begin * stride, stride, code, a, b)
+        part.copy_(block[: len(part)])

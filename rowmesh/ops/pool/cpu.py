@@ -1,0 +1,226 @@
+"""Pool and its backward on a CPU.
+
+Forward reads each row where it is, through its address: in the arena of this rank, in that of a rank on the same host,
+or in a receive buffer. Backward is one pass over the inverse in compressed form (for each row, the output cells it
+went into): every gradient is read once, every sum stays in registers and is written once, to where push wants it.
+
+A cell is an element offset into the output tensor, 32 bits. Features are described by rows of eight int64::
+
+    ids_begin  ids_end  offsets (address, or 0)  bag_size  num_bags  first_cell  stride  mean
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+from numba import njit
+
+from rowmesh.ops.simd import (
+    COMPUTE_BYTES,
+    FLOAT32,
+    FLOAT64,
+    KERNEL,
+    STORAGE_BYTES,
+    add,
+    axpy,
+    load_f32,
+    load_f64,
+    load_i64,
+    load_row,
+    load_scalar,
+    load_u32,
+    prefetch,
+    scale,
+    store_f32,
+    store_f64,
+    store_i64,
+    store_row,
+    store_u32,
+    zero_row,
+)
+
+AHEAD = 16  # rows to prefetch ahead; 8 to 32 measure alike
+DESCRIPTOR = 8  # int64 values that describe a feature
+_BEGIN, _END, _OFFSETS, _BAG_SIZE, _NUM_BAGS, _FIRST_CELL, _STRIDE, _MEAN = range(0, 8 * DESCRIPTOR, 8)
+
+
+@njit(inline="always", **KERNEL)
+def _size(offsets, bag_size, bag):
+    """The number of ids in a bag."""
+    if offsets:
+        return load_i64(offsets + 8 * bag + 8) - load_i64(offsets + 8 * bag)
+    return bag_size
+
+
+@njit(**KERNEL)
+def id_weights(features, num_features, weights, double_in, out, double_out):
+    """The factor of each id: its weight (1 where `weights` is 0), over the size of its bag where the feature is a mean."""
+    for f in range(num_features):
+        feature = features + 8 * DESCRIPTOR * f
+        i, offsets = load_i64(feature + _BEGIN), load_i64(feature + _OFFSETS)
+        for bag in range(load_i64(feature + _NUM_BAGS)):
+            size = _size(offsets, load_i64(feature + _BAG_SIZE), bag)
+            divisor = float(size) if load_i64(feature + _MEAN) else 1.0
+            for _ in range(size):
+                value = 1.0
+                if weights:
+                    value = load_f64(weights + 8 * i) if double_in else float(load_f32(weights + 4 * i))
+                if double_out:
+                    store_f64(out + 8 * i, value / divisor)
+                else:
+                    store_f32(out + 4 * i, value / divisor)
+                i += 1
+
+
+@njit(**KERNEL)
+def file_cells(features, num_features, inverse, counts, num_unique, pointers, cells):
+    """Files the output cell of every id under its row: row u went into `cells[pointers[u]:pointers[u + 1]]`.
+
+    Pointers start as the ends and are counted down. Going backwards through features and ids leaves each row's cells in
+    the order of the ids.
+    """
+    total = 0
+    for u in range(num_unique):
+        total += load_u32(counts + 4 * u)
+        store_u32(pointers + 4 * u, total)
+    store_u32(pointers + 4 * num_unique, total)
+    for f in range(num_features - 1, -1, -1):
+        feature = features + 8 * DESCRIPTOR * f
+        begin, i = load_i64(feature + _BEGIN), load_i64(feature + _END) - 1
+        offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
+        num_bags, stride = load_i64(feature + _NUM_BAGS), load_i64(feature + _STRIDE)
+        cell = load_i64(feature + _FIRST_CELL) + (num_bags - 1) * stride
+        if bag_size == 1:
+            while i >= begin:
+                u = load_u32(inverse + 4 * i)
+                at = load_u32(pointers + 4 * u) - 1
+                store_u32(pointers + 4 * u, at)
+                store_u32(cells + 4 * at, cell)
+                cell -= stride
+                i -= 1
+            continue
+        for bag in range(num_bags - 1, -1, -1):
+            for _ in range(_size(offsets, bag_size, bag)):
+                u = load_u32(inverse + 4 * i)
+                at = load_u32(pointers + 4 * u) - 1
+                store_u32(pointers + 4 * u, at)
+                store_u32(cells + 4 * at, cell)
+                i -= 1
+            cell -= stride
+
+
+@njit(**KERNEL)
+def file_weights(features, num_features, inverse, pointers, num_unique, cursors, weights, element_bytes, out):
+    """Orders the factors of the ids as `file_cells` orders their cells."""
+    for u in range(num_unique):
+        store_u32(cursors + 4 * u, load_u32(pointers + 4 * u))
+    for f in range(num_features):
+        feature = features + 8 * DESCRIPTOR * f
+        for i in range(load_i64(feature + _BEGIN), load_i64(feature + _END)):
+            u = load_u32(inverse + 4 * i)
+            at = load_u32(cursors + 4 * u)
+            store_u32(cursors + 4 * u, at + 1)
+            if element_bytes == 8:
+                store_i64(out + 8 * at, load_i64(weights + 8 * i))
+            else:
+                store_u32(out + 4 * at, load_u32(weights + 4 * i))
+
+
+@functools.cache
+def kernels(dim: int, storage: int) -> SimpleNamespace:
+    """The kernels that depend on the dimension and on how rows are stored, compiled at their first call."""
+    DIM, STORAGE = dim, storage
+    ROW_BYTES = dim * STORAGE_BYTES[storage]
+    ELEMENT = COMPUTE_BYTES[storage]
+    OUT = FLOAT64 if storage == FLOAT64 else FLOAT32
+    OUT_BYTES = dim * ELEMENT
+
+    @njit(**KERNEL)
+    def pool(features, num_features, addresses, inverse, out):
+        """The sum of each bag; an empty bag is zero, a bag of one id a copy."""
+        for f in range(num_features):
+            feature = features + 8 * DESCRIPTOR * f
+            i, end = load_i64(feature + _BEGIN), load_i64(feature + _END)
+            offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
+            stride = ELEMENT * load_i64(feature + _STRIDE)
+            to = out + ELEMENT * load_i64(feature + _FIRST_CELL)
+            last = end - 1
+            if bag_size == 1:
+                while i < end:
+                    ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
+                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
+                    address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
+                    store_row(to, load_row(address, DIM, STORAGE), OUT)
+                    to += stride
+                    i += 1
+                continue
+            for bag in range(load_i64(feature + _NUM_BAGS)):
+                total = zero_row(DIM, STORAGE)
+                for _ in range(_size(offsets, bag_size, bag)):
+                    ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
+                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
+                    address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
+                    total = add(total, load_row(address, DIM, STORAGE))
+                    i += 1
+                store_row(to, total, OUT)
+                to += stride
+
+    @njit(**KERNEL)
+    def pool_weighted(features, num_features, addresses, inverse, weights, out):
+        """The weighted sum of each bag."""
+        for f in range(num_features):
+            feature = features + 8 * DESCRIPTOR * f
+            i, last = load_i64(feature + _BEGIN), load_i64(feature + _END) - 1
+            offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
+            to = out + ELEMENT * load_i64(feature + _FIRST_CELL)
+            for bag in range(load_i64(feature + _NUM_BAGS)):
+                total = zero_row(DIM, STORAGE)
+                for _ in range(_size(offsets, bag_size, bag)):
+                    ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
+                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
+                    address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
+                    weight = load_scalar(weights + ELEMENT * i, STORAGE)
+                    total = axpy(weight, load_row(address, DIM, STORAGE), total)
+                    i += 1
+                store_row(to, total, OUT)
+                to += ELEMENT * load_i64(feature + _STRIDE)
+
+    @njit(**KERNEL)
+    def backward(grad, pointers, cells, num_unique, positions, sink):
+        """`sink[positions[u]]` = the sum of the output gradients in the cells of u, in order."""
+        if num_unique == 0:
+            return
+        j, last = load_u32(pointers), load_u32(pointers + 4 * num_unique) - 1
+        for u in range(num_unique):
+            end = load_u32(pointers + 4 * u + 4)
+            prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
+            total = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
+            j += 1
+            while j < end:
+                prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
+                total = add(total, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT))
+                j += 1
+            store_row(sink + OUT_BYTES * load_u32(positions + 4 * u), total, OUT)
+
+    @njit(**KERNEL)
+    def backward_weighted(grad, pointers, cells, weights, num_unique, positions, sink):
+        """The same with a factor for every cell."""
+        if num_unique == 0:
+            return
+        j, last = load_u32(pointers), load_u32(pointers + 4 * num_unique) - 1
+        for u in range(num_unique):
+            end = load_u32(pointers + 4 * u + 4)
+            weight = load_scalar(weights + ELEMENT * j, STORAGE)
+            total = scale(weight, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT))
+            j += 1
+            while j < end:
+                prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
+                weight = load_scalar(weights + ELEMENT * j, STORAGE)
+                total = axpy(weight, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT), total)
+                j += 1
+            store_row(sink + OUT_BYTES * load_u32(positions + 4 * u), total, OUT)
+
+    return SimpleNamespace(
+        pool=pool, pool_weighted=pool_weighted, backward=backward, backward_weighted=backward_weighted
+    )

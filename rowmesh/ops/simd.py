@@ -1,0 +1,362 @@
+"""Rows as vectors: the Numba intrinsics that the CPU kernels are written in.
+
+A row of D elements is loaded into one LLVM vector `<D x float>` and stays in registers; LLVM splits it into
+whatever the processor has (AVX-512, AVX2, NEON). Addresses are 64-bit integers, so a table may be of any size.
+
+    acc = add(acc, load_row(rows + slot * row_bytes, DIM, STORAGE))
+
+`DIM` and `STORAGE` must be constants where the kernel is compiled (closure variables of its factory). The intrinsics are
+at module level and take them as literals: built inside a factory they would miss Numba's disk cache every time.
+
+Nothing here checks bounds. Kernels are called through wrappers that do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+# How elements are stored; arithmetic is in float32, for FLOAT64 in float64.
+FLOAT32, FLOAT64, BFLOAT16 = 0, 1, 2
+STORAGE = {torch.float32: FLOAT32, torch.float64: FLOAT64, torch.bfloat16: BFLOAT16}
+COMPUTE_DTYPE = {FLOAT32: torch.float32, FLOAT64: torch.float64, BFLOAT16: torch.float32}
+STORAGE_BYTES = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 2}
+COMPUTE_BYTES = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 4}
+
+# Options of every kernel. Never parallel=True: its default threading layer aborts the process when two Python
+# threads enter it. fastmath stays off: sums keep their order.
+KERNEL: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "cache": True}
+
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_ELEMENT = {FLOAT32: _F32, FLOAT64: _F64, BFLOAT16: _F32}
+_CACHE_LINE = 64
+
+
+class RowType(types.Type):
+    """Numba's view of `<dim x float>` or `<dim x double>`."""
+
+    def __init__(self, dim: int, storage: int) -> None:
+        self.dim = dim
+        self.double = storage == FLOAT64
+        super().__init__(f"row{'f64' if self.double else 'f32'}x{dim}")
+
+    @property
+    def element(self) -> ir.Type:
+        """The LLVM type of one element."""
+        return _F64 if self.double else _F32
+
+    @property
+    def scalar(self) -> Any:
+        """The Numba type of one element."""
+        return types.float64 if self.double else types.float32
+
+    @property
+    def suffix(self) -> str:
+        """How LLVM names this vector in the names of its intrinsic functions."""
+        return f"v{self.dim}{'f64' if self.double else 'f32'}"
+
+
+@register_model(RowType)
+class _RowModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, row: RowType) -> None:
+        super().__init__(manager, row, ir.VectorType(row.element, row.dim))
+
+
+def _literal(value: Any) -> int | None:
+    return value.literal_value if isinstance(value, types.IntegerLiteral) else None
+
+
+def _splat(builder: Any, row: RowType, scalar: Any) -> Any:
+    vector = ir.VectorType(row.element, row.dim)
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, row.dim), [0] * row.dim))
+
+
+@intrinsic
+def zero_row(typing: Any, dim: Any, storage: Any) -> Any:
+    """A row of zeros."""
+    d, s = _literal(dim), _literal(storage)
+    if d is None or s is None:
+        return None
+    row = RowType(d, s)
+    return row(dim, storage), lambda ctx, b, sig, args: ir.Constant(ir.VectorType(row.element, d), None)
+
+
+@intrinsic
+def splat(typing: Any, scalar: Any, dim: Any, storage: Any) -> Any:
+    """A row whose elements all equal `scalar`."""
+    d, s = _literal(dim), _literal(storage)
+    if d is None or s is None:
+        return None
+    row = RowType(d, s)
+    return row(row.scalar, dim, storage), lambda ctx, b, sig, args: _splat(b, row, args[0])
+
+
+@intrinsic
+def load_row(typing: Any, address: Any, dim: Any, storage: Any) -> Any:
+    """The row at `address`; bfloat16 is widened to float32."""
+    d, s = _literal(dim), _literal(storage)
+    if d is None or s is None:
+        return None
+    row = RowType(d, s)
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if s != BFLOAT16:
+            value = b.load(b.inttoptr(args[0], ir.VectorType(row.element, d).as_pointer()))
+            value.align = STORAGE_BYTES[s]
+            return value
+        value = b.load(b.inttoptr(args[0], ir.VectorType(_I16, d).as_pointer()))
+        value.align = 2
+        wide = ir.VectorType(_I32, d)
+        bits = b.shl(b.zext(value, wide), ir.Constant(wide, [16] * d))
+        return b.bitcast(bits, ir.VectorType(_F32, d))
+
+    return row(types.int64, dim, storage), codegen
+
+
+@intrinsic
+def store_row(typing: Any, address: Any, value: Any, storage: Any) -> Any:
+    """Writes a row; float32 is rounded to the nearest bfloat16, ties to even, NaN kept."""
+    s = _literal(storage)
+    if s is None or not isinstance(value, RowType):
+        return None
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        bits = args[1]
+        if s == BFLOAT16:
+            bits = _round_to_bfloat16(b, bits, value.dim)
+        store = b.store(bits, b.inttoptr(args[0], bits.type.as_pointer()))
+        store.align = STORAGE_BYTES[s]
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, value, storage), codegen
+
+
+def _round_to_bfloat16(b: Any, value: Any, dim: int) -> Any:
+    wide, narrow = ir.VectorType(_I32, dim), ir.VectorType(_I16, dim)
+    bits = b.bitcast(value, wide)
+    odd = b.and_(b.lshr(bits, ir.Constant(wide, [16] * dim)), ir.Constant(wide, [1] * dim))
+    rounded = b.add(bits, b.add(odd, ir.Constant(wide, [0x7FFF] * dim)))
+    is_nan = b.fcmp_unordered("uno", value, value)
+    quiet = b.or_(bits, ir.Constant(wide, [0x400000] * dim))  # rounding could carry a NaN into infinity
+    kept = b.select(is_nan, quiet, rounded)
+    return b.trunc(b.lshr(kept, ir.Constant(wide, [16] * dim)), narrow)
+
+
+def _binary(name: str) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return getattr(b, name)(args[0], args[1])
+
+    return codegen
+
+
+@intrinsic
+def add(typing: Any, x: Any, y: Any) -> Any:
+    """X + y, element by element."""
+    return x(x, y), _binary("fadd")
+
+
+@intrinsic
+def mul(typing: Any, x: Any, y: Any) -> Any:
+    """X · y, element by element."""
+    return x(x, y), _binary("fmul")
+
+
+@intrinsic
+def div(typing: Any, x: Any, y: Any) -> Any:
+    """X / y, element by element."""
+    return x(x, y), _binary("fdiv")
+
+
+@intrinsic
+def axpy(typing: Any, a: Any, x: Any, y: Any) -> Any:
+    """A · x + y for a scalar a; may be one fused operation."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        product = b.fmul(_splat(b, x, args[0]), args[1], flags=("contract",))
+        return b.fadd(product, args[2], flags=("contract",))
+
+    return x(x.scalar, x, x), codegen
+
+
+@intrinsic
+def scale(typing: Any, a: Any, x: Any) -> Any:
+    """A · x for a scalar a."""
+    return x(x.scalar, x), lambda ctx, b, sig, args: b.fmul(_splat(b, x, args[0]), args[1])
+
+
+@intrinsic
+def sqrt_row(typing: Any, x: Any) -> Any:
+    """√x, element by element."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(x.element, x.dim)
+        function = cgutils.get_or_insert_function(b.module, ir.FunctionType(vector, [vector]), f"llvm.sqrt.{x.suffix}")
+        return b.call(function, [args[0]])
+
+    return x(x), codegen
+
+
+@intrinsic
+def sum_squares(typing: Any, x: Any) -> Any:
+    """Σ x², summed as a tree."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(x.element, x.dim)
+        function = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(x.element, [x.element, vector]), f"llvm.vector.reduce.fadd.{x.suffix}"
+        )
+        squares = b.fmul(args[0], args[0])
+        # "reassoc" lets LLVM halve the vector again and again instead of adding element by element.
+        return b.call(function, [ir.Constant(x.element, 0.0), squares], fastmath=("reassoc",))
+
+    return x.scalar(x), codegen
+
+
+def _prefetch(write: int) -> Any:
+    def typer(typing: Any, address: Any, num_bytes: Any) -> Any:
+        n = _literal(num_bytes)
+        if n is None:
+            return None
+
+        def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            pointer = ir.IntType(8).as_pointer()
+            function = cgutils.get_or_insert_function(
+                b.module, ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32]), "llvm.prefetch.p0"
+            )
+            for offset in range(0, n, _CACHE_LINE):
+                line = b.inttoptr(b.add(args[0], ir.Constant(_I64, offset)), pointer)
+                b.call(function, [line, *(ir.Constant(_I32, v) for v in (write, 3, 1))])
+            return ctx.get_dummy_value()
+
+        return types.void(types.int64, num_bytes), codegen
+
+    return typer
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """Asks for the cache lines of `num_bytes` (a constant) from `address` on, for reading."""
+    return _prefetch(0)(typing, address, num_bytes)
+
+
+def _load(llvm: Any, numba: Any, widen: str | None = None) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = b.load(b.inttoptr(args[0], llvm.as_pointer()))
+        value.align = 8 if llvm in (_I64, _F64) else 4
+        return getattr(b, widen)(value, _I64) if widen else value
+
+    return numba(types.int64), codegen
+
+
+def _store(llvm: Any, numba: Any, narrow: bool = False) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = b.trunc(args[1], llvm) if narrow else args[1]
+        b.store(value, b.inttoptr(args[0], llvm.as_pointer())).align = 8 if llvm in (_I64, _F64) else 4
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, numba), codegen
+
+
+@intrinsic
+def load_i64(typing: Any, address: Any) -> Any:
+    """The int64 at `address`."""
+    return _load(_I64, types.int64)
+
+
+@intrinsic
+def store_i64(typing: Any, address: Any, value: Any) -> Any:
+    """Writes an int64."""
+    return _store(_I64, types.int64)
+
+
+@intrinsic
+def load_u32(typing: Any, address: Any) -> Any:
+    """The uint32 at `address`, as an int64."""
+    return _load(_I32, types.int64, "zext")
+
+
+@intrinsic
+def store_u32(typing: Any, address: Any, value: Any) -> Any:
+    """Writes the low 32 bits of an int64."""
+    return _store(_I32, types.int64, narrow=True)
+
+
+@intrinsic
+def load_f32(typing: Any, address: Any) -> Any:
+    """The float32 at `address`."""
+    return _load(_F32, types.float32)
+
+
+@intrinsic
+def store_f32(typing: Any, address: Any, value: Any) -> Any:
+    """Writes a float32."""
+    return _store(_F32, types.float32)
+
+
+@intrinsic
+def load_f64(typing: Any, address: Any) -> Any:
+    """The float64 at `address`."""
+    return _load(_F64, types.float64)
+
+
+@intrinsic
+def store_f64(typing: Any, address: Any, value: Any) -> Any:
+    """Writes a float64."""
+    return _store(_F64, types.float64)
+
+
+@intrinsic
+def load_scalar(typing: Any, address: Any, storage: Any) -> Any:
+    """One element of the arithmetic's type."""
+    s = _literal(storage)
+    if s is None:
+        return None
+    scalar = types.float64 if s == FLOAT64 else types.float32
+    signature, codegen = _load(_ELEMENT[s], scalar)
+    return scalar(types.int64, storage), lambda ctx, b, sig, args: codegen(ctx, b, sig, args[:1])
+
+
+@intrinsic
+def store_scalar(typing: Any, address: Any, value: Any, storage: Any) -> Any:
+    """Writes one element of the arithmetic's type."""
+    s = _literal(storage)
+    if s is None:
+        return None
+    scalar = types.float64 if s == FLOAT64 else types.float32
+    _, codegen = _store(_ELEMENT[s], scalar)
+    return types.void(types.int64, scalar, storage), lambda ctx, b, sig, args: codegen(ctx, b, sig, args[:2])
+
+
+@intrinsic
+def load_acquire(typing: Any, address: Any) -> Any:
+    """Atomic load: what the writer wrote before its `store_release` is visible after it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic store that publishes everything written before it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+sched_yield = ctypes.CDLL(None).sched_yield
+sched_yield.argtypes = []
+sched_yield.restype = ctypes.c_int

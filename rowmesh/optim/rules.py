@@ -1,0 +1,128 @@
+"""Update rules: what the optimizer of a table is, as a value.
+
+A rule says which state a row carries and with which numbers it is updated; the arithmetic itself
+is in `rowmesh.ops.merge_update`, one reference and one kernel for each backend.
+
+In all formulas g is the gradient of a row summed over every id of the global batch that names it,
+of the loss averaged over the global batch. Rows that no id names do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rowmesh.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """Base of the update rules.
+
+    Attributes:
+        lr: the learning rate a table starts with; schedules change it in the optimizer, not here.
+        name: the rule's name in configuration, counters and checkpoints.
+        state: name → whether the state has one value a row ("row") or one an element ("element").
+    """
+
+    lr: float = 0.01
+    name: ClassVar[str]
+    state: ClassVar[dict[str, str]]
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0.0:
+            raise ConfigurationError(f"{self.name}: lr must be 0 or more, got {self.lr}")
+
+    @property
+    def hyperparameters(self) -> tuple[float, float, float]:
+        """The three numbers the kernels take beside lr; unused ones are 0."""
+        return (0.0, 0.0, 0.0)
+
+    @property
+    def initial_state(self) -> dict[str, float]:
+        """The value every state tensor starts with."""
+        return dict.fromkeys(self.state, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(UpdateRule):
+    """w −= lr · g."""
+
+    name: ClassVar[str] = "sgd"
+    state: ClassVar[dict[str, str]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGrad(UpdateRule):
+    """v += g²;  w −= lr · g / (√v + eps), element by element (torch.optim.Adagrad on sparse gradients)."""
+
+    eps: float = 1e-10
+    initial_accumulator: float = 0.0
+    name: ClassVar[str] = "adagrad"
+    state: ClassVar[dict[str, str]] = {"sum": "element"}
+
+    @property
+    def hyperparameters(self) -> tuple[float, float, float]:
+        """Eps."""
+        return (self.eps, 0.0, 0.0)
+
+    @property
+    def initial_state(self) -> dict[str, float]:
+        """The accumulator's first value."""
+        return {"sum": self.initial_accumulator}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdaGrad(UpdateRule):
+    """v += mean(g²);  w −= lr · g / (√v + eps), one v a row.
+
+    The convention of FBGEMM's exact row-wise AdaGrad. The two-dimensional sparse parallelism paper
+    writes the sum of squares; the constant is D.
+    """
+
+    eps: float = 1e-8
+    initial_accumulator: float = 0.0
+    name: ClassVar[str] = "row_wise_adagrad"
+    state: ClassVar[dict[str, str]] = {"sum": "row"}
+
+    @property
+    def hyperparameters(self) -> tuple[float, float, float]:
+        """Eps."""
+        return (self.eps, 0.0, 0.0)
+
+    @property
+    def initial_state(self) -> dict[str, float]:
+        """The accumulator's first value."""
+        return {"sum": self.initial_accumulator}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(UpdateRule):
+    """Lazy Adam: m and v of a row move only in steps that touch the row.
+
+    m = β₁m + (1−β₁)g;  v = β₂v + (1−β₂)g²;  w −= lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
+
+    t counts the steps of the optimizer, not the touches of the row: the semantics of
+    torch.optim.SparseAdam, whose eps is added to √(v) before its bias correction is applied; ours
+    follows torch.optim.Adam and adds it after.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    name: ClassVar[str] = "adam"
+    state: ClassVar[dict[str, str]] = {"m": "element", "v": "element"}
+
+    @property
+    def hyperparameters(self) -> tuple[float, float, float]:
+        """eps, β₁, β₂."""
+        return (self.eps, self.beta1, self.beta2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise ConfigurationError(f"adam: {name} must be in [0, 1), got {beta}")
+
+
+RULES: dict[str, type[UpdateRule]] = {rule.name: rule for rule in (SGD, AdaGrad, RowWiseAdaGrad, Adam)}

@@ -1,0 +1,166 @@
+"""SparseBatch: the ids of a batch, feature by feature, bag by bag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class SparseBatch:
+    """The ids of B samples for F features, one bag of ids for each (feature, sample).
+
+    Bags are feature-major, the layout of a KeyedJaggedTensor::
+
+        features   "user"              "item"
+        sample     0     1     2       0     1     2
+        bag        [7]   []    [7, 9]  [3]   [3]   [5]
+        ids        7           7  9    3     3     5
+        offsets    0     1     1       3     4     5     6
+
+    Attributes:
+        features: F feature names, each once.
+        ids: int64 `[N]`, contiguous.
+        batch_size: B, the number of samples.
+        bag_size: the number of ids in every bag where all bags are equal (1 for one-hot), else None.
+        jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given.
+        weights: per-id weights `[N]`, float32 or float64, or None.
+
+    Example:
+        >>> import torch
+        >>> batch = SparseBatch.from_bags({"user": [[7], [], [7, 9]], "item": [[3], [3], [5]]})
+        >>> batch.ids.tolist(), batch.offsets.tolist()
+        ([7, 7, 9, 3, 3, 5], [0, 1, 1, 3, 4, 5, 6])
+    """
+
+    features: tuple[str, ...]
+    ids: Tensor
+    batch_size: int
+    bag_size: int | None = None
+    jagged_offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.features)) != len(self.features):
+            twice = sorted({name for name in self.features if self.features.count(name) > 1})
+            raise DataError(f"features {twice} stand more than once in the batch; name each feature once")
+        if self.ids.dtype != torch.int64 or self.ids.dim() != 1:
+            raise DataError(
+                f"ids must be int64 with one dimension, got {self.ids.dtype} {tuple(self.ids.shape)}; "
+                "use ids.long().flatten()"
+            )
+        num_bags = len(self.features) * self.batch_size
+        if self.bag_size is not None:
+            expected = num_bags * self.bag_size
+            if self.ids.numel() != expected:
+                raise DataError(
+                    f"{len(self.features)} features × {self.batch_size} samples × {self.bag_size} ids a bag "
+                    f"make {expected} ids, got {self.ids.numel()}"
+                )
+        elif self.jagged_offsets is None:
+            raise DataError("bags of unequal size need offsets")
+        if self.jagged_offsets is not None:
+            _check_offsets(self.jagged_offsets, num_bags, self.ids.numel())
+        if self.weights is not None and self.weights.shape != self.ids.shape:
+            raise DataError(f"{self.ids.numel()} ids need as many weights, got {tuple(self.weights.shape)}")
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return len(self.features)
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 `[F·B + 1]`: bag i holds `ids[offsets[i]:offsets[i + 1]]`."""
+        if self.jagged_offsets is not None:
+            return self.jagged_offsets
+        assert self.bag_size is not None
+        offsets = torch.arange(len(self.features) * self.batch_size + 1) * self.bag_size
+        object.__setattr__(self, "jagged_offsets", offsets)  # derived once
+        return offsets
+
+    def feature_range(self, feature: int) -> tuple[int, int]:
+        """Where the ids of one feature begin and end in `ids`."""
+        if self.bag_size is not None:
+            size = self.batch_size * self.bag_size
+            return feature * size, (feature + 1) * size
+        offsets = self.offsets
+        return (
+            int(offsets[feature * self.batch_size]),
+            int(offsets[(feature + 1) * self.batch_size]),
+        )
+
+    @classmethod
+    def from_dense(cls, features: Sequence[str], ids: Tensor, weights: Tensor | None = None) -> SparseBatch:
+        """Bags of equal size, from int64 `[F, B]` (one-hot) or `[F, B, L]`; no copy where contiguous."""
+        if ids.dim() not in (2, 3) or ids.shape[0] != len(features):
+            raise DataError(f"dense ids must be [F, B] or [F, B, L] with F = {len(features)}, got {tuple(ids.shape)}")
+        return cls(
+            features=tuple(features),
+            ids=ids.contiguous().view(-1),
+            batch_size=ids.shape[1],
+            bag_size=ids.shape[2] if ids.dim() == 3 else 1,
+            weights=None if weights is None else weights.contiguous().view(-1),
+        )
+
+    @classmethod
+    def from_bags(cls, bags: Mapping[str, Sequence[Sequence[int]]]) -> SparseBatch:
+        """From Python lists: feature → one list of ids a sample. For tests and small examples."""
+        sizes = {name: len(lists) for name, lists in bags.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(f"features disagree on the number of samples: {sizes}")
+        flat = [bag for lists in bags.values() for bag in lists]
+        lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64)
+        return cls(
+            features=tuple(bags),
+            ids=torch.tensor([i for bag in flat for i in bag], dtype=torch.int64),
+            batch_size=next(iter(sizes.values()), 0),
+            jagged_offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        )
+
+    @classmethod
+    def from_keyed_jagged_tensor(cls, kjt: Any) -> SparseBatch:
+        """From a TorchRec KeyedJaggedTensor, without importing TorchRec; ids and offsets are not copied.
+
+        Raises:
+            DataError: the batch has a variable stride per key, which has no rectangular form.
+        """
+        if getattr(kjt, "variable_stride_per_key", lambda: False)():
+            raise DataError("a KeyedJaggedTensor with a variable stride per key has no common batch size")
+        values, offsets = kjt.values(), kjt.offsets()
+        return cls(
+            features=tuple(kjt.keys()),
+            ids=values if values.dtype == torch.int64 else values.long(),
+            batch_size=kjt.stride(),
+            jagged_offsets=offsets if offsets.dtype == torch.int64 else offsets.long(),
+            weights=kjt.weights_or_none(),
+        )
+
+    def to_keyed_jagged_tensor(self, kjt_class: Any) -> Any:
+        """To a KeyedJaggedTensor: pass TorchRec's class, `batch.to_keyed_jagged_tensor(KeyedJaggedTensor)`."""
+        return kjt_class(
+            keys=list(self.features),
+            values=self.ids,
+            weights=self.weights,
+            offsets=self.offsets,
+            stride=self.batch_size,
+        )
+
+
+def _check_offsets(offsets: Tensor, num_bags: int, num_ids: int) -> None:
+    if offsets.dtype != torch.int64 or offsets.shape != (num_bags + 1,):
+        raise DataError(
+            f"offsets must be int64 [F·B + 1] = [{num_bags + 1}], got {offsets.dtype} {tuple(offsets.shape)}"
+        )
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != num_ids:
+        raise DataError(f"offsets must run from 0 to {num_ids} (the number of ids), got {first} to {last}")
+    if num_bags and bool((offsets[1:] < offsets[:-1]).any()):
+        bag = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+        raise DataError(f"offsets must not decrease; they do at bag {bag}")

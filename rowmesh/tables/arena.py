@@ -1,0 +1,97 @@
+"""Dense arena: the rows of a group that this rank owns, and their optimizer state, in contiguous memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.ops.initialize import initialize
+from rowmesh.ops.memory import Buffer
+from rowmesh.ops.merge_update import Merger, update_kernels
+from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.optim import Adam
+from rowmesh.tables.group import TableGroup
+from rowmesh.tables.initializer import table_key
+
+
+class DenseArena:
+    """Rows in slots 0 … num_slots − 1.
+
+    Args:
+        group: the tables.
+        num_slots: rows this rank holds, of all tables together.
+        allocate: where the rows are put (shared memory under one-sided transport).
+
+    Attributes:
+        rows: `[num_slots, D]` of the group's dtype.
+        state: optimizer state by name, `[num_slots, D]` or `[num_slots]`, float32 (float64 for float64 rows).
+    """
+
+    def __init__(
+        self, group: TableGroup, num_slots: int, allocate: Callable[[int], Buffer] = Buffer
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.num_slots = num_slots
+        storage = STORAGE[group.dtype]
+        self._memory = allocate(num_slots * group.dim * group.dtype.itemsize)
+        self.rows = self._memory.tensor(group.dtype, num_slots, group.dim)
+        compute = COMPUTE_DTYPE[storage]
+        self._state_memory: list[Buffer] = []
+        self.state: dict[str, Tensor] = {}
+        for name, extent in group.optimizer.state.items():
+            shape = (num_slots,) if extent == "row" else (num_slots, group.dim)
+            memory = Buffer(int(np.prod(shape)) * compute.itemsize)
+            self._state_memory.append(memory)
+            self.state[name] = memory.tensor(compute, *shape)
+            if initial := group.optimizer.initial_state[name]:
+                self.state[name].fill_(initial)
+        self._update = update_kernels(group.dim, storage, group.optimizer.name)
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 is."""
+        return self._memory.address
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Memory of the rows, and of the optimizer state."""
+        return self._memory.num_bytes, sum(memory.num_bytes for memory in self._state_memory)
+
+    def initialize(self, seed: int, owned: Iterable[tuple[int, range]]) -> None:
+        """Gives every row its initial value; `owned` has (first slot, rows) for each table."""
+        for table, (base, rows) in zip(self.group.tables, owned, strict=True):
+            if len(rows) == 0:
+                continue
+            a, b = table.initializer.parameters(table.num_rows)
+            initialize(
+                self.rows[base : base + len(rows)], table_key(seed, table.name),
+                first=rows.start, stride=rows.step, distribution=table.initializer.name, a=a, b=b,
+            )  # fmt: skip
+
+    def apply(self, merger: Merger, lr: float, scaling: float, step: int) -> None:
+        """Updates the rows of merged requests in place.
+
+        Args:
+            merger: distinct slots and the gradients that were sent for each.
+            lr: learning rate.
+            scaling: what summed gradients are multiplied by.
+            step: which update this is, from 1 (Adam's bias corrections).
+        """
+        eps, beta1, beta2 = self.group.optimizer.hyperparameters
+        correction = 1.0
+        if isinstance(self.group.optimizer, Adam):
+            lr = lr / (1.0 - beta1**step)
+            correction = (1.0 - beta2**step) ** -0.5
+        addresses = [memory.address for memory in self._state_memory] + [0, 0]
+        self._update.update_merged(
+            merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged,
+            self.address, addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+        )  # fmt: skip
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype rows of `dtype` are pooled in: float32, or float64 for float64."""
+    return COMPUTE_DTYPE[STORAGE[dtype]]

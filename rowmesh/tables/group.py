@@ -1,0 +1,95 @@
+"""Fused groups: tables of one specification travel, are looked up and are updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rowmesh.optim import UpdateRule
+from rowmesh.tables.initializer import Initializer
+from rowmesh.tables.spec import TableSpec, check_tables
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Tables with the same (dim, optimizer, initializer, dtype); a table is a segment of the group.
+
+    Source: FusedRec §3 "Embedding Fusion", equation (1). Differs: the storage dtype belongs to the specification, and tables
+    that return one vector an id (pooling "none") do not mix with pooled ones.
+    """
+
+    name: str
+    tables: tuple[TableSpec, ...]
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.tables[0].dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """How rows are stored."""
+        return self.tables[0].dtype
+
+    @property
+    def optimizer(self) -> UpdateRule:
+        """The update rule."""
+        return self.tables[0].optimizer
+
+    @property
+    def initializer(self) -> Initializer:
+        """What rows start from."""
+        return self.tables[0].initializer
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether the group returns one vector an id instead of one a bag."""
+        return self.tables[0].pooling == "none"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features of all tables, table by table."""
+        return tuple(feature for table in self.tables for feature in table.features)
+
+
+def fuse(tables: Sequence[TableSpec]) -> tuple[TableGroup, ...]:
+    """Groups tables by specification, in the order in which specifications appear.
+
+    Raises:
+        ConfigurationError: names or features clash, or there is no table.
+
+    Example:
+        >>> user, item = TableSpec(name="user", num_rows=9, dim=8), TableSpec(name="item", num_rows=5, dim=8)
+        >>> [group.name for group in fuse([user, item, TableSpec(name="tag", num_rows=3, dim=4)])]
+        ['dim8_row_wise_adagrad', 'dim4_row_wise_adagrad']
+    """
+    check_tables(tables)
+    groups: dict[tuple[object, ...], list[TableSpec]] = {}
+    for table in tables:
+        key = (table.dim, table.optimizer, table.initializer, table.dtype, table.pooling == "none")
+        groups.setdefault(key, []).append(table)
+    names: set[str] = set()
+    fused = []
+    for members in groups.values():
+        name = _unused(_describe(members[0]), names)
+        names.add(name)
+        fused.append(TableGroup(name, tuple(members)))
+    return tuple(fused)
+
+
+def _describe(table: TableSpec) -> str:
+    parts = [f"dim{table.dim}", table.optimizer.name]
+    if table.dtype != torch.float32:
+        parts.append(str(table.dtype).removeprefix("torch."))
+    if table.pooling == "none":
+        parts.append("sequence")
+    return "_".join(parts)
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate

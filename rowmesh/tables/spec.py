@@ -1,0 +1,104 @@
+"""TableSpec: everything that defines one embedding table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.optim import RowWiseAdaGrad, UpdateRule
+from rowmesh.tables.initializer import Initializer, Uniform
+
+Pooling = Literal["sum", "mean", "none"]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+MAX_DIM = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One embedding table.
+
+    Attributes:
+        name: unique among the tables of a model.
+        num_rows: ids of this table are 0 … num_rows − 1.
+        dim: D, the length of a row, 1 to 1024; need not be a multiple of anything.
+        features: the features that look rows up in this table; several may share it. Default: its name.
+        pooling: how the rows of a bag become one vector; "none" returns one vector an id.
+        initializer: the distribution rows start from, a function of (seed, table name, row).
+        optimizer: the update rule.
+        dtype: storage of the rows. bfloat16 rows are pooled in and updated from float32 state.
+        out_of_range: what to do with an id below 0 or past the table: "error", or the row to read
+            instead; either is counted by feature.
+
+    Example:
+        >>> TableSpec(name="item", num_rows=1_000_000, dim=64).features
+        ('item',)
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    features: tuple[str, ...] = ()
+    pooling: Pooling = "sum"
+    initializer: Initializer = field(default_factory=Uniform)
+    optimizer: UpdateRule = field(default_factory=RowWiseAdaGrad)
+    dtype: torch.dtype = torch.float32
+    out_of_range: Literal["error"] | int = "error"
+
+    def __post_init__(self) -> None:
+        if not self.features:
+            object.__setattr__(self, "features", (self.name,))
+        object.__setattr__(self, "features", tuple(self.features))
+        if self.num_rows < 1:
+            raise ConfigurationError(f"table {self.name!r}: num_rows must be 1 or more, got {self.num_rows}")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise ConfigurationError(f"table {self.name!r}: dim must be 1 to {MAX_DIM}, got {self.dim}")
+        if self.pooling not in ("sum", "mean", "none"):
+            raise ConfigurationError(
+                f"table {self.name!r}: pooling must be 'sum', 'mean' or 'none', got {self.pooling!r}"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"table {self.name!r}: dtype must be one of {DTYPES}, got {self.dtype}")
+        if len(set(self.features)) != len(self.features):
+            raise ConfigurationError(f"table {self.name!r} names a feature twice: {self.features}")
+        if self.out_of_range != "error" and not 0 <= self.out_of_range < self.num_rows:
+            raise ConfigurationError(
+                f"table {self.name!r}: out_of_range must be 'error' or a row below {self.num_rows}, "
+                f"got {self.out_of_range!r}"
+            )
+
+    @classmethod
+    def from_embedding_bag_config(cls, config: Any, **changes: Any) -> TableSpec:
+        """From a TorchRec EmbeddingBagConfig, without importing TorchRec; keyword arguments override."""
+        fields: dict[str, Any] = {
+            "name": config.name,
+            "num_rows": config.num_embeddings,
+            "dim": config.embedding_dim,
+            "features": tuple(config.feature_names),
+        }
+        pooling = getattr(config, "pooling", None)
+        if pooling is not None:
+            fields["pooling"] = str(getattr(pooling, "value", pooling)).lower()
+        return cls(**(fields | changes))
+
+
+def check_tables(tables: Sequence[TableSpec]) -> None:
+    """Raises ConfigurationError where names or features clash, or where there is no table at all."""
+    if not tables:
+        raise ConfigurationError("no tables: an embedding collection needs at least one")
+    seen: dict[str, str] = {}
+    names: set[str] = set()
+    for table in tables:
+        if table.name in names:
+            raise ConfigurationError(f"two tables are named {table.name!r}; names must be unique")
+        names.add(table.name)
+        for feature in table.features:
+            if feature in seen:
+                raise ConfigurationError(
+                    f"feature {feature!r} is looked up in tables {seen[feature]!r} and {table.name!r}; "
+                    "a feature has one table (give the second look-up a feature name of its own)"
+                )
+            seen[feature] = table.name
