@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rowmesh.data.codes import Progress as ProgressFunction
+from rowmesh.data import progress
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
@@ -80,14 +80,14 @@ def synthesize(
     )
     counts = {"train": samples, "validation": held_out, "test": held_out}
     console = Console()
-    with _progress(console) as progress:
+    with _progress(console) as show:
         optimum = synthesize_data(
             out,
             {split: count for split, count in counts.items() if count},
             config,
             file_format=format,
             overwrite=overwrite,
-            progress=progress,
+            progress=show,
         )
     table = Table(title=f"Drawn into {out}")
     for column in ("split", "samples", "positive rate", "best AUC", "best log-loss"):
@@ -154,7 +154,7 @@ def prepare(
     if len(source.files) == 1:
         splitter = Splitter(validation=validation_share, test=test_share, how=split_by, seed=seed)
     console = Console()
-    with _progress(console) as progress:
+    with _progress(console) as show:
         prepared = prepare_data(
             source.files,
             out,
@@ -164,7 +164,7 @@ def prepare(
             max_bad_rows=max_bad_rows,
             overwrite=overwrite,
             optimum=source.optimum,
-            progress=progress,
+            progress=show,
         )
     _print_summary(prepared, console)
 
@@ -180,7 +180,7 @@ def _bag_sizes(multi_hot: dict[str, int]) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[ProgressFunction]:
+def _progress(console: Console) -> Iterator[progress.Progress]:
     """A bar for each thing that is done; a plain line now and then where there is no terminal."""
     if not console.is_terminal:
         yield _plain_progress(console)
@@ -203,7 +203,7 @@ def _progress(console: Console) -> Iterator[ProgressFunction]:
         yield show
 
 
-def _plain_progress(console: Console) -> ProgressFunction:
+def _plain_progress(console: Console) -> progress.Progress:
     last = time.monotonic()
 
     def show(what: str, share: float) -> None:

@@ -1,0 +1,146 @@
+"""The first steps of preparation: rows with provisional codes, and how codes become ranks.
+
+A code is an id's order of first appearance in its column. Ranks need the counts of the whole training
+split, so rows are written once with codes and read back when the ranks are known; the raw files, which are
+slow to parse, are read once.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow.compute makes its functions when it is imported)
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from rowmesh.data.prepared import BLOCK_SAMPLES, arrow_schema
+from rowmesh.data.progress import Progress
+from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.reader import Block, read_blocks, total_size
+from rowmesh.data.schema import Schema
+from rowmesh.data.vocabulary import Vocabulary
+from rowmesh.data.writer import SplitWriter
+from rowmesh.errors import DataError
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows on disk whose ids are codes."""
+
+    path: Path
+    num_samples: int
+
+    def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Record batches with the position of their first row, memory-mapped."""
+        start = 0
+        with pa.memory_map(str(self.path)) as file:
+            reader = pa.ipc.open_file(file)
+            for i in range(reader.num_record_batches):
+                batch = reader.get_batch(i)
+                yield start, batch
+                start += batch.num_rows
+
+
+class Coder:
+    """Reads raw files and writes their rows with codes; holds the vocabulary of every column."""
+
+    def __init__(self, schema: Schema, quarantine: Quarantine, progress: Progress) -> None:
+        self.schema = schema
+        self.vocabularies = tuple(Vocabulary(name) for name in schema.features)
+        self.multi_hot: tuple[bool, ...] = ()
+        self._quarantine = quarantine
+        self._progress = progress
+
+    def write(self, files: Sequence[Path], path: Path) -> CodedRows:
+        """Writes the rows of some files, in order.
+
+        Raises:
+            DataError: there is no usable row, or whatever reading raises.
+        """
+        blocks = self._blocks(files)
+        first = next(blocks, None)  # tells which columns are multi-hot
+        num_samples = 0
+        if first is not None:
+            kinds = arrow_schema(self.schema, self.multi_hot)
+            with SplitWriter(path, kinds, BLOCK_SAMPLES) as writer:
+                for columns in itertools.chain([first], blocks):
+                    writer.write(columns)
+            num_samples = writer.num_samples
+        if num_samples == 0:
+            raise DataError(f"no usable rows in {', '.join(str(file) for file in files)}")
+        return CodedRows(path, num_samples)
+
+    def _blocks(self, files: Sequence[Path]) -> Iterator[list[pa.Array]]:
+        sizes = [total_size(file, self.schema) for file in files]
+        done = 0
+        for file, size in zip(files, sizes, strict=True):
+            for block in read_blocks(file, self.schema, self._quarantine):
+                yield self._encode(file, block)
+                self._progress("reading", (done + block.position) / sum(sizes))
+            done += size
+
+    def _encode(self, file: Path, block: Block) -> list[pa.Array]:
+        kinds = tuple(pa.types.is_nested(ids.type) for ids in block.categorical)
+        self.multi_hot = self.multi_hot or kinds
+        for vocabulary, before, now in zip(self.vocabularies, self.multi_hot, kinds, strict=True):
+            if before != now:
+                raise DataError(f"{file}: column {vocabulary.name!r} holds lists in some files and single ids here")
+        columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
+        for vocabulary, ids in zip(self.vocabularies, block.categorical, strict=True):
+            columns.append(map_ids(ids, vocabulary.encode))
+        return columns
+
+
+def map_ids(ids: pa.Array, function: Callable[[pa.Array], NDArray[np.int32]]) -> pa.Array:
+    """Applies a function to the ids of a column, or of its lists; a null list becomes an empty one."""
+    if not pa.types.is_nested(ids.type):
+        return pa.array(function(ids))
+    lengths = pc.fill_null(pc.list_value_length(ids), 0).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([np.zeros(1, np.int32), lengths.cumsum(dtype=np.int32)])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(function(ids.flatten())))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How the codes of one column become rows.
+
+    Attributes:
+        row_of_code: int32 `[number of codes]`; every rare code has the last row.
+        code_of_row: the code of every row but the rare one.
+        counts: int64 `[num_rows]`, occurrences in the training split.
+    """
+
+    row_of_code: NDArray[np.int32]
+    code_of_row: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @staticmethod
+    def from_counts(counts: NDArray[np.int64], min_count: int) -> Ranking:
+        """Ranks codes by count, most frequent first, equal counts by code.
+
+        >>> Ranking.from_counts(np.array([1, 5, 9, 5]), min_count=2).row_of_code.tolist()
+        [3, 1, 0, 2]
+        """
+        order = np.argsort(-counts, kind="stable")
+        kept = order[: int((counts >= min_count).sum())]
+        row_of_code = np.full(len(counts), len(kept), np.int32)
+        row_of_code[kept] = np.arange(len(kept), dtype=np.int32)
+        rare = counts.sum() - counts[kept].sum()
+        return Ranking(row_of_code, kept, np.append(counts[kept], rare))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table, the rare row included."""
+        return len(self.counts)
+
+
+def flat_ids(column: pa.Array) -> NDArray[np.int32]:
+    """The ids of a prepared column, those of all its lists one after the other."""
+    return (column.flatten() if pa.types.is_nested(column.type) else column).to_numpy()

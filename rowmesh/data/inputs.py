@@ -1,0 +1,85 @@
+"""DataSource: the files of a data set, from a folder or from lists of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rowmesh.data.prepared import SPLITS
+from rowmesh.data.schema import Schema
+from rowmesh.errors import ConfigurationError, DataError
+
+SCHEMA_FILE = "schema.toml"
+OPTIMUM_FILE = "optimum.json"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What `prepare` reads.
+
+    Attributes:
+        files: split → files; only "train" where the other splits are to be cut from it.
+        schema: the columns.
+        optimum: split → scores of the true probabilities, where they are known.
+    """
+
+    files: dict[str, list[Path]]
+    schema: Schema
+    optimum: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def find(
+        inputs: Sequence[Path],
+        schema: str | None = None,
+        *,
+        validation: Sequence[Path] = (),
+        test: Sequence[Path] = (),
+    ) -> DataSource:
+        """From one folder, or from files.
+
+        A folder has `schema.toml`, unless a schema is named, and files whose names begin with "train",
+        and perhaps "validation" and "test", read in order of their names. With it may come `optimum.json`.
+
+        Raises:
+            ConfigurationError: no schema.
+            DataError: no such file or folder, or a folder without training files.
+        """
+        for path in (*inputs, *validation, *test):
+            if not path.exists():
+                raise DataError(f"{path}: no such file or folder")
+        folder = inputs[0] if len(inputs) == 1 and inputs[0].is_dir() else None
+        if folder is None:
+            if schema is None:
+                raise ConfigurationError("name the columns with --schema: criteo, avazu or a TOML file")
+            files = {"train": list(inputs), "validation": list(validation), "test": list(test)}
+            return DataSource(_without_empty(files), Schema.load(schema))
+        if validation or test:
+            raise ConfigurationError(
+                f"{folder} is a folder; put validation and test files into it, or list the training files"
+            )
+        return DataSource(_split_files(folder), Schema.load(schema or _schema_file(folder)), _read_optimum(folder))
+
+
+def _split_files(folder: Path) -> dict[str, list[Path]]:
+    files = {split: sorted(path for path in folder.glob(f"{split}*") if path.is_file()) for split in SPLITS}
+    if not files["train"]:
+        raise DataError(f"{folder}: no file whose name begins with 'train'")
+    return _without_empty(files)
+
+
+def _without_empty(files: dict[str, list[Path]]) -> dict[str, list[Path]]:
+    return {split: paths for split, paths in files.items() if paths}
+
+
+def _schema_file(folder: Path) -> Path:
+    path = folder / SCHEMA_FILE
+    if not path.is_file():
+        raise ConfigurationError(f"{folder} has no {SCHEMA_FILE}; name the columns with --schema")
+    return path
+
+
+def _read_optimum(folder: Path) -> dict[str, dict[str, float]]:
+    path = folder / OPTIMUM_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

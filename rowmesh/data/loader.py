@@ -1,0 +1,273 @@
+"""Loader: the batches of one rank, in a reproducible order, from memory-mapped data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.data.order import EpochOrder
+from rowmesh.data.prefetch import prefetch as run_ahead
+from rowmesh.data.prepared import Prepared
+from rowmesh.data.window import SplitFile, Window, gather_bags, gather_columns, gather_rows
+from rowmesh.errors import ConfigurationError
+from rowmesh.sparse import SparseBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Samples for one step on one rank.
+
+    Attributes:
+        dense: float32 `[B, number of dense features]`.
+        sparse: the ids of B samples.
+        labels: float32 `[B]`, 0 or 1.
+    """
+
+    dense: Tensor
+    sparse: SparseBatch
+    labels: Tensor
+
+
+class Loader:
+    """Iterates over one split of a prepared data set.
+
+    Every global batch is cut into contiguous parts, one a rank, whose sizes differ by one at most: ranks of
+    any world size train on the same global batches in the same order. The last batch may be smaller and
+    leave ranks without samples (B = 0).
+
+    Iterating yields what is left of the epoch; the next iteration is the next epoch. Leaving a loop early
+    keeps the position (`reset` forgets it).
+
+    Args:
+        folder: what `rowmesh data prepare` wrote, or the opened Prepared.
+        split: "train", "validation" or "test".
+        batch_size: global, over all ranks.
+        rank, world_size: which part to yield.
+        shuffle: see `EpochOrder`.
+        seed: of the shuffle.
+        drop_last: leave out the last batch where it is smaller.
+        prefetch: how many batches a thread makes ahead; 0 for none.
+        window_blocks: how many blocks (of `Prepared.block_samples`) are shuffled together and held in memory.
+
+    Raises:
+        ConfigurationError: sizes that cannot work.
+        DataError: not a prepared folder, or no such split.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | Prepared,
+        split: str,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        window_blocks: int = 16,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size must be 1 or more, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank {rank} is not below world size {world_size}")
+        if prefetch < 0 or window_blocks < 1:
+            raise ConfigurationError(
+                f"prefetch must be 0 or more and window_blocks 1 or more, got {prefetch} and {window_blocks}"
+            )
+        self.prepared = folder if isinstance(folder, Prepared) else Prepared.open(folder)
+        self.split = split
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.prefetch, self.window_blocks = prefetch, window_blocks
+        self.epoch = 0
+        self.waited_s = 0.0
+        """How long iterating has waited for batches that were not ready, in total."""
+        self._file = SplitFile(self.prepared, split)
+        self._next_batch = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the split, over all ranks."""
+        return self.prepared.splits[self.split].samples
+
+    @property
+    def num_batches(self) -> int:
+        """Batches an epoch, the same on every rank."""
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._next_batch >= self.num_batches:
+            self._next_epoch()
+        batches = run_ahead(self._make(self.epoch, self._next_batch), self.prefetch)
+        try:
+            while True:
+                start = time.perf_counter()
+                batch = next(batches, None)
+                self.waited_s += time.perf_counter() - start
+                if batch is None:
+                    break
+                self._next_batch += 1  # before the yield: the loop's body has this batch
+                yield batch
+            self._next_epoch()
+        finally:
+            batches.close()
+
+    def reset(self) -> None:
+        """Goes back to the start of the first epoch."""
+        self.epoch, self._next_batch = 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded, and what it means; equal on all ranks."""
+        epoch, batch = self.epoch, self._next_batch
+        if batch >= self.num_batches:
+            epoch, batch = epoch + 1, 0
+        return {"epoch": epoch, "batch": batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a position, also one saved under another world size.
+
+        Raises:
+            ConfigurationError: the position was saved for another order of batches.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ConfigurationError(
+                    f"the loader's position was saved with {name} = {state.get(name)!r}, this run has "
+                    f"{value!r}; batches would come in another order. Use the same value, "
+                    "or start without the position"
+                )
+        self.epoch, self._next_batch = int(state["epoch"]), int(state["batch"])
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the order of global batches depends on."""
+        return {
+            "split": self.split,
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "window_blocks": self.window_blocks,
+        }
+
+    def _next_epoch(self) -> None:
+        self.epoch, self._next_batch = self.epoch + 1, 0
+
+    def _make(self, epoch: int, first_batch: int) -> Iterator[Batch]:
+        """Yields the rank's part of each batch from `first_batch` on."""
+        windows = _Windows(self, epoch)
+        for number in range(first_batch, self.num_batches):
+            start = number * self.batch_size
+            size = min(self.batch_size, self.num_samples - start)
+            low = start + size * self.rank // self.world_size
+            high = start + size * (self.rank + 1) // self.world_size
+            yield _gather(windows.pieces(low, high), high - low, self.prepared)
+
+
+Piece = tuple[Window, NDArray[np.int32]]
+
+
+class _Windows:
+    """Loads windows as positions reach them; holds one at a time."""
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        prepared = loader.prepared
+        self._file = loader._file
+        self._order = EpochOrder(
+            loader.num_samples,
+            prepared.block_samples,
+            loader.window_blocks,
+            shuffle=loader.shuffle,
+            seed=loader.seed,
+            epoch=epoch,
+        )
+        self._held: tuple[int, Window, NDArray[np.int32]] | None = None
+
+    def pieces(self, low: int, high: int) -> Iterator[Piece]:
+        """Windows and the samples of each that the positions `low` to `high` visit."""
+        while low < high:
+            number = self._order.window_of(low)
+            first, end = self._order.bounds[number : number + 2]
+            window, permutation = self._load(number)
+            stop = min(high, int(end))
+            yield window, permutation[low - first : stop - first]
+            low = stop
+
+    def _load(self, number: int) -> Piece:
+        if self._held is None or self._held[0] != number:
+            self._held = None  # frees the old window before the new one is read
+            window = self._file.window(self._order.blocks(number))
+            self._held = number, window, self._order.permutation(number)
+        return self._held[1:]
+
+
+def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Batch:
+    num_one_hot = sum(not table.multi_hot for table in prepared.tables)
+    labels = np.empty(num_samples, np.float32)
+    dense = np.empty((num_samples, prepared.num_dense), np.float32)
+    ids = np.empty((num_one_hot, num_samples), np.int64)
+    bags: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = []
+    done = 0
+    for window, samples in pieces:
+        part = slice(done, done + len(samples))
+        labels[part] = window.labels[samples]
+        gather_rows(window.dense, samples, dense[part])
+        gather_columns(window.ids, samples, ids[:, part])
+        bags.append([_take_bags(column.ids, column.offsets, samples) for column in window.bags])
+        done = part.stop
+    if num_one_hot == len(prepared.tables):
+        sparse = SparseBatch.from_dense(prepared.features, torch.from_numpy(ids))
+    else:
+        sparse = _jagged(ids, bags, num_samples, prepared)
+    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+
+
+def _take_bags(
+    ids: NDArray[np.int32], offsets: NDArray[np.int64], samples: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids of some bags back to back, and the bags' lengths."""
+    lengths = offsets[samples + 1] - offsets[samples]
+    ends = lengths.cumsum()
+    out = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
+    gather_bags(ids, offsets, samples, ends - lengths, out)
+    return out, lengths
+
+
+def _jagged(
+    ids: NDArray[np.int64],
+    bags: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]],
+    num_samples: int,
+    prepared: Prepared,
+) -> SparseBatch:
+    """A batch in which some features have bags of any size; `bags` is by piece, then by feature."""
+    one_hot, multi_hot = iter(ids), iter(list(zip(*bags, strict=True)))
+    ones = np.ones(num_samples, np.int64)
+    all_ids, all_lengths = [], []
+    for table in prepared.tables:
+        if table.multi_hot:
+            for part_ids, lengths in next(multi_hot, ()):
+                all_ids.append(part_ids)
+                all_lengths.append(lengths)
+        else:
+            all_ids.append(next(one_hot))
+            all_lengths.append(ones)
+    offsets = np.concatenate([np.zeros(1, np.int64), *all_lengths]).cumsum()
+    return SparseBatch(
+        features=prepared.features,
+        ids=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *all_ids])),
+        batch_size=num_samples,
+        jagged_offsets=torch.from_numpy(offsets),
+    )

@@ -1,0 +1,238 @@
+"""prepare: from raw files to memory-mappable splits whose ids are frequency ranks.
+
+Three steps, each streaming: *read* checks every row and writes it with provisional codes, *count* the codes
+of the training split, and *map* codes to ranks while the splits are written. Memory: one block of rows, and
+the distinct ids of every column.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+import rowmesh
+from rowmesh.data.atomic import replacing_folder
+from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
+from rowmesh.data.prepared import (
+    BLOCK_SAMPLES,
+    SPLITS,
+    Prepared,
+    Split,
+    Table,
+    arrow_schema,
+    counts_path,
+    vocabulary_path,
+)
+from rowmesh.data.progress import Progress, silent
+from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.schema import Schema
+from rowmesh.data.splits import Splitter
+from rowmesh.data.vocabulary import Vocabulary
+from rowmesh.data.writer import SplitWriter
+from rowmesh.errors import ConfigurationError, DataError
+
+QUARANTINE = "quarantine.jsonl"
+
+
+def prepare(
+    files: Mapping[str, Sequence[Path]],
+    out: Path,
+    schema: Schema,
+    *,
+    splitter: Splitter | None = None,
+    min_count: int = 2,
+    max_bad_rows: int = 100,
+    overwrite: bool = False,
+    optimum: Mapping[str, Mapping[str, float]] | None = None,
+    block_samples: int = BLOCK_SAMPLES,
+    progress: Progress = silent,
+) -> Prepared:
+    """Prepares a data set; the output folder appears whole or not at all.
+
+    Ids become ranks by their frequency in the training split: row 0 is the most frequent, ties go to the
+    value met first. Ids seen fewer than `min_count` times there, or only in other splits, share the last
+    row, the *rare* row. A missing id is a value like any other.
+
+    Args:
+        files: split → its files, read in order; "train" is required.
+        out: the folder to write.
+        schema: the columns.
+        splitter: where given, cuts the samples of "train" into splits.
+        min_count: how often an id must occur in training to have a row of its own; 1 or more.
+        max_bad_rows: one bad row more stops the preparation.
+        overwrite: replace a folder that is not empty.
+        optimum: split → the scores of the true probabilities, where they are known.
+        block_samples: samples in a record batch, the unit that the loader reads and shuffles.
+        progress: told about every block.
+
+    Raises:
+        DataError: too many bad rows, a missing column, an unreadable file, no usable training row.
+        RowmeshError: the output folder is in use or not empty, or the disk is full.
+    """
+    _check_arguments(files, splitter, min_count, max_bad_rows)
+    with replacing_folder(out, overwrite=overwrite) as folder:
+        keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
+        with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
+            coder = Coder(schema, quarantine, progress)
+            sources = {name: coder.write(paths, folder / f"{name}.codes") for name, paths in files.items()}
+        parts = _Parts(sources, splitter)
+        rankings = _rank(parts, coder.vocabularies, min_count, progress)
+        _save_rankings(folder, rankings, coder.vocabularies)
+        kinds = arrow_schema(schema, coder.multi_hot)
+        paths = {name: folder / f"{name}.arrow" for name in parts.splits}
+        with contextlib.ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(SplitWriter(path, kinds, block_samples)) for name, path in paths.items()
+            }
+            tallies = _write_splits(parts, rankings, writers, progress)
+        for source in sources.values():
+            source.path.unlink()
+        Prepared(
+            folder=folder,
+            schema=schema,
+            tables=_tables(schema, coder.multi_hot, rankings, tallies),
+            splits={name: tally.split((optimum or {}).get(name)) for name, tally in tallies.items()},
+            min_count=min_count,
+            bad_rows=quarantine.num_bad_rows,
+            block_samples=block_samples,
+            rowmesh_version=rowmesh.__version__,
+            sources={name: [str(path) for path in paths] for name, paths in files.items()},
+        ).save()
+    return Prepared.open(out)
+
+
+def _check_arguments(
+    files: Mapping[str, Sequence[Path]], splitter: Splitter | None, min_count: int, max_bad_rows: int
+) -> None:
+    if unknown := set(files) - set(SPLITS):
+        raise ConfigurationError(f"unknown splits {sorted(unknown)}; there are {', '.join(SPLITS)}")
+    if not files.get("train"):
+        raise ConfigurationError("no training files; name at least one")
+    for path in (path for paths in files.values() for path in paths):
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+    if splitter is not None and len(files) > 1:
+        raise ConfigurationError("give either files for the other splits or shares to cut them from training")
+    if min_count < 1:
+        raise ConfigurationError(f"min_count must be 1 or more, got {min_count}")
+    if max_bad_rows < 0:
+        raise ConfigurationError(f"max_bad_rows must be 0 or more, got {max_bad_rows}")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Coded rows and the splits they fall into."""
+
+    sources: Mapping[str, CodedRows]
+    splitter: Splitter | None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        names = self.sources if self.splitter is None else self.splitter.splits
+        return tuple(name for name in SPLITS if name in names)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources.values())
+
+    def batches(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """(split, rows), in order within each split."""
+        for name, source in self.sources.items():
+            for start, batch in source.batches():
+                if self.splitter is None:
+                    yield name, batch
+                    continue
+                stop = start + batch.num_rows
+                assigned = self.splitter.assign(start, stop, total=source.num_samples)
+                for index in np.unique(assigned):
+                    yield SPLITS[index], batch.filter(pa.array(assigned == index))
+
+
+def _rank(parts: _Parts, vocabularies: Sequence[Vocabulary], min_count: int, progress: Progress) -> list[Ranking]:
+    counts = [np.zeros(len(vocabulary), np.int64) for vocabulary in vocabularies]
+    done = 0
+    for split, batch in parts.batches():
+        if split == "train":
+            for count, column in zip(counts, batch.columns[-len(counts) :], strict=True):
+                np.add.at(count, flat_ids(column), 1)
+        done += batch.num_rows
+        progress("counting", done / parts.num_samples)
+    return [Ranking.from_counts(count, min_count) for count in counts]
+
+
+def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequence[Vocabulary]) -> None:
+    (folder / "counts").mkdir()
+    (folder / "vocabulary").mkdir()
+    for ranking, vocabulary in zip(rankings, vocabularies, strict=True):
+        np.save(counts_path(folder, vocabulary.name), ranking.counts)
+        table = pa.table({"value": vocabulary.values(ranking.code_of_row)})
+        with (
+            vocabulary_path(folder, vocabulary.name).open("wb") as file,
+            pa.ipc.new_file(file, table.schema) as writer,
+        ):
+            writer.write_table(table.combine_chunks())
+
+
+@dataclass
+class _Tally:
+    """What is counted while a split is written."""
+
+    samples: int = 0
+    positives: int = 0
+    ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    rare_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def split(self, optimum: Mapping[str, float] | None) -> Split:
+        rate = self.positives / max(self.samples, 1)
+        return Split(samples=self.samples, positive_rate=rate, optimum=dict(optimum) if optimum else None)
+
+
+def _write_splits(
+    parts: _Parts, rankings: Sequence[Ranking], writers: Mapping[str, SplitWriter], progress: Progress
+) -> dict[str, _Tally]:
+    num_tables = len(rankings)
+    tallies = {
+        name: _Tally(ids=np.zeros(num_tables, np.int64), rare_ids=np.zeros(num_tables, np.int64))
+        for name in parts.splits
+    }
+    done = 0
+    for split, batch in parts.batches():
+        writers[split].write(_map_batch(batch, rankings, tallies[split]))
+        done += batch.num_rows
+        progress("writing", done / parts.num_samples)
+    return tallies
+
+
+def _map_batch(batch: pa.RecordBatch, rankings: Sequence[Ranking], tally: _Tally) -> list[pa.Array]:
+    columns = batch.columns
+    first = len(columns) - len(rankings)
+    tally.samples += batch.num_rows
+    tally.positives += int(columns[0].to_numpy().sum())
+    for i, ranking in enumerate(rankings):
+        mapped = map_ids(columns[first + i], lambda ids, rows=ranking.row_of_code: rows[ids.to_numpy()])
+        rows = flat_ids(mapped)
+        tally.ids[i] += len(rows)
+        tally.rare_ids[i] += int((rows == ranking.num_rows - 1).sum())
+        columns[first + i] = mapped
+    return columns
+
+
+def _tables(
+    schema: Schema, multi_hot: Sequence[bool], rankings: Sequence[Ranking], tallies: Mapping[str, _Tally]
+) -> tuple[Table, ...]:
+    return tuple(
+        Table(
+            name=name,
+            num_rows=ranking.num_rows,
+            multi_hot=multi_hot[i],
+            num_distinct=len(ranking.row_of_code),
+            rare_share={split: float(tally.rare_ids[i] / max(tally.ids[i], 1)) for split, tally in tallies.items()},
+        )
+        for i, (name, ranking) in enumerate(zip(schema.features, rankings, strict=True))
+    )

@@ -1,0 +1,205 @@
+"""Prepared: a data set that preparation has written, and what it says about itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rowmesh.data.schema import Schema, nearest
+from rowmesh.errors import DataError
+
+METADATA = "metadata.json"
+FORMAT_VERSION = 1
+BLOCK_SAMPLES = 16_384
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One categorical feature after preparation.
+
+    Attributes:
+        name: the feature.
+        num_rows: ids are 0 … num_rows − 1; the last is the rare row.
+        multi_hot: whether a sample holds a list of ids instead of one.
+        num_distinct: distinct values met in all splits.
+        rare_share: the share of all ids, by split, that went to the rare row.
+    """
+
+    name: str
+    num_rows: int
+    multi_hot: bool
+    num_distinct: int
+    rare_share: dict[str, float]
+
+    @property
+    def rare_row(self) -> int:
+        """The row of ids that are rare in, or absent from, the training split."""
+        return self.num_rows - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One split.
+
+    Attributes:
+        samples: how many.
+        positive_rate: the share of label 1.
+        optimum: scores of the true probabilities where they are known: "auc", "log_loss".
+    """
+
+    samples: int
+    positive_rate: float
+    optimum: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A prepared data set.
+
+    Attributes:
+        folder: where it lies.
+        schema: what it was read with.
+        tables: one a categorical feature, in the schema's order.
+        splits: "train" and those of "validation" and "test" that exist.
+        min_count: ids seen less often in training are rare.
+        bad_rows: how many rows are in the quarantine.
+        block_samples: samples in every record batch but the last.
+        rowmesh_version: what wrote it.
+        sources: the files each split (or all of them, where "train" was cut) was read from.
+    """
+
+    folder: Path
+    schema: Schema
+    tables: tuple[Table, ...]
+    splits: dict[str, Split]
+    min_count: int
+    bad_rows: int
+    block_samples: int
+    rowmesh_version: str
+    sources: dict[str, list[str]]
+
+    @staticmethod
+    def open(folder: str | Path) -> Prepared:
+        """Reads the metadata of a prepared folder.
+
+        Raises:
+            DataError: the folder was not written by `rowmesh data prepare`, or by another version's format.
+        """
+        folder = Path(folder)
+        try:
+            values = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{folder} holds no prepared data set ({METADATA} is missing); "
+                f"run: rowmesh data prepare INPUT --out {folder}"
+            ) from error
+        except ValueError as error:
+            raise DataError(f"{folder / METADATA}: not valid JSON ({error}); prepare the data again") from error
+        version = values.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"{folder}: prepared in format {version}, this rowmesh reads format {FORMAT_VERSION}; "
+                "prepare the data again"
+            )
+        return Prepared(
+            **values
+            | {
+                "folder": folder,
+                "schema": Schema.parse(values["schema"]),
+                "tables": tuple(Table(**table) for table in values["tables"]),
+                "splits": {name: Split(**split) for name, split in values["splits"].items()},
+            }
+        )
+
+    def save(self) -> None:
+        """Writes the metadata into the folder."""
+        values = {
+            "format_version": FORMAT_VERSION,
+            "rowmesh_version": self.rowmesh_version,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+            "tables": [asdict(table) for table in self.tables],
+            "min_count": self.min_count,
+            "bad_rows": self.bad_rows,
+            "block_samples": self.block_samples,
+            "sources": self.sources,
+            "schema": self.schema.model_dump(mode="json"),
+        }
+        (self.folder / METADATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the categorical features."""
+        return tuple(table.name for table in self.tables)
+
+    @property
+    def num_dense(self) -> int:
+        """The number of dense features."""
+        return len(self.schema.dense)
+
+    def table(self, name: str) -> Table:
+        """The table of a feature."""
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise DataError(f"{self.folder} has no feature {name!r}{nearest(name, self.features)}")
+
+    def split_path(self, split: str) -> Path:
+        """The Arrow file of a split.
+
+        Raises:
+            DataError: there is no such split.
+        """
+        if split not in self.splits:
+            raise DataError(
+                f"{self.folder} has no split {split!r}, only: {', '.join(self.splits)}"
+                f"{nearest(split, tuple(self.splits))}"
+            )
+        return self.folder / f"{split}.arrow"
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """How often each row of a table occurs in the training split, `[num_rows]`, memory-mapped.
+
+        Non-increasing up to the rare row, which is last and holds the sum of the rare ids.
+        """
+        return np.load(counts_path(self.folder, self.table(name).name), mmap_mode="r")
+
+    def vocabulary(self, name: str) -> pa.Array:
+        """The value of each row but the rare one; null stands for missing."""
+        with pa.memory_map(str(vocabulary_path(self.folder, self.table(name).name))) as file:
+            return pa.ipc.open_file(file).read_all().column("value").combine_chunks()
+
+
+def counts_path(folder: Path, name: str) -> Path:
+    """Where a table's counts lie."""
+    return folder / "counts" / f"{_file_name(name)}.npy"
+
+
+def vocabulary_path(folder: Path, name: str) -> Path:
+    """Where a table's values lie."""
+    return folder / "vocabulary" / f"{_file_name(name)}.arrow"
+
+
+def _file_name(feature: str) -> str:
+    """A feature's name with everything that is awkward in a file name escaped, injectively.
+
+    >>> _file_name("C1"), _file_name("a/b")
+    ('C1', 'a%2Fb')
+    """
+    return "".join(c if c.isalnum() or c in "_-." else f"%{ord(c):02X}" for c in feature)
+
+
+def arrow_schema(schema: Schema, multi_hot: Sequence[bool]) -> pa.Schema:
+    """The columns of a split's Arrow file: the label, dense features, categorical features."""
+    fields = [pa.field(schema.label, pa.float32(), nullable=False)]
+    fields += [pa.field(name, pa.float32(), nullable=False) for name in schema.dense]
+    for name, is_list in zip(schema.features, multi_hot, strict=True):
+        kind = pa.list_(pa.int32()) if is_list else pa.int32()
+        fields.append(pa.field(name, kind, nullable=False))
+    return pa.schema(fields)

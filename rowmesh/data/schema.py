@@ -1,0 +1,197 @@
+"""Schema: which columns of a data set are the label, dense features and categorical features."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from rowmesh.errors import ConfigurationError
+
+DenseTransform = Literal["log1p", "none"]
+Derivation = Literal["hour_of_day", "weekday"]
+
+
+class Categorical(BaseModel):
+    """One categorical feature.
+
+    Attributes:
+        name: the feature's name in the prepared data.
+        column: the column it is read from; default: its name.
+        separator: what stands between the ids of a multi-hot text value; None for one id a sample.
+            Parquet columns of lists are multi-hot without a separator.
+        derive: compute the id from a time: "hour_of_day" (0–23) or "weekday" (0 = Monday).
+        time_format: how the time is written, for `derive`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    column: str = ""
+    separator: str | None = None
+    derive: Derivation | None = None
+    time_format: str = "%y%m%d%H"
+
+    @property
+    def source(self) -> str:
+        """The column this feature is read from."""
+        return self.column or self.name
+
+
+class Schema(BaseModel):
+    """The columns of a data set; those not named here are not read.
+
+    Attributes:
+        format: "text" (CSV, TSV; compressed where the name says so, as .gz) or "parquet".
+        delimiter: between the values of a text line.
+        quote: what may surround a text value; empty where quotes have no meaning.
+        columns: names of the text columns in file order; empty where the first line names them.
+        label: the column that holds 0 or 1.
+        dense: numeric columns; a missing value becomes 0 after the transform.
+        dense_transform: "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
+        categorical: categorical features; in TOML a plain string names a one-hot column.
+
+    Example:
+        >>> schema = Schema(label="clicked", dense=["price"], categorical=["user", "item"])
+        >>> [feature.name for feature in schema.categorical]
+        ['user', 'item']
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["text", "parquet"] = "text"
+    delimiter: str = ","
+    quote: str = '"'
+    columns: tuple[str, ...] = ()
+    label: str
+    dense: tuple[str, ...] = ()
+    dense_transform: DenseTransform = "log1p"
+    categorical: tuple[Categorical, ...]
+
+    @field_validator("categorical", mode="before")
+    @classmethod
+    def _plain_names(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _check(self) -> Schema:
+        if not self.categorical:
+            raise ValueError("categorical is empty; name at least one categorical feature")
+        if len(self.delimiter) != 1:
+            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
+        if len(self.quote) > 1:
+            raise ValueError(f"quote must be one character or empty, got {self.quote!r}")
+        names = [self.label, *self.dense, *(feature.name for feature in self.categorical)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"named more than once: {', '.join(twice)}; give each feature its own name")
+        if self.columns:
+            for column in self.source_columns:
+                if column not in self.columns:
+                    raise ValueError(f"column {column!r} is not among columns{nearest(column, self.columns)}")
+        return self
+
+    @property
+    def source_columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once."""
+        sources = (feature.source for feature in self.categorical)
+        return tuple(dict.fromkeys((self.label, *self.dense, *sources)))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the categorical features."""
+        return tuple(feature.name for feature in self.categorical)
+
+    @staticmethod
+    def load(name_or_path: str | Path) -> Schema:
+        """A built-in schema by name ("criteo", "avazu"), or one from a TOML file.
+
+        Raises:
+            ConfigurationError: no such schema, or the file does not describe one.
+        """
+        path = Path(name_or_path)
+        if str(name_or_path) in SCHEMAS:
+            return SCHEMAS[str(name_or_path)]
+        if not path.is_file():
+            raise ConfigurationError(
+                f"schema {str(name_or_path)!r} is neither built in ({', '.join(SCHEMAS)}) nor a TOML file"
+                f"{nearest(str(name_or_path), tuple(SCHEMAS))}"
+            )
+        try:
+            return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"schema {path}: not valid TOML: {error}") from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"schema {path}: {error}") from error
+
+    @staticmethod
+    def parse(values: dict[str, Any]) -> Schema:
+        """From plain values, as read from TOML or JSON."""
+        try:
+            return Schema.model_validate(values)
+        except ValidationError as error:
+            raise ConfigurationError("; ".join(_explain(item) for item in error.errors())) from error
+
+    def save(self, path: Path) -> None:
+        """Writes the schema as TOML."""
+        values = self.model_dump(exclude_none=True, exclude_defaults=True, mode="json")
+        path.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A hint for an error message: the most similar of some names, if any is similar.
+
+    >>> nearest("clik", ("click", "hour"))
+    "; did you mean 'click'?"
+    """
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        model = Categorical if len(error["loc"]) > 1 else Schema
+        return f"unknown key {where!r}{nearest(str(error['loc'][-1]), tuple(model.model_fields))}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def criteo_schema(num_categorical: int = 26, file_format: Literal["text", "parquet"] = "text") -> Schema:
+    """Criteo's columns: label, I1 … I13, C1 … C26; as tab-separated lines without a header, or Parquet."""
+    dense = [f"I{i}" for i in range(1, 14)]
+    categorical = [f"C{i}" for i in range(1, num_categorical + 1)]
+    text = {"delimiter": "\t", "quote": "", "columns": ["label", *dense, *categorical]}
+    return Schema.parse(
+        {"format": file_format, "label": "label", "dense": dense, "categorical": categorical}
+        | (text if file_format == "text" else {})
+    )
+
+
+CRITEO = criteo_schema()
+
+_AVAZU_CATEGORICAL = (
+    *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
+    *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
+    *("C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21"),
+)
+
+AVAZU = Schema.parse(
+    {
+        "label": "click",
+        "categorical": [
+            {"name": "hour_of_day", "column": "hour", "derive": "hour_of_day"},
+            {"name": "weekday", "column": "hour", "derive": "weekday"},
+            *_AVAZU_CATEGORICAL,
+        ],
+    }
+)
+
+SCHEMAS: dict[str, Schema] = {"criteo": CRITEO, "avazu": AVAZU}

@@ -1,0 +1,40 @@
+"""RawTable: rows as a reader found them, and what is wrong with a file that lacks a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rowmesh.data.schema import Schema, nearest
+from rowmesh.errors import DataError
+
+
+@dataclass(frozen=True)
+class RawTable:
+    """Some rows of a file, before any check of their values.
+
+    Attributes:
+        table: the columns the schema reads; those of text files are binary.
+        lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
+        text: the i-th row as it stands in the file, for the quarantine.
+        position: how many bytes (rows in Parquet) of the file have been read so far.
+    """
+
+    table: pa.Table
+    lines: NDArray[np.int64]
+    text: Callable[[int], bytes | str]
+    position: int
+
+
+def check_columns(path: Path, schema: Schema, found: Sequence[str]) -> None:
+    """Raises DataError, naming the columns, where the file lacks one that the schema reads."""
+    for column in schema.source_columns:
+        if column not in found:
+            raise DataError(
+                f"{path}: column {column!r} is missing{nearest(column, found)} (the file has: {', '.join(found)})"
+            )

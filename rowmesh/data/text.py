@@ -1,0 +1,149 @@
+"""Text files (CSV, TSV; compressed or not) as a stream of tables whose rows know their line numbers.
+
+One row is one line: a quoted value may hold the delimiter but no line break.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.schema import Schema
+from rowmesh.data.source import RawTable, check_columns
+from rowmesh.errors import DataError
+
+BLOCK_BYTES = 8 << 20
+MAX_LINE_BYTES = 64 << 20
+
+
+def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[RawTable]:
+    """Tables of whole lines; rows with the wrong number of columns go to the quarantine.
+
+    Raises:
+        DataError: the file cannot be decompressed, its header lacks a column, or a line never ends.
+    """
+    names, line = schema.columns, 1
+    for block, position in _line_blocks(path):
+        if not names:
+            header, _, block = block.partition(b"\n")
+            names, line = _header(path, header, schema), 2
+        parser = _BlockParser(path, schema, names, quarantine, position)
+        yield from parser.parse(block, line)
+        line += block.count(b"\n")
+
+
+def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Blocks that end with a line break, and how many bytes of the (compressed) file were read."""
+    try:
+        with path.open("rb") as raw, pa.input_stream(raw, compression=_compression(path)) as stream:
+            rest = b""
+            while data := stream.read(BLOCK_BYTES):
+                cut = data.rfind(b"\n") + 1
+                if cut:
+                    yield rest + data[:cut], raw.tell()
+                    rest = b""
+                rest += data[cut:]
+                if len(rest) > MAX_LINE_BYTES:
+                    raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES} bytes; is this a text file?")
+            if rest:
+                yield rest + b"\n", raw.tell()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: cannot be read to its end: {error}") from error
+
+
+def _compression(path: Path) -> str | None:
+    try:
+        return pa.Codec.detect(str(path)).name
+    except (ValueError, pa.ArrowInvalid):
+        return None
+
+
+def _header(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
+    text = header.decode("utf-8-sig", "backslashreplace").rstrip("\r")
+    quoting = csv.QUOTE_MINIMAL if schema.quote else csv.QUOTE_NONE
+    names = next(csv.reader([text], delimiter=schema.delimiter, quotechar=schema.quote or None, quoting=quoting), [])
+    check_columns(path, schema, names)
+    twice = sorted({name for name in schema.source_columns if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}: the header names {', '.join(twice)} more than once; rename one of them")
+    return tuple(names)
+
+
+class _BlockParser:
+    """Parses one block of lines, knowing the line of every row."""
+
+    def __init__(
+        self, path: Path, schema: Schema, names: tuple[str, ...], quarantine: Quarantine, position: int
+    ) -> None:
+        self.path, self.schema, self.names = path, schema, names
+        self.quarantine, self.position = quarantine, position
+
+    def parse(self, block: bytes, first_line: int) -> Iterator[RawTable]:
+        """Tables of the block's rows, usually one; bad rows are quarantined with their line."""
+        if not block:
+            return
+        num_lines = block.count(b"\n")
+        malformed: list[tuple[int, str]] = []
+        table = self._read(block, malformed)
+        if table is not None and table.num_rows + len(malformed) == num_lines:
+            for number, reason in malformed:
+                self._reject(block, first_line, number, reason)
+            good = np.delete(np.arange(num_lines), [number for number, _ in malformed])
+            yield RawTable(table, first_line + good, _LineText(block, good), self.position)
+        elif num_lines == 1:
+            self._reject(block, first_line, 0, "a line break inside a value, or a quote that is not closed")
+        else:
+            # [Note: lines are rows] An unclosed quote or a lone carriage return makes rows and lines
+            # disagree somewhere in the block; halving it finds the line, at the cost of parsing twice.
+            middle = block.find(b"\n", len(block) // 2) + 1
+            if middle == len(block):
+                middle = block.rfind(b"\n", 0, len(block) - 1) + 1
+            yield from self.parse(block[:middle], first_line)
+            yield from self.parse(block[middle:], first_line + block.count(b"\n", 0, middle))
+
+    def _read(self, block: bytes, malformed: list[tuple[int, str]]) -> pa.Table | None:
+        def on_invalid(row: pa_csv.InvalidRow) -> str:
+            reason = f"{row.actual_columns} columns instead of {row.expected_columns}"
+            malformed.append((row.number - 1, reason))  # numbers are exact on a single thread
+            return "skip"
+
+        try:
+            return pa_csv.read_csv(
+                pa.BufferReader(block),
+                pa_csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=self.names),
+                pa_csv.ParseOptions(
+                    delimiter=self.schema.delimiter,
+                    quote_char=self.schema.quote or False,
+                    ignore_empty_lines=False,
+                    invalid_row_handler=on_invalid,
+                ),
+                pa_csv.ConvertOptions(
+                    column_types=dict.fromkeys(self.names, pa.binary()),
+                    include_columns=list(self.schema.source_columns),
+                    null_values=[],
+                ),
+            )
+        except pa.ArrowInvalid:
+            return None
+
+    def _reject(self, block: bytes, first_line: int, number: int, reason: str) -> None:
+        self.quarantine.add(self.path, first_line + number, reason, block.split(b"\n")[number])
+
+
+class _LineText:
+    """The text of a block's lines, split only when one is asked for."""
+
+    def __init__(self, block: bytes, good: np.ndarray) -> None:
+        self.block, self.good = block, good
+        self.lines: list[bytes] | None = None
+
+    def __call__(self, row: int) -> bytes:
+        if self.lines is None:
+            self.lines = self.block.split(b"\n")
+        return self.lines[self.good[row]].rstrip(b"\r")

@@ -1,0 +1,166 @@
+"""The loader: the same global batches for any world size, in a reproducible order, from any position."""
+
+import threading
+from itertools import chain
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rowmesh.data import Loader, Schema, prepare
+from rowmesh.errors import ConfigurationError, DataError
+
+NUM_SAMPLES = 103
+SCHEMA = Schema(format="parquet", label="y", dense=("row",), dense_transform="none", categorical=("a", "b"))
+MULTI_HOT = Schema(format="parquet", label="y", dense=("row",), dense_transform="none", categorical=("a", "bag", "b"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """103 samples in blocks of 8; the dense value is the sample's number, a = number % 10."""
+    path = tmp_path_factory.mktemp("loader")
+    numbers = np.arange(NUM_SAMPLES)
+    table = pa.table(
+        {
+            "y": numbers % 2,
+            "row": numbers.astype(np.float32),
+            "a": numbers % 10,
+            "b": numbers % 7,
+            "bag": pa.array([[int(n)] * (n % 3) for n in numbers], pa.list_(pa.int64())),
+        }
+    )
+    pq.write_table(table, path / "train.parquet")
+    prepare({"train": [path / "train.parquet"]}, path / "one_hot", SCHEMA, min_count=1, block_samples=8)
+    prepare({"train": [path / "train.parquet"]}, path / "multi_hot", MULTI_HOT, min_count=1, block_samples=8)
+    return path
+
+
+def rows(batch):
+    return batch.dense[:, 0].int().tolist()
+
+
+@hypothesis.given(
+    batch_size=st.integers(1, 120),
+    world_size=st.integers(1, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    window_blocks=st.integers(1, 20),
+    seed=st.integers(0, 5),
+)
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_any_world_size_yields_the_same_global_batches(
+    folder, batch_size, world_size, shuffle, drop_last, window_blocks, seed
+):
+    def loader(rank, world_size):
+        return Loader(
+            folder / "one_hot",
+            "train",
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            window_blocks=window_blocks,
+            prefetch=0,
+        )
+
+    whole = [rows(batch) for batch in loader(0, 1)]
+    parts = [[rows(batch) for batch in loader(rank, world_size)] for rank in range(world_size)]
+    assert [list(chain(*step)) for step in zip(*parts, strict=True)] == whole
+    for step in zip(*parts, strict=True):
+        sizes = [len(part) for part in step]
+        assert max(sizes) - min(sizes) <= 1
+    visited = list(chain(*whole))
+    assert len(visited) == (NUM_SAMPLES // batch_size * batch_size if drop_last else NUM_SAMPLES)
+    assert len(set(visited)) == len(visited)
+    assert shuffle or visited == sorted(visited)
+
+
+def test_columns_of_a_sample_stay_together(folder):
+    prepared = Loader(folder / "multi_hot", "train", batch_size=10).prepared
+    values = {name: prepared.vocabulary(name).to_pylist() for name in prepared.features}
+    for batch in Loader(folder / "multi_hot", "train", batch_size=10, shuffle=True, window_blocks=2):
+        offsets = batch.sparse.offsets.tolist()
+        for sample, number in enumerate(rows(batch)):
+            assert batch.labels[sample] == number % 2
+            for feature, name in enumerate(batch.sparse.features):
+                bag = feature * batch.sparse.batch_size + sample
+                ids = batch.sparse.ids[offsets[bag] : offsets[bag + 1]].tolist()
+                expected = {"a": [number % 10], "b": [number % 7], "bag": [number] * (number % 3)}[name]
+                assert [values[name][i] for i in ids] == expected
+
+
+def test_one_hot_batches_have_bags_of_one(folder):
+    batch = next(iter(Loader(folder / "one_hot", "train", batch_size=10)))
+    assert batch.sparse.bag_size == 1
+    assert batch.sparse.ids.dtype == torch.int64
+    assert batch.dense.dtype == batch.labels.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["one_hot", "multi_hot"])
+def test_ranks_may_have_no_samples(folder, name):
+    for rank in range(8):
+        batches = list(Loader(folder / name, "train", batch_size=20, rank=rank, world_size=8))
+        assert len(batches) == 6
+        assert batches[-1].labels.numel() == batches[-1].sparse.batch_size == (3 * (rank + 1) // 8) - 3 * rank // 8
+
+
+def test_every_epoch_has_an_order_of_its_own(folder):
+    loader = Loader(folder / "one_hot", "train", batch_size=NUM_SAMPLES, shuffle=True, seed=1)
+    first, second = ([rows(batch) for batch in loader] for _ in range(2))
+    loader.reset()
+    again = [rows(batch) for batch in loader]
+    assert first != second
+    assert first == again
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 10, 11])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_position_is_restored_under_another_world_size(folder, stop, prefetch):
+    options = {"batch_size": 10, "shuffle": True, "seed": 4, "prefetch": prefetch, "window_blocks": 3}
+    whole = Loader(folder / "one_hot", "train", **options)
+    epochs = [rows(batch) for _ in range(2) for batch in whole]
+    first = Loader(folder / "one_hot", "train", **options)
+    for number, _ in enumerate(first):
+        if number + 1 >= stop > 0:
+            break
+    state = first.state_dict() if stop else Loader(folder / "one_hot", "train", **options).state_dict()
+    resumed = [Loader(folder / "one_hot", "train", rank=r, world_size=2, **options) for r in (0, 1)]
+    for loader in resumed:
+        loader.load_state_dict(state)
+    rest = []
+    while len(rest) < len(epochs) - stop:
+        rest += [list(chain(*(rows(part) for part in step))) for step in zip(*resumed, strict=True)]
+    assert rest == epochs[stop:]
+
+
+def test_leaving_a_loop_keeps_the_position_and_leaves_no_thread(folder):
+    loader = Loader(folder / "one_hot", "train", batch_size=10)
+    for _ in loader:
+        break
+    assert not [t for t in threading.enumerate() if t.name == "rowmesh-prefetch"]
+    assert rows(next(iter(loader)))[0] == 10
+
+
+def test_position_of_another_order_is_refused(folder):
+    state = Loader(folder / "one_hot", "train", batch_size=10, shuffle=True).state_dict()
+    with pytest.raises(ConfigurationError, match=r"batch_size = 10, this run has 20"):
+        Loader(folder / "one_hot", "train", batch_size=20, shuffle=True).load_state_dict(state)
+
+
+def test_arguments_are_checked(folder, tmp_path):
+    with pytest.raises(DataError, match="no split 'test', only: train"):
+        Loader(folder / "one_hot", "test", batch_size=1)
+    with pytest.raises(DataError, match=r"metadata.json is missing"):
+        Loader(tmp_path, "train", batch_size=1)
+    with pytest.raises(ConfigurationError, match="batch_size"):
+        Loader(folder / "one_hot", "train", batch_size=0)
+    with pytest.raises(ConfigurationError, match="rank 2 is not below world size 2"):
+        Loader(folder / "one_hot", "train", batch_size=1, rank=2, world_size=2)
+    with pytest.raises(ConfigurationError, match="prefetch"):
+        Loader(folder / "one_hot", "train", batch_size=1, prefetch=-1)
