@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,20 @@ class CheckpointError(RowmeshError, RuntimeError):
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows start, start + stride, … , count of them.
+    """The rows start, start + stride, … , count of them: what a placement deals to a rank.
 
-    >>> RowRange(1, 4, 3).positions(np.array([5, 6, 13, 1])).tolist()
+    >>> RowRange.of(range(1, 12, 4)).positions(np.array([5, 6, 13, 1])).tolist()
     [1, -1, -1, 0]
     """
 
     start: int
     stride: int
     count: int
+
+    @classmethod
+    def of(cls, rows: range) -> RowRange:
+        """The same rows."""
+        return cls(rows.start, rows.step, len(rows))
 
     def positions(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each of `rows` stands in this range, −1 where it does not."""
@@ -61,7 +65,7 @@ class Part:
 
     Attributes:
         rank: who wrote them.
-        ranges: the rows, in file order, as few arithmetic ranges as they make.
+        ranges: the rows, in file order, one range after the other.
         files: "values" and the names of optimizer states → file name.
     """
 
@@ -113,29 +117,6 @@ class Manifest:
             raise CheckpointError(
                 f"{path} is no checkpoint manifest: {type(error).__name__} {error}"
             ) from None
-
-
-def ranges_of(rows: Sequence[int] | npt.NDArray[np.int64]) -> tuple[RowRange, ...]:
-    """Row numbers in their order, as arithmetic ranges: a few where a placement deals rows by rule.
-
-    >>> ranges_of([0, 4, 8, 100, 101, 102, 103])
-    (RowRange(start=0, stride=4, count=3), RowRange(start=100, stride=1, count=4))
-    """
-    numbers = np.asarray(rows, dtype=np.int64)
-    ranges: list[RowRange] = []
-    steps = np.diff(numbers)
-    bends = np.flatnonzero(np.diff(steps)) + 1  # positions of steps that differ from the one before
-    begin = 0
-    while begin < len(numbers):
-        if begin == len(numbers) - 1 or steps[begin] < 1:
-            count, stride = 1, 1
-        else:
-            after = np.searchsorted(bends, begin, side="right")
-            count = int(bends[after] if after < len(bends) else len(steps)) - begin + 1
-            stride = int(steps[begin])
-        ranges.append(RowRange(int(numbers[begin]), stride, count))
-        begin += count
-    return tuple(ranges)
 
 
 def file_name(table: str, rank: int, kind: str) -> str:

@@ -48,7 +48,8 @@ def read_manifest(folder: Path) -> Manifest:
 def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -> dict[str, Any]:
     """Fills the rows of `embeddings` that live on this rank; returns what was saved as `dense`.
 
-    Not a collective: ranks read independently, whatever number of them wrote.
+    Ranks read independently, whatever number of them wrote; look rows up only after all have
+    (`EmbeddingCollection.barrier`).
 
     Args:
         folder: the checkpoint.
@@ -70,7 +71,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
 
 def _fill(table: str, local: LocalRows, entry: TableEntry, files: Path, optimizer_state: bool) -> None:
     targets = {"values": local.values, **(local.state if optimizer_state else {})}
-    rows = local.rows.numpy()
+    rows = np.arange(local.rows.start, local.rows.stop, local.rows.step)
     missing = len(rows)
     for part in entry.parts:
         sources = {kind: _map(files, table, kind, part, target) for kind, target in targets.items()}

@@ -22,11 +22,11 @@ from rowmesh.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     Part,
+    RowRange,
     TableEntry,
     as_numpy,
     dtype_name,
     file_name,
-    ranges_of,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class LocalRows(Protocol):
     """The rows of a table that live on this rank: their numbers, values and optimizer state."""
 
     @property
-    def rows(self) -> Tensor: ...
+    def rows(self) -> range: ...
     @property
     def values(self) -> Tensor: ...
     @property
@@ -107,7 +107,7 @@ def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], r
         files = {kind: file_name(table.name, rank, kind) for kind in arrays}
         for kind, name in files.items():
             _write_file(target / name, partial(np.save, arr=as_numpy(arrays[kind])))
-        parts[table.name] = Part(rank, ranges_of(local.rows.numpy()), files)
+        parts[table.name] = Part(rank, (RowRange.of(local.rows),), files)
     if rank == 0:
         _write_file(target / DENSE, partial(torch.save, dict(dense)))
     _synchronize(target)

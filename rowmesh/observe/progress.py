@@ -44,7 +44,6 @@ class Progress:
         self._console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
         self._live = enabled and self._console.is_terminal
         self._started_s = self._printed_s = time.perf_counter()
-        self._first_step: int | None = None
         if self._live:
             self._bar = _make_bar(self._console)
             self._task = self._bar.add_task(title, total=total, facts="")
@@ -52,8 +51,6 @@ class Progress:
     def update(self, step: int, *, loss: float, samples_per_s: float) -> None:
         """Shows the state after `step` steps of the run."""
         now_s = time.perf_counter()
-        if self._first_step is None:
-            self._first_step = max(step - 1, 0)
         if self._live:
             self._bar.update(self._task, completed=step, facts=_facts(loss, samples_per_s))
         elif now_s - self._printed_s >= self._interval_s or step == self._total:
@@ -78,8 +75,7 @@ class Progress:
             self._bar.stop()
 
     def _seconds_left(self, step: int, now_s: float) -> float:
-        done = step - (self._first_step or 0)
-        return (now_s - self._started_s) / max(done, 1) * (self._total - step)
+        return (now_s - self._started_s) / step * (self._total - step)
 
 
 def resident_bytes() -> int:

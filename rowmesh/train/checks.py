@@ -67,9 +67,7 @@ def naming_lost_peers(mesh: Mesh) -> Iterator[None]:
         dead = _wait_for_dead(mesh)
         who = f"rank {', '.join(map(str, dead))} died" if dead else "another rank stopped answering"
         reason = str(error).partition("\n")[0]
-        raise PeerError(
-            f"{who}, so this run cannot go on (its own message tells why); seen as: {reason}"
-        ) from error
+        raise PeerError(f"{who}, so this run cannot go on (its own message tells why); seen as: {reason}") from error
 
 
 def _wait_for_dead(mesh: Mesh) -> list[int]:

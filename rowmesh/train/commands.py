@@ -54,14 +54,13 @@ def run_evaluation(folder: Path, overrides: Sequence[str] = (), split: str | Non
     """
     run = RunFolder(folder)
     if not run.config.exists():
-        raise RowmeshError(
-            f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run"
-        )
+        raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
     config = resolve(run.config, overrides)
     checkpoint.read_manifest(run.model)
     with Mesh.connect(config.parallel.timeout_s) as mesh, _job(config, mesh) as job:
         state = checkpoint.load(run.model, job.embeddings, optimizer_state=False)
         job.network.load_state_dict(state["network"])
+        job.embeddings.barrier()
         return _evaluate(job, run, split or config.data.test)
 
 
@@ -77,9 +76,7 @@ def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
 
 def _announce(job: Job, run: RunFolder, total_steps: int) -> None:
     config = job.config
-    steps = (
-        f"{total_steps:,} of {config.data.batch_size:,} samples each, {config.train.epochs} epoch(s) at most"
-    )
+    steps = f"{total_steps:,} of {config.data.batch_size:,} samples each, {config.train.epochs} epoch(s) at most"
     _say(job.mesh, *describe(job), f"steps     {steps}", f"run       {run.path}")
 
 

@@ -56,9 +56,7 @@ class Trainer:
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
-        self._schedulers = [
-            make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers
-        ]
+        self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
         """Trains, evaluating on the validation split now and then. Collective: every rank calls it."""
@@ -73,8 +71,7 @@ class Trainer:
                     self._log(log, interval)
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
-                    self._validate(log)
-                    interval.started_s = time.perf_counter()
+                    interval.started_s += self._validate(log)
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""
@@ -121,9 +118,7 @@ class Trainer:
         """Sums an interval over ranks and writes it."""
         elapsed_s = time.perf_counter() - interval.started_s
         waited_s = interval.waited_s + self._loader.waited_s
-        sums = torch.tensor(
-            [interval.loss, interval.samples, resident_bytes(), waited_s], dtype=torch.float64
-        )
+        sums = torch.tensor([interval.loss, interval.samples, resident_bytes(), waited_s], dtype=torch.float64)
         if self.job.mesh.group is not None:
             dist.all_reduce(sums, group=self.job.mesh.group)
         loss, samples, memory_bytes, all_waited_s = sums.tolist()
@@ -137,13 +132,15 @@ class Trainer:
             embedding_lr=self._embedding_optimizer.param_groups[0]["lr"],
         )
 
-    def _validate(self, log: RunLog) -> None:
+    def _validate(self, log: RunLog) -> float:
+        """Evaluates the validation split; returns how long it took."""
+        started_s = time.perf_counter()
         split = self.config.data.validation
         metrics = evaluate(self.job, split)
         log.evaluation(self.step, split, metrics.as_record())
-        log.progress.say(
-            f"{split} after step {self.step}: AUC {metrics.auc:.5f}, log-loss {metrics.log_loss:.5f}"
-        )
+        scores = f"AUC {metrics.auc:.5f}, log-loss {metrics.log_loss:.5f}"
+        log.progress.say(f"{split} after step {self.step}: {scores}")
+        return time.perf_counter() - started_s
 
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:

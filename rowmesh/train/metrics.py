@@ -67,9 +67,7 @@ class Predictions:
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1."""
         if not bool(torch.isfinite(logits).all()):
-            raise DataError(
-                f"{_count_bad(logits)} of {logits.numel()} logits are not finite: training diverged"
-            )
+            raise DataError(f"{_count_bad(logits)} of {logits.numel()} logits are not finite: training diverged")
         check_labels(labels)
         self._logits.append(logits.detach().to("cpu", torch.float32).numpy().copy())
         self._labels.append(labels.to("cpu", torch.uint8).numpy())

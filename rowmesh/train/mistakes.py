@@ -73,11 +73,7 @@ def _nearest_key(key: Key) -> str:
     hint = nearest(".".join(key), known)
     if not hint.startswith("known"):
         return hint
-    return (
-        f"known: {', '.join(siblings)}"
-        if len(key) > 1
-        else f"known sections: {', '.join(Config.model_fields)}"
-    )
+    return f"known: {', '.join(siblings)}" if len(key) > 1 else f"known sections: {', '.join(Config.model_fields)}"
 
 
 def _first_key(section: Key) -> str:

@@ -40,9 +40,7 @@ def common_dim(tables: Sequence[TableSpec]) -> int:
     dims = {table.dim: table.name for table in tables}
     if len(dims) > 1:
         examples = ", ".join(f"tables.{name}.dim = {dim}" for dim, name in dims.items())
-        raise ConfigurationError(
-            f"dlrm multiplies embeddings with each other, so one dim must do: {examples}"
-        )
+        raise ConfigurationError(f"dlrm multiplies embeddings with each other, so one dim must do: {examples}")
     return next(iter(dims))
 
 

@@ -21,27 +21,29 @@ DENSE = {"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 12}
 
 @dataclass
 class Rows:
-    rows: torch.Tensor
+    rows: range
     values: torch.Tensor
     state: dict[str, torch.Tensor]
 
 
 @dataclass
 class Dealt:
-    """Stands in for a collection: row r lives on rank (r // block) mod W, in ascending order."""
+    """Stands in for a collection: row r lives on rank r mod W, or the rows are cut into W blocks."""
 
     tables: list[TableSpec]
     rank: int = 0
     world_size: int = 1
-    block: int = 1
+    blocks: bool = False
     parts: dict[str, Rows] = field(init=False)
 
     def __post_init__(self):
         self.parts = {table.name: self._deal(table) for table in self.tables}
 
     def _deal(self, table):
-        every = torch.arange(table.num_rows)
-        rows = every[(every // self.block) % self.world_size == self.rank]
+        rows = range(self.rank, table.num_rows, self.world_size)
+        if self.blocks:
+            cuts = [table.num_rows * rank // self.world_size for rank in (self.rank, self.rank + 1)]
+            rows = range(*cuts)
         shapes = {"row": (len(rows),), "element": (len(rows), table.dim)}
         state = {name: torch.full(shapes[kind], -1.0) for name, kind in table.optimizer.state.items()}
         # a view into something wider, as rows in an arena may be
@@ -55,7 +57,11 @@ class Dealt:
         """Gives every element a value that tells where it belongs."""
         for index, part in enumerate(self.parts.values()):
             for salt, tensor in enumerate([part.values, *part.state.values()]):
-                numbers = (part.rows * 7919 + index * 31 + salt).double().sin()
+                numbers = (
+                    (torch.tensor(list(part.rows), dtype=torch.int64) * 7919 + index * 31 + salt)
+                    .double()
+                    .sin()
+                )
                 shape = (-1, *[1] * (tensor.dim() - 1))
                 columns = torch.arange(tensor.shape[1]) * 0.37 if tensor.dim() > 1 else torch.zeros(())
                 tensor.copy_(numbers.view(shape) + columns)
@@ -75,12 +81,12 @@ def saved(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, block):
+def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
     for rank in range(world_size):
-        expected = Dealt(TABLES, rank, world_size, block).fill()
-        actual = Dealt(TABLES, rank, world_size, block)
+        expected = Dealt(TABLES, rank, world_size, blocks).fill()
+        actual = Dealt(TABLES, rank, world_size, blocks)
         dense = load(saved, actual)
         assert actual.equals(expected)
         assert dense["model"]["weight"].equal(DENSE["model"]["weight"])
