@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -72,8 +73,7 @@ def _choose(key: str, kinds: dict[str, Any], config: BaseModel) -> Any:
     """The chosen kind, made from the options that were given."""
     options = config.model_dump(exclude_none=True)
     kind = kinds[options.pop("name")]
-    strangers = sorted(options.keys() - kind.__dataclass_fields__.keys())
-    if strangers:
-        known = ", ".join(kind.__dataclass_fields__)
-        raise ConfigurationError(f"{key}: {kind.name} has no {', '.join(strangers)}; its options: {known}")
+    known = [field.name for field in fields(kind)]
+    if strangers := sorted(options.keys() - set(known)):
+        raise ConfigurationError(f"{key}: {kind.name} has no {', '.join(strangers)}; its options: {', '.join(known)}")
     return kind(**options)

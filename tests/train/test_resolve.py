@@ -61,9 +61,7 @@ def test_a_table_inherits_what_it_does_not_say(write):
 
 
 def test_the_resolved_file_reads_back_equal(write, tmp_path):
-    config = resolve(
-        write(MINIMAL), ["tables.dim=8", "tables.C3.optimizer.lr=0.1", "tables.optimizer.eps=1e-3"]
-    )
+    config = resolve(write(MINIMAL), ["tables.dim=8", "tables.C3.optimizer.lr=0.1", "tables.optimizer.eps=1e-3"])
     write_toml(config, tmp_path / "resolved.toml")
     assert resolve(tmp_path / "resolved.toml") == config
 
@@ -113,9 +111,7 @@ def test_files_that_cannot_be_read(write, tmp_path):
         resolve(write(""))
 
 
-@given(
-    st.one_of(st.integers(-(2**60), 2**60), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
-)
+@given(st.one_of(st.integers(-(2**60), 2**60), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_override_values_are_toml(value):
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     assert parse_override(f"a.b={text}") == (("a", "b"), value)

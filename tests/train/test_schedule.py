@@ -25,9 +25,7 @@ def test_rises_then_falls_to_final(name, warmup, final, total):
 
 def test_moves_the_rates_of_every_group():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD(
-        [{"params": [parameters[0]], "lr": 1.0}, {"params": [parameters[1]], "lr": 0.1}]
-    )
+    optimizer = torch.optim.SGD([{"params": [parameters[0]], "lr": 1.0}, {"params": [parameters[1]], "lr": 0.1}])
     scheduler = make_scheduler(ScheduleConfig(name="linear", warmup_steps=2), optimizer, total_steps=4)
     seen = []
     for _ in range(4):

@@ -1,0 +1,166 @@
+import json
+import math
+import shutil
+import tomllib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rowmesh import EmbeddingCollection, checkpoint
+from rowmesh.data import Prepared
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.resolve import resolve
+from rowmesh.train.run_folder import RunFolder
+from rowmesh.train.tables import table_specs
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load_model(folder):
+    """The rows and the network of a run, in one process."""
+    run = RunFolder(folder)
+    config = resolve(run.config)
+    embeddings = EmbeddingCollection(table_specs(config.tables, Prepared.open(config.data.folder)), seed=99)
+    state = checkpoint.load(run.model, embeddings)
+    tensors = {f"network.{name}": value for name, value in state["network"].items()}
+    for table in embeddings.tables:
+        local = embeddings.local_rows(table.name)
+        tensors |= {f"{table.name}.{kind}": each for kind, each in {"values": local.values, **local.state}.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys):
+    metrics = run_training(resolve(config_file, ["train.eval_every=8"]))
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.toml",
+        "counters.jsonl",
+        "environment.json",
+        "evaluation",
+        "metrics.jsonl",
+        "model",
+    ]
+    lines = records(folder / "metrics.jsonl")
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        *[("train", 5), ("validation", 8), ("train", 10), ("train", 15)],
+        *[("train", 16), ("validation", 16)],
+    ]
+    assert {"loss", "samples_per_s", "lr", "memory_bytes"} <= lines[0].keys()
+    counters = records(folder / "counters.jsonl")
+    assert [line["step"] for line in counters] == list(range(1, 17))
+    assert [line["ids"] > 0 and line["unique_ids"] <= line["ids"] for line in counters] == [True] * 16
+    assert tomllib.loads((folder / "config.toml").read_text())["tables"]["optimizer"]["lr"] == 0.05
+    assert json.loads((folder / "environment.json").read_text())["software"]["torch"] == torch.__version__
+    report = json.loads((folder / "evaluation" / "test.json").read_text())
+    assert report["auc"] == metrics.auc
+    assert report["planted_optimum"]["auc"] > metrics.auc
+    out = capsys.readouterr().out
+    assert "transport local: there is one rank" in out
+    assert "planted optimum" in out
+    assert "train step 16/16, loss" in out
+
+
+def test_the_loss_falls(config_file, tmp_path):
+    run_training(resolve(config_file, ["train.epochs=15"]))
+    losses = [line["loss"] for line in records(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_evaluation_repeats_what_training_measured(config_file, tmp_path, clicks):
+    metrics = run_training(resolve(config_file))
+    assert run_evaluation(tmp_path / "run") == metrics
+    validation = run_evaluation(tmp_path / "run", split="validation")
+    assert validation.samples == 300
+    assert validation != metrics
+    moved = shutil.copytree(clicks.folder, tmp_path / "elsewhere")
+    again = run_evaluation(tmp_path / "run", [f"data.folder={moved}", "data.batch_size=64"])
+    assert again.auc == pytest.approx(metrics.auc, abs=1e-9)
+
+
+def test_steps_end_a_run_before_its_epochs(config_file, tmp_path):
+    run_training(resolve(config_file, ["train.steps=3", "schedule.name=linear"]))
+    last = records(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 3
+    assert last["lr"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "row_wise_adagrad"])
+def test_every_optimizer_trains(config_file, name):
+    dense = "sgd" if name == "row_wise_adagrad" else name
+    options = [f"tables.optimizer.name={name}", f"optimizer.name={dense}", "train.steps=4"]
+    assert run_training(resolve(config_file, options)).log_loss < 1.0
+
+
+@pytest.mark.parametrize("options", [["tables.dtype=bfloat16"], ["tables.dtype=float64"], ["tables.C1.pooling=mean"]])
+def test_other_tables(config_file, options):
+    assert run_training(resolve(config_file, [*options, "train.steps=4"])).log_loss < 1.0
+
+
+def test_a_diverging_run_names_the_step(config_file, tmp_path):
+    with pytest.raises(RowmeshError, match=r"step \d+ on rank 0: the loss is .*lower optimizer.lr"):
+        run_training(resolve(config_file, ["optimizer.name=sgd", "optimizer.lr=1e300", "tables.dtype=float64"]))
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["tables.C9.dim=4"], r"tables.C9: .* has no table of this name; known: C1, C2"),
+        (["tables.C1.dim=8"], r"one dim must do: tables.C1.dim = 8, tables.C\d.dim = 4"),
+        (["tables.C1.dtype=float64"], "tables C1 are float64 and others are not"),
+        (["tables.optimizer.beta1=0.5"], "row_wise_adagrad has no beta1; its options: .*lr, eps"),
+        (["tables.initializer.std=0.5"], "uniform has no std; its options: bound"),
+        (["tables.out_of_range=9999"], "table 'C1': out_of_range must be 'error' or a row below"),
+        (["model.top=[]", "data.train=trian"], "has no split 'trian'"),
+    ],
+)
+def test_what_the_data_do_not_allow(config_file, tmp_path, options, message):
+    with pytest.raises((ConfigurationError, DataError), match=message):
+        run_training(resolve(config_file, options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_and_runs(config_file, tmp_path):
+    with pytest.raises(DataError, match="holds no prepared data set"):
+        run_training(resolve(config_file, [f"data.folder={tmp_path}"]))
+    with pytest.raises(RowmeshError, match=r"is no run: config.toml is missing"):
+        run_evaluation(tmp_path)
+    run_training(resolve(config_file, ["train.steps=1"]))
+    with pytest.raises(RowmeshError, match=r"holds a run .*--overwrite"):
+        run_training(resolve(config_file))
+    with pytest.raises(RowmeshError, match=r"dim is 4 in the checkpoint and 8 here"):
+        run_evaluation(tmp_path / "run", ["tables.dim=8"])
+    shutil.rmtree(tmp_path / "run" / "model")
+    with pytest.raises(RowmeshError, match=r"no model in .*did training finish"):
+        run_evaluation(tmp_path / "run")
+
+
+def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tmp_path):
+    folder = shutil.copytree(clicks.folder, tmp_path / "no_test")
+    prepared = Prepared.open(folder)
+    replace(prepared, splits={"train": prepared.splits["train"]}).save()
+    assert run_training(resolve(config_file, [f"data.folder={folder}", "train.steps=2"])) is None
+    with pytest.raises(DataError, match="has no split 'validation'"):
+        run_training(resolve(config_file, [f"data.folder={folder}", "train.eval_every=2"]), overwrite=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, command, ranks, transport):
+    options = ["tables.dtype=float64", f"run.folder={tmp_path / 'alone'}"]
+    alone = run_training(resolve(config_file, options))
+    options = ["tables.dtype=float64", f"parallel.transport={transport}"]
+    done = command(["train", str(config_file), *options], ranks=ranks)
+    assert done.status == 0, done.err
+    expected, actual = load_model(tmp_path / "alone"), load_model(tmp_path / "run")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+    report = json.loads((tmp_path / "run" / "evaluation" / "test.json").read_text())
+    assert report["auc"] == pytest.approx(alone.auc, abs=1e-9)
+    assert math.isclose(report["log_loss"], alone.log_loss, rel_tol=1e-7)
+    assert f"transport {transport}" in done.out
