@@ -22,6 +22,7 @@ app = cyclopts.App(
     help=rowmesh.__doc__,
     version=f"rowmesh {rowmesh.__version__}",
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
 )
 app.command("rowmesh.cli.data:app", name="data")
 app.command(train)

@@ -1,0 +1,84 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import rowmesh
+from rowmesh.cli.__main__ import main
+from rowmesh.errors import RowmeshError
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+def test_version(capsys):
+    assert run(capsys, "--version")[:2] == (0, f"rowmesh {rowmesh.__version__}\n")
+
+
+def test_help_names_every_command(capsys):
+    status, out, _ = run(capsys, "--help")
+    assert status == 0
+    assert all(name in out for name in ("data", "train", "evaluate", "env"))
+
+
+def test_help_does_not_wait_for_torch():
+    check = "import sys, rowmesh.cli.__main__; assert not {'torch', 'numba', 'pyarrow'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_mistakes_end_in_one_message_and_status_2(capsys, tmp_path):
+    status, out, err = run(capsys, "train", str(tmp_path / "clicks.toml"))
+    assert (status, out) == (2, "")
+    assert err == f"rowmesh: error: cannot read the configuration {tmp_path}/clicks.toml: No such file or directory\n"
+
+
+def test_under_torchrun_the_message_names_the_rank(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    status, _, err = run(capsys, "evaluate", str(tmp_path))
+    assert status == 2
+    assert err.startswith("rowmesh (rank 3): error: ")
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["env", "--jsno"], ["train", "a.toml", "--overrite"]])
+def test_unknown_words_are_refused(capsys, arguments):
+    status, out, err = run(capsys, *arguments)
+    assert status != 0
+    assert "Error" in out + err
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", interrupt)
+    assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["env"])
+
+
+def test_env_prints_text_and_json(capsys):
+    status, out, _ = run(capsys, "env")
+    assert status == 0
+    assert "torch" in out
+    status, out, _ = run(capsys, "env", "--json")
+    assert json.loads(out)["software"]["rowmesh"] == rowmesh.__version__
+
+
+def test_errors_of_rowmesh_are_printed_without_a_traceback(capsys, monkeypatch):
+    def fail():
+        raise RowmeshError("table 'item': no room\n  for 3 rows")
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+    assert run(capsys, "env") == (2, "", "rowmesh: error: table 'item': no room\n  for 3 rows\n")

@@ -1,0 +1,120 @@
+"""How runs end that cannot go on: which message, which status, what is left."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+
+LONG = ["train.epochs=100000", "train.log_every=1"]
+
+
+@pytest.fixture
+def spoil(clicks, tmp_path):
+    """Copies the data set and changes a value of one training sample behind preparation's back."""
+
+    def spoil(column: str, sample: int, value: float) -> str:
+        folder = shutil.copytree(clicks.folder, tmp_path / "spoilt")
+        path = folder / "train.arrow"
+        with pa.memory_map(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            schema, tables = reader.schema, [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            values = tables[0].column(column).to_pylist()
+            values[sample] = value
+            index = schema.get_field_index(column)
+            tables[0] = tables[0].set_column(index, schema.field(index), pa.array(values, schema.field(index).type))
+            with pa.ipc.new_file(str(tmp_path / "new.arrow"), schema) as writer:
+                for table in tables:
+                    writer.write_batch(table)
+        (tmp_path / "new.arrow").replace(path)
+        return f"data.folder={folder}"
+
+    return spoil
+
+
+def start(config_file, *options, ranks=0):
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [*command, "-m", "rowmesh.cli", "train", str(config_file), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(process, metrics: Path, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rank_processes(process):
+    children = psutil.Process(process.pid).children(recursive=True)
+    return {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("I3", math.nan, "dense values are not finite, the first of them nan in feature 'I3' of sample"),
+        ("I1", math.inf, "dense values are not finite, the first of them inf in feature 'I1' of sample"),
+        ("label", 2.0, "labels are neither 0 nor 1, the first of them 2.0"),
+    ],
+)
+def test_spoilt_data_name_the_step_and_the_feature(config_file, clicks, spoil, command, column, value, message):
+    column = clicks.schema.label if column == "label" else column
+    options = [spoil(column, 700, value), "data.shuffle=false"]
+    done = command(["train", str(config_file), *options])
+    assert done.status == 2
+    assert "rowmesh: error: step 3 on rank 0: 1 of" in done.err
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_a_failing_rank_ends_the_run(config_file, spoil, command, tmp_path, transport):
+    options = [spoil("I3", 700, math.nan), "data.shuffle=false", f"parallel.transport={transport}"]
+    started = time.monotonic()
+    done = command(["train", str(config_file), *options, *LONG], ranks=2)
+    assert time.monotonic() - started < 40
+    assert done.status != 0
+    assert "rowmesh (rank 1): error: step 3 on rank 1: 1 of" in done.err
+    assert not (tmp_path / "run" / ".lock").exists()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_a_killed_rank_ends_the_run(config_file, tmp_path, transport):
+    process = start(config_file, f"parallel.transport={transport}", *LONG, ranks=2)
+    wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    ranks = rank_processes(process)
+    ranks["1"].kill()
+    _, err = process.communicate(timeout=40)
+    assert process.returncode != 0
+    assert "rank 1 died" in err or "rank      : 1" in err  # whichever of the peer and torchrun notices first
+    assert not any(rank.is_running() for rank in ranks.values())
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_ctrl_c_is_one_line_and_keeps_the_metrics(config_file, tmp_path):
+    process = start(config_file, *LONG)
+    wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "rowmesh: interrupted\n"
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / ".lock").exists()
