@@ -147,7 +147,7 @@ def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
 
 @njit(inline="always", **KERNEL)
 def _change_row(
-    gradient, slot, arena, state1, state2, lr, eps, beta1, beta2, correction, one, size,
+    gradient, slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
     dim, storage, out, rule, row_bytes, state_bytes,
 ):  # fmt: skip
     """One row and its state, given the row's gradient; the formulas of `rowmesh.optim.rules`."""
@@ -165,8 +165,8 @@ def _change_row(
         store_scalar(at1, mean, out)
         row = axpy(-lr / (np.sqrt(mean) + eps), gradient, row)
     else:
-        first = axpy(beta1, load_row(at1, dim, out), scale(one - beta1, gradient))
-        second = axpy(beta2, load_row(at2, dim, out), scale(one - beta2, mul(gradient, gradient)))
+        first = axpy(beta1, load_row(at1, dim, out), scale(rest1, gradient))
+        second = axpy(beta2, load_row(at2, dim, out), scale(rest2, mul(gradient, gradient)))
         store_row(at1, first, out)
         store_row(at2, second, out)
         root = add(scale(correction, sqrt_row(second)), splat(eps, dim, out))
@@ -196,7 +196,9 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
     ):  # fmt: skip
         """Sums the chain of each distinct slot and updates its row."""
         lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        scaling, correction, one, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(1.0), SCALAR(DIM)
+        # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
+        rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
+        scaling, correction, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(DIM)
         last = num_merged - 1
         for m in range(num_merged):
             ahead = load_u32(slots + 4 * min(m + AHEAD, last))
@@ -211,7 +213,7 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
                 entry = load_u32(nexts + 4 * entry)
             slot = load_u32(slots + 4 * m)
             _change_row(
-                scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, correction, one, size,
+                scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
                 DIM, STORAGE, OUT, RULE, ROW_BYTES, STATE_BYTES,
             )  # fmt: skip
 
