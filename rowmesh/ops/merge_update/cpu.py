@@ -213,8 +213,8 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
                 entry = load_u32(nexts + 4 * entry)
             slot = load_u32(slots + 4 * m)
             _change_row(
-                scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
-                DIM, STORAGE, OUT, RULE, ROW_BYTES, STATE_BYTES,
+                scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction,
+                size, DIM, STORAGE, OUT, RULE, ROW_BYTES, STATE_BYTES,
             )  # fmt: skip
 
     return SimpleNamespace(update_merged=update_merged)

@@ -1,0 +1,20 @@
+"""What all tests share: the pool of ranks, and how hypothesis searches."""
+
+import hypothesis
+import pytest
+import torch
+
+from tests.support.ranks import RankPool
+
+# The same examples every time: a failure in one run is a failure in all.
+hypothesis.settings.register_profile("rowmesh", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("rowmesh")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Ranks that live as long as the test session."""
+    pool = RankPool()
+    yield pool
+    pool.close()

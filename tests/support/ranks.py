@@ -1,0 +1,191 @@
+"""A pool of ranks: real processes in real gloo groups, started once, that run functions and hand back what they return.
+
+    def add(mesh, x):                      # at module level, so that it can be sent by name
+        return mesh.rank + x
+
+    ranks.run(add, 10, world_size=2)       # [10, 11]
+
+Importing torch costs seconds, so the processes stay. The first 2 and 3 of the 4 ranks have groups of their own. A rank
+that hangs, dies or leaves the others waiting fails the test with its name, and the next test gets fresh processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+WORLD_SIZE = 4
+GRACE_S = 3.0  # what the other ranks get once one has failed
+START_TIMEOUT_S = 120.0
+MESH_TIMEOUT_S = 30.0
+
+
+class RankError(AssertionError):
+    """A function failed on a rank: carries the remote traceback."""
+
+
+class RankPool:
+    """Four processes, started at the first `run`."""
+
+    def __init__(self, mesh_timeout_s: float = MESH_TIMEOUT_S) -> None:
+        self._mesh_timeout_s = mesh_timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: str | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are running."""
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60.0) -> list[Any]:
+        """What `function(mesh, *args)` returns on each rank.
+
+        Raises:
+            RankError: it raised or did not return on some rank.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(pickle.dumps((function, args, world_size)))
+        results = self._collect(world_size, timeout_s)
+        if failed := {rank: value for rank, (is_good, value) in sorted(results.items()) if not is_good}:
+            raise RankError("\n".join(f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failed.items()))
+        return [results[rank][1] for rank in range(world_size)]
+
+    def _collect(self, world_size: int, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(GRACE_S)
+                    results[rank] = (False, f"the process ended (exit code {self._processes[rank].exitcode})")
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if not ready:
+                self.close()
+                for rank in waiting.values():
+                    results[rank] = (
+                        False,
+                        f"still running after {timeout_s:.0f} s, or {GRACE_S:.0f} s after a failure",
+                    )
+        if self._processes and not all(process.is_alive() for process in self._processes):
+            self.close()
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="rowmesh-ranks-")
+        for rank in range(WORLD_SIZE):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, there, f"{self._folder}/store", self._mesh_timeout_s), daemon=True
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+        for rank, (is_good, text) in sorted(self._collect(WORLD_SIZE, START_TIMEOUT_S).items()):
+            if not is_good:
+                self.close()
+                raise RankError(f"rank {rank} did not start:\n{text}")
+
+    def close(self) -> None:
+        """Ends all processes, whatever they are doing."""
+        for pipe in self._pipes:
+            pipe.close()  # an idle rank ends at the end of its pipe
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._processes, self._pipes = [], []
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float) -> None:
+    """A rank's life: join, then run what is asked for until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    try:
+        meshes = _join(rank, store, mesh_timeout_s)
+        _answer(pipe, True, None)
+    except BaseException:
+        _answer(pipe, False, traceback.format_exc())
+        return
+    warnings.simplefilter("error")
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)  # without the process group's farewell, which could wait for the others
+        try:
+            function, args, world_size = pickle.loads(request)
+            result = function(meshes[world_size], *args)
+        except BaseException:
+            _answer(pipe, False, traceback.format_exc())
+        else:
+            _answer(pipe, True, result)
+
+
+def _answer(pipe: Any, is_good: bool, value: Any) -> None:
+    # Plain pickle: the pipe's own would send tensors as names of shared memory that must outlive the message.
+    pipe.send_bytes(pickle.dumps((is_good, value)))
+
+
+def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from rowmesh.mesh import Mesh
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=mesh_timeout_s),
+    )
+    pids: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(pids, os.getpid())
+    meshes = {1: Mesh(timeout_s=mesh_timeout_s)}
+    for size in range(2, WORLD_SIZE + 1):
+        group = dist.group.WORLD if size == WORLD_SIZE else dist.new_group(list(range(size)))
+        if rank < size:
+            meshes[size] = Mesh(
+                rank=rank, world_size=size, hosts=(0,) * size, pids=tuple(pids[:size]),
+                timeout_s=mesh_timeout_s, group=group,
+            )  # fmt: skip
+    return meshes
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

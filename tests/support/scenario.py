@@ -1,0 +1,92 @@
+"""Scenario: a training job in full, as a value. Every rank and the reference derive the same batches from it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """What one rank reads: sparse features and labels of its samples."""
+
+    sparse: SparseBatch
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A training job.
+
+    Attributes:
+        tables: what to train.
+        batch_sizes: samples of each rank; its length is the world size.
+        bag_sizes: fewest and most ids in a bag; where they are equal, the batch is described without offsets.
+        skew: ids are `num_rows · u^skew` for uniform u: 1 is uniform, 1e9 makes all ids 0.
+        is_weighted: whether ids have weights.
+        num_steps, accumulate: optimizer steps, and backward passes before each.
+        decay: the learning rate is multiplied by it after each step.
+        evaluates: whether the next batch is looked up without gradients between the steps.
+        seed: of everything random.
+    """
+
+    tables: tuple[TableSpec, ...]
+    batch_sizes: tuple[int, ...] = (5, 3)
+    bag_sizes: tuple[int, int] = (0, 3)
+    skew: float = 2.0
+    is_weighted: bool = False
+    num_steps: int = 3
+    accumulate: int = 1
+    decay: float = 1.0
+    evaluates: bool = False
+    seed: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return len(self.batch_sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What vectors and the dense layers are computed in."""
+        return torch.float64 if self.tables[0].dtype == torch.float64 else torch.float32
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks together, at least 1."""
+        return max(sum(self.batch_sizes), 1)
+
+    @property
+    def features(self) -> list[tuple[str, TableSpec]]:
+        """All features and their tables, in an order that is not the tables'."""
+        pairs = [(feature, table) for table in self.tables for feature in table.features]
+        return sorted(pairs, key=lambda pair: zlib.crc32(pair[0].encode()))
+
+    def local_batch(self, step: int, part: int, rank: int) -> LocalBatch:
+        """What a rank reads for one backward pass of a step."""
+        generator = torch.Generator().manual_seed(hash((self.seed, step, part, rank)) % 2**62)
+        batch_size, (fewest, most) = self.batch_sizes[rank], self.bag_sizes
+        ids, lengths = [], []
+        for _, table in self.features:
+            sizes = torch.randint(fewest, most + 1, (batch_size,), generator=generator)
+            u = torch.rand(int(sizes.sum()), generator=generator, dtype=torch.float64)
+            ids.append((table.num_rows * u**self.skew).long().clamp(max=table.num_rows - 1))
+            lengths.append(sizes)
+        weights = torch.rand(sum(len(part) for part in ids), generator=generator, dtype=self.dtype) + 0.5
+        is_fixed = fewest == most
+        sparse = SparseBatch(
+            features=tuple(name for name, _ in self.features),
+            ids=torch.cat(ids),
+            batch_size=batch_size,
+            bag_size=fewest if is_fixed else None,
+            jagged_offsets=None if is_fixed else torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0),
+            weights=weights if self.is_weighted else None,
+        )
+        labels = torch.randint(2, (batch_size,), generator=generator).to(self.dtype)
+        return LocalBatch(sparse, labels)

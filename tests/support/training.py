@@ -1,0 +1,261 @@
+"""The same training job twice: through rowmesh on a rank, and as a plain torch program in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.mesh import Mesh
+from rowmesh.ops.initialize.reference import values as initial_values
+from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+from rowmesh.tables.initializer import table_key
+from tests.support.scenario import Scenario
+
+HEAD_LR = 0.1
+
+
+@dataclass
+class Trained:
+    """What a job leaves.
+
+    Attributes:
+        losses: the global loss of every backward pass.
+        outputs: the looked-up vectors of every pass, of this rank's samples (of all samples in the reference).
+        rows, state: table → the rows and each of their states, whole tables once merged.
+        owned: table → which rows this rank holds.
+        head: the dense layers' parameters.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    owned: dict[str, range] = field(default_factory=dict)
+    head: list[Tensor] = field(default_factory=list)
+    counters: list[dict] = field(default_factory=list)
+    transport: str = ""
+
+
+class Head(torch.nn.Module):
+    """Two small dense layers over the vectors of all features; features without pooling are summed after a tanh."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(scenario.seed)
+        width = sum(table.dim for _, table in scenario.features)
+        self.first = torch.nn.Parameter(torch.randn(width, 4, generator=generator, dtype=scenario.dtype))
+        self.second = torch.nn.Parameter(torch.randn(4, generator=generator, dtype=scenario.dtype))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """`[B, ΣD]` → `[B]`."""
+        return torch.tanh(vectors @ self.first) @ self.second
+
+
+def sum_sequence(values: Tensor, offsets: Tensor) -> Tensor:
+    """One vector a sample from one an id, not linear in the rows."""
+    sample = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    return torch.zeros(len(offsets) - 1, values.shape[1], dtype=values.dtype).index_add(0, sample, torch.tanh(values))
+
+
+def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
+    """Runs a job through rowmesh; every rank of the mesh calls it."""
+    collection = EmbeddingCollection(scenario.tables, mesh=mesh, seed=scenario.seed, transport=transport)  # type: ignore
+    optimizer = EmbeddingOptimizer(collection)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, scenario.decay)
+    head, trained = Head(scenario), Trained(transport=collection.transport)
+    dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
+    for step in range(scenario.num_steps):
+        dense_optimizer.zero_grad()
+        optimizer.zero_grad()
+        for part in range(scenario.accumulate):
+            batch = scenario.local_batch(step, part, mesh.rank)
+            vectors = _look_up(collection, scenario, batch.sparse)
+            losses = F.binary_cross_entropy_with_logits(head(vectors), batch.labels, reduction="sum")
+            (losses * mesh.world_size / scenario.global_batch).backward()
+            trained.outputs.append(vectors.detach().clone())
+            trained.losses.append(float(_sum(losses.detach(), mesh)) / scenario.global_batch)
+        for parameter in head.parameters():
+            assert parameter.grad is not None
+            parameter.grad = _sum(parameter.grad, mesh) / mesh.world_size
+        dense_optimizer.step()
+        optimizer.step()
+        schedule.step()
+        if scenario.evaluates:
+            with torch.no_grad():
+                later = scenario.local_batch(step + 1, 0, mesh.rank)
+                trained.outputs.append(_look_up(collection, scenario, later.sparse))
+    _keep(collection, head, trained)
+    collection.close()
+    return trained
+
+
+def _look_up(collection: EmbeddingCollection, scenario: Scenario, sparse: SparseBatch) -> Tensor:
+    found = collection(sparse)
+    vectors = []
+    for name, table in scenario.features:
+        vector = found[name]
+        vectors.append(sum_sequence(vector.values, vector.offsets) if table.pooling == "none" else vector)
+    return torch.cat(vectors, 1)
+
+
+def _sum(value: Tensor, mesh: Mesh) -> Tensor:
+    value = value.clone()
+    if mesh.group is not None:
+        dist.all_reduce(value, group=mesh.group)
+    return value
+
+
+def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None:
+    for table in collection.tables:
+        local = collection.local_rows(table.name)
+        trained.owned[table.name] = local.rows
+        trained.rows[table.name] = local.values.clone()
+        trained.state[table.name] = {name: tensor.clone() for name, tensor in local.state.items()}
+    trained.head = [parameter.detach().clone() for parameter in head.parameters()]
+    trained.counters = [vars(counters) for counters in collection.counters]
+
+
+def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
+    """One job from what each rank left: whole tables, outputs of all samples."""
+    whole = Trained(losses=parts[0].losses, head=parts[0].head, transport=parts[0].transport)
+    whole.outputs = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
+    for table in scenario.tables:
+        order = torch.tensor([row for part in parts for row in part.owned[table.name]], dtype=torch.int64)
+        assert order.sort().values.tolist() == list(range(table.num_rows)), "every row has one owner"
+        whole.rows[table.name] = torch.cat([part.rows[table.name] for part in parts])[order.argsort()]
+        whole.state[table.name] = {
+            name: torch.cat([part.state[table.name][name] for part in parts])[order.argsort()]
+            for name in table.optimizer.state
+        }
+    return whole
+
+
+# The reference: torch alone, one process, the whole global batch.
+
+
+class ReferenceTable:
+    """A table as `nn.EmbeddingBag` with a dense gradient, and its optimizer."""
+
+    def __init__(self, table: TableSpec, seed: int, dtype: torch.dtype) -> None:
+        self.table = table
+        rows = np.arange(table.num_rows)
+        a, b = table.initializer.parameters(table.num_rows)
+        start = torch.from_numpy(
+            initial_values(table_key(seed, table.name), rows, table.dim, table.initializer.name, a, b)
+        )
+        self.bag = torch.nn.EmbeddingBag(
+            table.num_rows, table.dim, mode="mean" if table.pooling == "mean" else "sum",
+            include_last_offset=True, _weight=start.to(dtype).to(table.dtype).to(dtype),
+        )  # fmt: skip
+        self.touched = torch.zeros(table.num_rows, dtype=torch.bool)
+        shapes = {"row": (table.num_rows,), "element": (table.num_rows, table.dim)}
+        self.state = {
+            name: torch.full(shapes[extent], table.optimizer.initial_state[name], dtype=dtype)
+            for name, extent in table.optimizer.state.items()
+        }
+        rule = table.optimizer
+        self._torch: torch.optim.Optimizer | None = None
+        if isinstance(rule, SGD):
+            self._torch = torch.optim.SGD(self.bag.parameters(), lr=rule.lr)
+        if isinstance(rule, AdaGrad):
+            self._torch = torch.optim.Adagrad(
+                self.bag.parameters(), lr=rule.lr, eps=rule.eps, initial_accumulator_value=rule.initial_accumulator
+            )
+
+    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """One vector a bag, as torch computes it; weights of a mean are divided by the bag's size."""
+        self.touched[ids] = True
+        if self.table.pooling == "none":
+            values = F.embedding(ids, self.bag.weight)
+            return sum_sequence(values if weights is None else values * weights[:, None], offsets)
+        if weights is None:
+            return self.bag(ids, offsets)
+        if self.table.pooling == "mean":
+            weights = weights / torch.repeat_interleave(offsets.diff(), offsets.diff())
+        return F.embedding_bag(
+            ids, self.bag.weight, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
+
+    def step(self, decay: float, number: int) -> None:
+        """One step of the rule; rows that no id named must not change."""
+        rule, weight = self.table.optimizer, self.bag.weight.data
+        gradient = self.bag.weight.grad
+        if gradient is None:  # no sample anywhere
+            gradient = torch.zeros_like(weight)
+        before = weight.clone()
+        if self._torch is not None:
+            self._torch.param_groups[0]["lr"] = rule.lr * decay
+            self._torch.step()
+        elif isinstance(rule, RowWiseAdaGrad):
+            self.state["sum"] += gradient.square().mean(1)
+            weight -= rule.lr * decay * gradient / (self.state["sum"].sqrt() + rule.eps)[:, None]
+        elif isinstance(rule, Adam):
+            self._lazy_adam(rule, gradient, rule.lr * decay, number)
+        if isinstance(rule, AdaGrad):
+            self.state["sum"] = self._torch.state[self.bag.weight]["sum"]  # type: ignore[union-attr]
+        if self.table.dtype == torch.bfloat16:
+            weight.copy_(weight.bfloat16().float())
+        assert torch.equal(weight[~self.touched], before[~self.touched])
+        self.bag.weight.grad = None
+        self.touched[:] = False
+
+    def _lazy_adam(self, rule: Adam, gradient: Tensor, lr: float, number: int) -> None:
+        g, m, v, at = gradient[self.touched], self.state["m"], self.state["v"], self.touched
+        m[at] = rule.beta1 * m[at] + (1 - rule.beta1) * g
+        v[at] = rule.beta2 * v[at] + (1 - rule.beta2) * g * g
+        root = (v[at] / (1 - rule.beta2**number)).sqrt() + rule.eps
+        self.bag.weight.data[at] -= lr * (m[at] / (1 - rule.beta1**number)) / root
+
+
+def train_reference(scenario: Scenario) -> Trained:
+    """Runs a job as one torch process on the whole global batch."""
+    tables = {table.name: ReferenceTable(table, scenario.seed, scenario.dtype) for table in scenario.tables}
+    head, trained = Head(scenario), Trained(transport="reference")
+    dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
+    for step in range(scenario.num_steps):
+        dense_optimizer.zero_grad()
+        for part in range(scenario.accumulate):
+            vectors = _look_up_reference(tables, scenario, step, part)
+            labels = torch.cat([scenario.local_batch(step, part, r).labels for r in range(scenario.world_size)])
+            losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
+            (losses / scenario.global_batch).backward()
+            trained.outputs.append(vectors.detach().clone())
+            trained.losses.append(float(losses.detach()) / scenario.global_batch)
+        dense_optimizer.step()
+        for table in tables.values():
+            table.step(scenario.decay**step, step + 1)
+        if scenario.evaluates:
+            with torch.no_grad():
+                trained.outputs.append(_look_up_reference(tables, scenario, step + 1, 0))
+            for table in tables.values():
+                table.touched[:] = False
+    for name, table in tables.items():
+        trained.rows[name], trained.state[name] = table.bag.weight.data, table.state
+    trained.head = [parameter.detach().clone() for parameter in head.parameters()]
+    return trained
+
+
+def _look_up_reference(tables: dict[str, ReferenceTable], scenario: Scenario, step: int, part: int) -> Tensor:
+    """The vectors of the global batch: the samples of rank 0, then those of rank 1, …"""
+    batches = [scenario.local_batch(step, part, rank).sparse for rank in range(scenario.world_size)]
+    vectors = []
+    for place, (_, spec) in enumerate(scenario.features):
+        ids, lengths, weights = [], [torch.zeros(1, dtype=torch.int64)], []
+        for batch in batches:
+            begin, end = batch.feature_range(place)
+            ids.append(batch.ids[begin:end])
+            bags = batch.offsets[place * batch.batch_size : (place + 1) * batch.batch_size + 1]
+            lengths.append(bags.diff())
+            if batch.weights is not None:
+                weights.append(batch.weights[begin:end])
+        offsets = torch.cat(lengths).cumsum(0)
+        vectors.append(tables[spec.name].look_up(torch.cat(ids), offsets, torch.cat(weights) if weights else None))
+    return torch.cat(vectors, 1)
