@@ -33,10 +33,9 @@ CRITEO_ROWS = (
 """Distinct values of C1 … C26 in Criteo's Kaggle data."""
 
 NUM_DENSE = 13
-NUM_PAIRS = 8
-PAIR_HEAD = 8
-PAIR_RANK = 2
-TERM_SHARES = {"ids": 0.5, "dense": 0.3, "pairs": 0.2}
+CURVATURE = 0.25
+NUM_PAIRS = 4
+TERM_SHARES = {"ids": 0.65, "dense": 0.3, "pairs": 0.05}
 _CALIBRATION_SAMPLES = 100_000
 _DENSE_MISSING = (0.45, 0, 0.22, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.77, 0.22)
 _ID_MISSING = {18: 0.44, 19: 0.44, 21: 0.76, 24: 0.44, 25: 0.44}  # C19, C20, C22, C25, C26
@@ -63,7 +62,7 @@ class PlantedConfig:
     max_rows: int | None = None
     exponents: tuple[float, float] = (1.05, 1.35)
     signal: float = 1.3
-    head: int = 50
+    head: int = 20
     base_rate: float = 0.25
     bag_sizes: Mapping[int, int] = field(default_factory=dict)
 
@@ -145,10 +144,6 @@ class PlantedModel:
         self._dense_weights = self._rng(1).standard_normal(NUM_DENSE)
         self._dense_shape = self._rng(2).uniform([[0.5], [0.5]], [[3.0], [1.5]], (2, NUM_DENSE))
         self._pairs = self._choose_pairs()
-        self._factors = [
-            [self._rng(4, pair, side).standard_normal((PAIR_HEAD, PAIR_RANK)) for side in (0, 1)]
-            for pair in range(len(self._pairs))
-        ]
         self._calibrate()
 
     def draw(self, num_samples: int, stream: tuple[int, ...]) -> Samples:
@@ -200,22 +195,22 @@ class PlantedModel:
     def _terms(self, features: _Features) -> dict[str, NDArray[np.float64]]:
         """The three terms, not yet standardised."""
         num_samples = features.dense.shape[1]
-        ids = np.zeros(num_samples)
-        for table, ranks in enumerate(features.ranks):
-            effects = self._effects[table][np.minimum(ranks, self.config.head)]
-            if table in features.bag_lengths:
-                samples = np.repeat(np.arange(num_samples), features.bag_lengths[table])
-                effects = np.bincount(samples, effects, num_samples)
-                effects /= np.sqrt(self.config.bag_sizes[table])
-            ids += effects
+        effects = [self._effect(table, features) for table in range(len(features.ranks))]
         values = np.log1p(np.maximum(features.dense, 0))
-        dense = self._dense_weights @ values + 0.5 * (values[0] - 1) * (values[1] - 1)
+        dense = self._dense_weights @ values + CURVATURE * (values[0] - 1) * (values[1] - 1)
         pairs = np.zeros(num_samples)
-        for (first, second), factors in zip(self._pairs, self._factors, strict=True):
-            a, b = features.ranks[first], features.ranks[second]
-            popular = np.flatnonzero((a >= 0) & (a < PAIR_HEAD) & (b >= 0) & (b < PAIR_HEAD))
-            pairs[popular] += (factors[0][a[popular]] * factors[1][b[popular]]).sum(1)
-        return {"ids": ids, "dense": dense, "pairs": pairs}
+        for first, second in self._pairs:
+            pairs += effects[first] * effects[second]
+        return {"ids": np.sum(effects, axis=0), "dense": dense, "pairs": pairs}
+
+    def _effect(self, table: int, features: _Features) -> NDArray[np.float64]:
+        """The effect of a table on each sample; that of a bag is the sum over its ids, scaled down."""
+        effects = self._effects[table][np.minimum(features.ranks[table], self.config.head)]
+        if table not in features.bag_lengths:
+            return effects
+        num_samples = features.dense.shape[1]
+        samples = np.repeat(np.arange(num_samples), features.bag_lengths[table])
+        return np.bincount(samples, effects, num_samples) / np.sqrt(self.config.bag_sizes[table])
 
     def _scores(self, features: _Features) -> NDArray[np.float64]:
         total = np.zeros(features.dense.shape[1])

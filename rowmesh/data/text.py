@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
+from numpy.typing import NDArray
 
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.schema import Schema
@@ -20,6 +21,7 @@ from rowmesh.errors import DataError
 
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[RawTable]:
@@ -41,7 +43,7 @@ def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[Ra
 def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Blocks that end with a line break, and how many bytes of the (compressed) file were read."""
     try:
-        with path.open("rb") as raw, pa.input_stream(raw, compression=_compression(path)) as stream:
+        with path.open("rb") as raw, pa.input_stream(raw, compression=COMPRESSIONS.get(path.suffix)) as stream:
             rest = b""
             while data := stream.read(BLOCK_BYTES):
                 cut = data.rfind(b"\n") + 1
@@ -55,13 +57,6 @@ def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                 yield rest + b"\n", raw.tell()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
-
-
-def _compression(path: Path) -> str | None:
-    try:
-        return pa.Codec.detect(str(path)).name
-    except (ValueError, pa.ArrowInvalid):
-        return None
 
 
 def _header(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
@@ -91,16 +86,17 @@ class _BlockParser:
         num_lines = block.count(b"\n")
         malformed: list[tuple[int, str]] = []
         table = self._read(block, malformed)
-        if table is not None and table.num_rows + len(malformed) == num_lines:
+        # [Note: lines are rows] A lone carriage return makes more rows than lines, an open quote fewer;
+        # the empty line at the end is one that a quote in the last line would swallow. Where rows and
+        # lines disagree, halving the block finds the line, at the cost of parsing twice.
+        if table is not None and table.num_rows + len(malformed) == num_lines + 1:
             for number, reason in malformed:
                 self._reject(block, first_line, number, reason)
             good = np.delete(np.arange(num_lines), [number for number, _ in malformed])
-            yield RawTable(table, first_line + good, _LineText(block, good), self.position)
+            yield RawTable(table.slice(0, len(good)), first_line + good, _LineText(block, good), self.position)
         elif num_lines == 1:
             self._reject(block, first_line, 0, "a line break inside a value, or a quote that is not closed")
         else:
-            # [Note: lines are rows] An unclosed quote or a lone carriage return makes rows and lines
-            # disagree somewhere in the block; halving it finds the line, at the cost of parsing twice.
             middle = block.find(b"\n", len(block) // 2) + 1
             if middle == len(block):
                 middle = block.rfind(b"\n", 0, len(block) - 1) + 1
@@ -108,15 +104,20 @@ class _BlockParser:
             yield from self.parse(block[middle:], first_line + block.count(b"\n", 0, middle))
 
     def _read(self, block: bytes, malformed: list[tuple[int, str]]) -> pa.Table | None:
+        """The rows of a block and an empty one at the end; None where lines are not rows."""
+        if block.count(b"\r") != block.count(b"\r\n"):
+            return None
+
         def on_invalid(row: pa_csv.InvalidRow) -> str:
             reason = f"{row.actual_columns} columns instead of {row.expected_columns}"
             malformed.append((row.number - 1, reason))  # numbers are exact on a single thread
             return "skip"
 
+        ended = block + b"\n"
         try:
             return pa_csv.read_csv(
-                pa.BufferReader(block),
-                pa_csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=self.names),
+                pa.BufferReader(ended),
+                pa_csv.ReadOptions(use_threads=False, block_size=len(ended) + 1, column_names=self.names),
                 pa_csv.ParseOptions(
                     delimiter=self.schema.delimiter,
                     quote_char=self.schema.quote or False,
@@ -133,17 +134,17 @@ class _BlockParser:
             return None
 
     def _reject(self, block: bytes, first_line: int, number: int, reason: str) -> None:
-        self.quarantine.add(self.path, first_line + number, reason, block.split(b"\n")[number])
+        self.quarantine.add(self.path, first_line + number, reason, _LineText(block)(number))
 
 
 class _LineText:
     """The text of a block's lines, split only when one is asked for."""
 
-    def __init__(self, block: bytes, good: np.ndarray) -> None:
-        self.block, self.good = block, good
+    def __init__(self, block: bytes, rows: NDArray[np.int64] | None = None) -> None:
+        self.block, self.rows = block, rows
         self.lines: list[bytes] | None = None
 
     def __call__(self, row: int) -> bytes:
         if self.lines is None:
             self.lines = self.block.split(b"\n")
-        return self.lines[self.good[row]].rstrip(b"\r")
+        return self.lines[row if self.rows is None else self.rows[row]].removesuffix(b"\r")
