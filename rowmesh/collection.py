@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import Layouts
-from rowmesh.exchange.pooling import GroupPooling, Pooling
-from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Transport, TransportName, Update, choose_transport
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Scratch
@@ -240,17 +240,20 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
-        self._transport.fetch(route)
+        self._transport.fetch(route, compress if self._is_training() else _nothing)
         return Rows(route)
 
     def pool(self, rows: Rows) -> Embeddings:
         """The vectors of the batch; differentiable, without communication."""
         route = rows.route
-        if torch.is_grad_enabled() and self.training:
+        if self._is_training():
             outputs = _Pool.apply(self._anchor, self, route)
         else:
             outputs = self._pooling.forward(route)
         return self._wrap(route, outputs)
+
+    def _is_training(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def _wrap(self, route: Route, outputs: tuple[Tensor, ...]) -> Embeddings:
         sequences: dict[str, JaggedRows] = {}
@@ -323,3 +326,7 @@ class EmbeddingCollection(nn.Module):
         """Groups and transport."""
         groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
         return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"
+
+
+def _nothing(group: RouteGroup) -> None:
+    """What an evaluation does while rows travel."""

@@ -1,3 +1,224 @@
+"""Collective transport: requests, rows and gradients travel as all-to-alls between the ranks.
+
+A step has one round for the counts of all groups, and for each group one for the slots, one for the rows and one for the
+gradients, however many tables the group has. What a rank asks of itself never leaves it.
+
+Source: FusedRec §3, Algorithm 1, lines 4–6.
+Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to every
+request for it; the same merge serves the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.transport import Sources, Update, add_own
+from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
+from rowmesh.mesh import Mesh
+from rowmesh.ops import gather
+from rowmesh.ops.memory import Buffer
+from rowmesh.ops.simd import STORAGE
+
+_TAG = 0x726D  # apart from the user's own messages between ranks
+
+
+class Incoming:
+    """What other ranks asked of this one for one group of one route.
+
+    Attributes:
+        offsets: int64 `[W, S + 1]`, of every rank's requests, in that rank's numbering.
+        accesses: int64 `[W, S]`.
+        bounds: where each rank's entries begin, over the requests of all ranks in order; W + 1 values.
+    """
+
+    __slots__ = ("accesses", "bounds", "offsets")
+
+    def __init__(self, offsets: np.ndarray, accesses: np.ndarray) -> None:
+        self.offsets = np.ascontiguousarray(offsets)
+        self.accesses = accesses
+        sizes = offsets[:, -1] - offsets[:, 0]
+        self.bounds = [0, *np.cumsum(sizes).tolist()]
+
+    @property
+    def num_entries(self) -> int:
+        """Requests of all ranks."""
+        return self.bounds[-1]
+
+
 class CollectiveTransport:
-    def __init__(self, mesh):
-        raise NotImplementedError
+    """torch.distributed, gloo or NCCL."""
+
+    name = "collective"
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Private memory."""
+        return Buffer(num_bytes)
+
+    def make_outbox(self, num_segments: int) -> Outbox:
+        """Private memory."""
+        return private_outbox(self._mesh.world_size, num_segments)
+
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+        """Prepares the message of the counts."""
+        self._exchanges = exchanges
+        self._gathers = [gather.kernels(e.group.dim, STORAGE[e.group.dtype]) for e in exchanges]
+        width = sum(2 * exchange.num_segments + 1 for exchange in exchanges)
+        self._counts_out = torch.zeros(self._mesh.world_size, width, dtype=torch.int64)
+        self._merged: list[RouteGroup | None] = [None] * len(exchanges)  # whose requests each merger holds
+        self._sources: list[Sources] = [Sources(exchange.num_segments) for exchange in exchanges]
+        self.barrier()
+
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Tells the owners which rows are needed and receives them."""
+        self._exchange_counts(route)
+        for index, group in enumerate(route.groups):
+            self._exchange_slots(group)
+            self._merge(index, [group])
+            waiting = self._send_rows(index, group)
+            meanwhile(group)
+            self._wait(group, waiting)
+
+    def _exchange_counts(self, route: Route) -> None:
+        out = self._counts_out.numpy()
+        column = 0
+        for group in route.groups:
+            segments, outbox = group.exchange.num_segments, group.workspace.outbox
+            out[:, column : column + segments + 1] = outbox.segment_offsets
+            out[:, column + segments + 1 : column + 2 * segments + 1] = outbox.accesses
+            column += 2 * segments + 1
+        received = torch.empty_like(self._counts_out)
+        try:
+            dist.all_to_all_single(received, self._counts_out, group=self._mesh.group)
+        except RuntimeError as error:
+            raise self._mesh.peer_error("exchanging counts", error) from error
+        counts, column = received.numpy(), 0
+        for group in route.groups:
+            segments = group.exchange.num_segments
+            split = column + segments + 1
+            group.incoming = Incoming(counts[:, column:split], counts[:, split : split + segments])
+            column += 2 * segments + 1
+
+    def _exchange_slots(self, group: RouteGroup) -> None:
+        outbox, incoming = group.workspace.outbox, group.incoming
+        requests = group.workspace.requests
+        requests.reserve(4 * incoming.num_entries)
+        out = _Parts(outbox.lists.bytes, outbox.slots_offset, group.owner_bounds, 4)
+        self._wait(group, self._post(group, out, _Parts(requests.buffer.bytes, 0, incoming.bounds, 4)))
+
+    def _send_rows(self, index: int, group: RouteGroup) -> list[dist.Work]:
+        exchange, incoming, workspace = group.exchange, group.incoming, group.workspace
+        merger, rank = exchange.merger, self._mesh.rank
+        self._gathers[index].reply(
+            exchange.arena.address, merger.merged_slots, merger.heads, merger.nexts, merger.num_merged,
+            incoming.bounds[rank], incoming.bounds[rank + 1], workspace.replies.buffer.address,
+        )  # fmt: skip
+        out = _Parts(workspace.replies.buffer.bytes, 0, incoming.bounds, exchange.row_bytes)
+        into = _Parts(workspace.received.buffer.bytes, 0, group.owner_bounds, exchange.row_bytes)
+        return self._post(group, out, into)
+
+    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+        """Sends gradients to the owners, which merge them in the order of the ranks and update."""
+        if not routes:
+            return
+        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            waiting = [(route.groups[index], self._send_gradients(route.groups[index])) for route in routes]
+            if len(routes) > 1 or self._merged[index] is not routes[0].groups[index]:
+                self._merge(index, [route.groups[index] for route in routes])
+            for group, work in waiting:
+                self._wait(group, work)
+            self._sources[index].apply(exchange, update)
+            self._merged[index] = None
+
+    def _send_gradients(self, group: RouteGroup) -> list[dist.Work]:
+        size, workspace = group.exchange.gradient_bytes, group.workspace
+        out = _Parts(workspace.outbox.gradients.bytes, 0, group.owner_bounds, size)
+        return self._post(group, out, _Parts(workspace.replies.buffer.bytes, 0, group.incoming.bounds, size))
+
+    def _merge(self, index: int, groups: Sequence[RouteGroup]) -> None:
+        """Merges the requests of all ranks for these routes; where their gradients will be is known already."""
+        exchange = self._exchanges[index]
+        size = exchange.gradient_bytes
+        sources = Sources(exchange.num_segments)
+        for group in groups:
+            group.workspace.outbox.reserve_gradients(group.num_unique * size)
+            group.workspace.replies.reserve(group.incoming.num_entries * max(size, exchange.row_bytes))
+        for rank in range(self._mesh.world_size):
+            for group in groups:
+                if rank == self._mesh.rank:
+                    add_own(sources, group)
+                    continue
+                workspace, incoming = group.workspace, group.incoming
+                # Entries are counted over all ranks here, requests from each sender's own beginning.
+                ahead = incoming.bounds[rank] - int(incoming.offsets[rank, 0])
+                sources.add(
+                    workspace.requests.buffer.address + 4 * ahead,
+                    incoming.offsets[rank],
+                    workspace.replies.buffer.address + size * ahead,
+                    incoming.accesses[rank],
+                )
+        sources.merge(exchange)
+        self._sources[index] = sources
+        self._merged[index] = groups[0] if len(groups) == 1 else None
+
+    def _post(self, group: RouteGroup, out: _Parts, into: _Parts) -> list[dist.Work]:
+        """One all-to-all, receives first: gloo then moves both directions at once."""
+        mesh, counters = self._mesh, group.exchange.counters
+        others = [rank for rank in range(mesh.world_size) if rank != mesh.rank]
+        operations = [dist.P2POp(dist.irecv, t, group=mesh.group, tag=_TAG, group_peer=r) for r, t in into.of(others)]
+        operations += [dist.P2POp(dist.isend, t, group=mesh.group, tag=_TAG, group_peer=r) for r, t in out.of(others)]
+        counters.all_to_all_rounds += 1
+        counters.bytes_sent += out.num_bytes(others)
+        counters.bytes_received += into.num_bytes(others)
+        if not operations:
+            return []
+        try:
+            return dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise mesh.peer_error(f"exchanging group {group.exchange.group.name}", error) from error
+
+    def _wait(self, group: RouteGroup, work: Sequence[dist.Work]) -> None:
+        try:
+            for item in work:
+                item.wait()
+        except RuntimeError as error:
+            raise self._mesh.peer_error(f"exchanging group {group.exchange.group.name}", error) from error
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        try:
+            dist.barrier(self._mesh.group)
+        except RuntimeError as error:
+            raise self._mesh.peer_error("waiting at a barrier", error) from error
+
+    def close(self) -> None:
+        """Nothing is held that does not go with the collection."""
+
+
+class _Parts:
+    """A buffer cut into one part a rank."""
+
+    __slots__ = ("_begin", "_bounds", "_bytes", "_item")
+
+    def __init__(self, buffer: np.ndarray, begin: int, bounds: Sequence[int], item_bytes: int) -> None:
+        self._bytes, self._begin, self._bounds, self._item = buffer, begin, bounds, item_bytes
+
+    def num_bytes(self, ranks: Sequence[int]) -> int:
+        """Bytes of the parts of these ranks."""
+        return self._item * sum(self._bounds[rank + 1] - self._bounds[rank] for rank in ranks)
+
+    def of(self, ranks: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """The parts that are not empty, as bytes."""
+        for rank in ranks:
+            begin, end = self._bounds[rank], self._bounds[rank + 1]
+            if end > begin:
+                offset, count = self._begin + begin * self._item, (end - begin) * self._item
+                yield rank, torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count)

@@ -8,14 +8,14 @@ Source: OPER §5.1 (direct reads of remote rows); `exchange.barrier` is what mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch.distributed as dist
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.barrier import Barrier
-from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Sources, Update, add_own
 from rowmesh.exchange.workspace import Memory, Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
@@ -94,7 +94,7 @@ class OneSidedTransport:
         dist.barrier(mesh.group)  # nobody may close a descriptor before all have mapped it
         self._barrier.wait()
 
-    def fetch(self, route: Route) -> None:
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Nothing to do: routing has put the addresses of the rows in place."""
         for group in route.groups:
             remote = group.num_unique - (group.owner_bounds[self._mesh.rank + 1] - group.owner_bounds[self._mesh.rank])
@@ -109,7 +109,7 @@ class OneSidedTransport:
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
-                        add_own(sources, route, index)
+                        add_own(sources, route.groups[index])
                 else:
                     self._add_peer(sources, rank, index)
             if sources.slots:
@@ -152,8 +152,8 @@ class OneSidedTransport:
             slots = mapped.lists.address + slots_offset(exchange.world_size, exchange.num_segments)
             before = sources.num_entries
             sources.add(slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
-            element = 8 if exchange.group.dtype.itemsize == 8 else 4
-            exchange.counters.bytes_received += (sources.num_entries - before) * (4 + exchange.group.dim * element)
+            requests = sources.num_entries - before
+            exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -14,6 +14,19 @@ from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.sparse import SparseBatch
 
 
+def compress(group: RouteGroup) -> None:
+    """Files the output cells of every row, for the backward; may run while rows travel."""
+    if group.is_compressed:
+        return
+    group.is_compressed = True
+    features, workspace = group.layout.features, group.workspace
+    ops.file_cells(
+        features.ctypes.data, len(features), group.inverse, workspace.counts.buffer.address, group.num_unique,
+        workspace.pointers.reserve(4 * (group.num_unique + 1)),
+        workspace.cells.reserve(4 * group.layout.num_ids),
+    )  # fmt: skip
+
+
 class GroupPooling:
     """The pool kernels of one group."""
 
@@ -36,21 +49,9 @@ class GroupPooling:
             self._weigh(group, batch), output.data_ptr(),
         )  # fmt: skip
 
-    def compress(self, group: RouteGroup) -> None:
-        """Files the cells of every row; may run while rows travel."""
-        if group.is_compressed:
-            return
-        group.is_compressed = True
-        features, workspace = group.layout.features, group.workspace
-        ops.file_cells(
-            features.ctypes.data, len(features), group.inverse, workspace.counts.buffer.address, group.num_unique,
-            workspace.pointers.reserve(4 * (group.num_unique + 1)),
-            workspace.cells.reserve(4 * group.layout.num_ids),
-        )  # fmt: skip
-
     def backward(self, group: RouteGroup, grad: Tensor) -> None:
         """Writes the summed gradient of every row of the group into its outbox."""
-        self.compress(group)
+        compress(group)
         workspace = group.workspace
         row_bytes = self.dim * self.dtype.itemsize
         sink = workspace.outbox.reserve_gradients(group.num_unique * row_bytes)

@@ -8,6 +8,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -23,12 +24,22 @@ from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.placement import DealtPlacement
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup
+from rowmesh.tables.arena import compute_dtype
 
 
 class RouteGroup:
     """One group's part of a route. Addresses are valid while the route lives."""
 
-    __slots__ = ("exchange", "inverse", "is_compressed", "layout", "num_unique", "owner_bounds", "workspace")
+    __slots__ = (
+        "exchange",
+        "incoming",
+        "inverse",
+        "is_compressed",
+        "layout",
+        "num_unique",
+        "owner_bounds",
+        "workspace",
+    )
 
     def __init__(
         self, exchange: GroupExchange, workspace: Workspace, layout: GroupLayout, inverse: int, num_unique: int
@@ -39,6 +50,7 @@ class RouteGroup:
         self.inverse = inverse
         self.num_unique = num_unique
         self.is_compressed = False
+        self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
         self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
 
@@ -76,6 +88,7 @@ class GroupExchange:
         self.world_size = placement.world_size
         self.num_segments = len(group.tables)
         self.row_bytes = group.dim * group.dtype.itemsize
+        self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
         self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
         self.arenas[rank] = arena.address
         self.merger = Merger(self.num_segments)

@@ -9,13 +9,13 @@ kernel, whatever brought them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.shared_memory import is_supported
@@ -41,8 +41,8 @@ class Transport(Protocol):
         """Makes the arenas known to each other; collective, once, after all are initialised."""
         ...
 
-    def fetch(self, route: Route) -> None:
-        """Brings the route's rows within reach."""
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
         ...
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
@@ -91,10 +91,9 @@ class Sources:
 
     def merge(self, exchange: GroupExchange) -> None:
         """Finds the distinct slots."""
-        dtype_bytes = 8 if exchange.group.dtype.itemsize == 8 else 4
         exchange.merger(
             np.array(self.slots, np.int64), np.array(self.segment_offsets, np.int64),
-            np.array(self.gradients, np.int64), exchange.group.dim * dtype_bytes, self.num_entries,
+            np.array(self.gradients, np.int64), exchange.gradient_bytes, self.num_entries,
         )  # fmt: skip
 
     def apply(self, exchange: GroupExchange, update: Update) -> None:
@@ -121,7 +120,7 @@ class LocalTransport:
         """Nobody to connect to."""
         self._exchanges = exchanges
 
-    def fetch(self, route: Route) -> None:
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """All rows are here."""
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
@@ -129,7 +128,7 @@ class LocalTransport:
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange.num_segments)
             for route in routes:
-                add_own(sources, route, index)
+                add_own(sources, route.groups[index])
             if sources.slots:
                 sources.merge(exchange)
                 sources.apply(exchange, update)
@@ -141,9 +140,8 @@ class LocalTransport:
         """Nothing to give back."""
 
 
-def add_own(sources: Sources, route: Route, index: int) -> None:
+def add_own(sources: Sources, group: RouteGroup) -> None:
     """Adds the requests a rank makes of itself."""
-    group = route.groups[index]
     outbox, rank = group.workspace.outbox, group.exchange.rank
     sources.add(
         outbox.lists.address + outbox.slots_offset,

@@ -18,6 +18,7 @@ class Memory(Protocol):
 
     address: int
     num_bytes: int
+    bytes: np.ndarray
 
     def array(self, dtype: type, *shape: int, offset: int = 0) -> np.ndarray:
         """A NumPy view."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +59,9 @@ class Mesh:
             if not _launched():
                 return Mesh(timeout_s=timeout_s)
             owns_group = True
+            # Its functions take the default group as a default argument. Imported while a group exists (torch.optim does so),
+            # they would keep that group and its threads alive until the interpreter is gone, which can abort the process.
+            importlib.import_module("torch.distributed.nn.functional")
             # Without an interface gloo resolves the host name, which many containers cannot.
             if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1"):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -97,9 +102,22 @@ class Mesh:
             if host == here and rank != self.rank and not _is_alive(pid)
         ]
 
+    def peer_error(self, doing: str, cause: BaseException) -> PeerError:
+        """The error for a collective that failed; names the ranks that died, as far as this host can see."""
+        for _ in range(20):  # a broken connection is seen before the process is gone
+            if dead := self.dead_ranks():
+                names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
+                return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
+            time.sleep(0.05)
+        return PeerError(
+            f"rank {self.rank}: {doing} failed; the ranks of this host are alive, so one elsewhere died or did not answer "
+            f"within {self.timeout_s:.0f} s: {cause}"
+        )
+
     def close(self) -> None:
         """Leaves the process group if `connect` joined it. May be called again."""
         if self._owns_group and dist.is_initialized():
+            object.__setattr__(self, "group", None)  # the last reference ends the group's threads
             dist.destroy_process_group()
 
     def __enter__(self) -> Mesh:
