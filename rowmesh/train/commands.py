@@ -13,6 +13,7 @@ from rowmesh import checkpoint
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.observe import environment_report
+from rowmesh.observe.tensorboard import require_tensorboard
 from rowmesh.train.config import Config
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.job import Job, build
@@ -28,6 +29,8 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
 
     Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process.
     """
+    if config.train.tensorboard:
+        require_tensorboard()
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,

@@ -81,6 +81,15 @@ def test_evaluation_repeats_what_training_measured(config_file, tmp_path, clicks
     assert again.auc == pytest.approx(metrics.auc, abs=1e-9)
 
 
+def test_a_model_of_one_rank_is_evaluated_on_several(config_file, tmp_path, command):
+    metrics = run_training(resolve(config_file, ["train.steps=6"]))
+    done = command(["evaluate", str(tmp_path / "run"), "--split", "test"], ranks=2)
+    assert done.status == 0, done.err
+    report = json.loads((tmp_path / "run" / "evaluation" / "test.json").read_text())
+    assert report["auc"] == pytest.approx(metrics.auc, abs=1e-6)
+    assert report["log_loss"] == pytest.approx(metrics.log_loss, rel=1e-6)
+
+
 def test_steps_end_a_run_before_its_epochs(config_file, tmp_path):
     run_training(resolve(config_file, ["train.steps=3", "schedule.name=linear"]))
     last = records(tmp_path / "run" / "metrics.jsonl")[-1]
