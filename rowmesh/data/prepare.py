@@ -76,6 +76,7 @@ def prepare(
         RowmeshError: the output folder is in use or not empty, or the disk is full.
     """
     _check_arguments(files, splitter, min_count, max_bad_rows)
+    out = out.absolute()
     with replacing_folder(out, overwrite=overwrite) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
         with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
@@ -104,6 +105,7 @@ def prepare(
             rowmesh_version=rowmesh.__version__,
             sources={name: [str(path) for path in paths] for name, paths in files.items()},
         ).save()
+    keep_at.unlink(missing_ok=True)  # of an attempt that failed
     return Prepared.open(out)
 
 

@@ -146,13 +146,14 @@ class Schema(BaseModel):
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint for an error message: the most similar of some names, if any is similar.
+    """A hint for an error message: the most similar of some names, if any is similar; case does not count.
 
     >>> nearest("clik", ("click", "hour"))
     "; did you mean 'click'?"
     """
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    lowered = {candidate.lower(): candidate for candidate in reversed(names)}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 
 def _explain(error: Any) -> str:

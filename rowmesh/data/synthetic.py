@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -123,22 +124,25 @@ class _SplitFiles:
             self._writer = pq.ParquetWriter(self._file, kinds, compression="zstd", use_dictionary=False)
 
     def _close(self) -> None:
-        if self._writer is not None:
+        if self._writer is not None and self._file is not None:
             self._writer.close()
-        self._abandon()
+            self._file.close()
+        self._file = self._writer = None
 
     def _abandon(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # the disk may be full; nobody will read the file
+                self._file.close()
         self._file = self._writer = None
 
     def __enter__(self) -> _SplitFiles:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._close()
-        else:
+        try:
+            if kind is None:
+                self._close()
+        finally:
             self._abandon()
 
 

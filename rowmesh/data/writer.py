@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Self
 
@@ -52,15 +53,17 @@ class SplitWriter:
 
     def abandon(self) -> None:
         """Closes the file as it is; does nothing after `close`."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # the disk may be full; nobody will read the file
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
+        try:
+            if kind is None:
+                self.close()
+        finally:
             self.abandon()
 
 

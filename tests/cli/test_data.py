@@ -1,0 +1,60 @@
+"""The commands `rowmesh data synthesize` and `rowmesh data prepare`."""
+
+import pytest
+
+from rowmesh.cli.data import app
+from rowmesh.data import Prepared
+from rowmesh.errors import ConfigurationError, RowmeshError
+
+
+def run(*arguments):
+    app([str(argument) for argument in arguments], result_action="return_value")
+
+
+def test_from_nothing_to_prepared(tmp_path, capsys):
+    run("synthesize", tmp_path / "raw", "--samples", 3000, "--held-out", 500, "--max-rows", 100, "--multi-hot.C1", 3)
+    drawn = capsys.readouterr().out
+    assert "best AUC" in drawn
+    run("prepare", tmp_path / "raw", "--out", tmp_path / "out")
+    summary = capsys.readouterr().out
+    prepared = Prepared.open(tmp_path / "out")
+    assert {name: split.samples for name, split in prepared.splits.items()} == {
+        "train": 3000,
+        "validation": 500,
+        "test": 500,
+    }
+    assert prepared.table("C1").multi_hot
+    optimum = prepared.splits["test"].optimum
+    assert optimum is not None
+    for text in ("3,000", f"{optimum['auc']:.4f}", "C26", "bad rows: 0"):
+        assert text in summary
+    with pytest.raises(RowmeshError, match="--overwrite"):
+        run("prepare", tmp_path / "raw", "--out", tmp_path / "out")
+    run("prepare", tmp_path / "raw", "--out", tmp_path / "out", "--overwrite")
+
+
+def test_files_and_options(tmp_path, capsys):
+    schema = tmp_path / "schema.toml"
+    schema.write_text('label = "y"\ncategorical = ["a"]\n')
+    files = [tmp_path / f"{name}.csv" for name in ("one", "two", "dev")]
+    for file in files:
+        file.write_text("y,a\n" + "1,p\n0,q\n" * 50 + "5,p\n")
+    run("prepare", files[0], files[1], "--schema", schema, "--out", tmp_path / "cut", "--split-by", "random")
+    assert "bad rows: 2, kept in" in capsys.readouterr().out.replace("\n", " ")
+    assert set(Prepared.open(tmp_path / "cut").splits) == {"train", "validation", "test"}
+    run("prepare", files[0], "--validation", files[2], "--schema", schema, "--out", tmp_path / "given")
+    prepared = Prepared.open(tmp_path / "given")
+    assert {name: split.samples for name, split in prepared.splits.items()} == {"train": 100, "validation": 100}
+    assert "unknown" in capsys.readouterr().out
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"--multi-hot\.c1: no such table.*did you mean 'C1'"):
+        run("synthesize", tmp_path / "raw", "--multi-hot.c1", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_terminal_gets_bars(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run("synthesize", tmp_path / "raw", "--samples", 100, "--held-out", 0, "--max-rows", 10)
+    assert "drawing" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""The vocabulary against a Python dictionary."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rowmesh.data.vocabulary import Vocabulary
+from rowmesh.errors import DataError
+
+texts = st.lists(st.lists(st.one_of(st.none(), st.binary(max_size=12)), max_size=40), max_size=6)
+integers = st.lists(st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), max_size=40), max_size=6)
+
+
+@hypothesis.given(st.one_of(texts, integers))
+@hypothesis.settings(deadline=None)
+def test_codes_are_the_order_of_first_appearance(blocks):
+    is_integer = any(isinstance(value, int) for block in blocks for value in block)
+    vocabulary, expected = Vocabulary("c"), {}
+    for block in blocks:
+        codes = vocabulary.encode(pa.array(block, pa.int64() if is_integer else pa.binary()))
+        keys = [None if value == b"" else value for value in block]
+        assert codes.tolist() == [expected.setdefault(key, len(expected)) for key in keys]
+    values = vocabulary.values(np.arange(len(vocabulary))).to_pylist()
+    assert [v.encode() if isinstance(v, str) else v for v in values] == list(expected)
+
+
+def test_many_values_survive_growth():
+    vocabulary = Vocabulary("c")
+    numbers = np.random.default_rng(0).permutation(200_000)
+    for block in np.array_split(numbers, 7):
+        vocabulary.encode(pa.array(block))
+    np.testing.assert_array_equal(vocabulary.encode(pa.array(numbers)), np.arange(200_000))
+    np.testing.assert_array_equal(vocabulary.values(np.arange(200_000)), numbers)
+
+
+def test_one_long_value():
+    vocabulary = Vocabulary("c")
+    assert vocabulary.encode(pa.array(["x" * 100_000, "y", "x" * 100_000])).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_sliced_text_of_any_type(kind):
+    array = pa.array(["a", "b", None, "b", ""], kind)
+    assert Vocabulary("c").encode(array[1:]).tolist() == [0, 1, 0, 1]
+
+
+def test_integer_widths_are_one_type():
+    vocabulary = Vocabulary("c")
+    assert vocabulary.encode(pa.array([5, None], pa.int8())).tolist() == [0, 1]
+    assert vocabulary.encode(pa.array([None, 5], pa.int64())).tolist() == [1, 0]
+
+
+def test_integers_and_text_are_not_mixed():
+    vocabulary = Vocabulary("user")
+    vocabulary.encode(pa.array([5]))
+    with pytest.raises(DataError, match="'user' holds integers in one file and text in another"):
+        vocabulary.encode(pa.array(["5"]))
+
+
+def test_bytes_that_are_no_text_stay_bytes():
+    vocabulary = Vocabulary("c")
+    vocabulary.encode(pa.array([b"\xff", b"a"]))
+    assert vocabulary.values(np.array([0, 1])).to_pylist() == [b"\xff", b"a"]
