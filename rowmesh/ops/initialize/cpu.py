@@ -60,7 +60,7 @@ def initialize(
     if out.dtype != torch.bfloat16:
         _fill(out.numpy(), np.uint64(key), first, stride, code, a, b)
         return
-    block = torch.empty(min(out.shape[0], 65536), out.shape[1])
+    block = torch.empty(max(min(out.shape[0], 65536), 1), out.shape[1])
     for begin in range(0, out.shape[0], len(block)):
         part = out[begin : begin + len(block)]
         _fill(block.numpy(), np.uint64(key), first + begin * stride, stride, code, a, b)
