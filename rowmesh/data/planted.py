@@ -3,14 +3,13 @@
 Ids follow a power law in every table: the id of popularity r has a share ∝ (r + 1)^−s, with an exponent s of
 the table's own. The logit of a sample is
 
-    b + signal · (√0.5 · ids + √0.3 · dense + √0.2 · pairs)
+    b + signal · (√0.5 · ids + √0.45 · dense + √0.05 · pairs)
 
 where each term has mean 0 and deviation 1 over samples:
 
 - ids: an effect of every id among the `head` most popular of its table, and of a missing id; none of others;
-- dense: a weight for each log(1 + x), and the product of the first two;
-- pairs: inner products of factors of two ids, for `NUM_PAIRS` pairs of tables and the `PAIR_HEAD` most
-  popular ids of each.
+- dense: a weight for each log(1 + x), and a product of the first two;
+- pairs: the product of two ids' effects, for `NUM_PAIRS` pairs of tables.
 
 All effects are normal and functions of (seed, table, popularity) alone; b gives the base rate. Since rare ids
 carry no effect, a model that has learnt the frequent ones is as good as any.
@@ -35,7 +34,7 @@ CRITEO_ROWS = (
 NUM_DENSE = 13
 CURVATURE = 0.25
 NUM_PAIRS = 4
-TERM_SHARES = {"ids": 0.65, "dense": 0.3, "pairs": 0.05}
+TERM_SHARES = {"ids": 0.5, "dense": 0.45, "pairs": 0.05}
 _CALIBRATION_SAMPLES = 100_000
 _DENSE_MISSING = (0.45, 0, 0.22, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.77, 0.22)
 _ID_MISSING = {18: 0.44, 19: 0.44, 21: 0.76, 24: 0.44, 25: 0.44}  # C19, C20, C22, C25, C26

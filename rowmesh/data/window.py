@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowmesh.data.prepared import Prepared
+from rowmesh.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,11 @@ class SplitFile:
 
 
 def _open(path: Path) -> tuple[pa.MemoryMappedFile, pa.ipc.RecordBatchFileReader]:
-    file = pa.memory_map(str(path))
-    return file, pa.ipc.open_file(file)
+    try:
+        file = pa.memory_map(str(path))
+        return file, pa.ipc.open_file(file)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be read as Arrow ({error}); prepare the data again") from error
 
 
 def _stack(columns: Sequence[Sequence[pa.Array]], num_samples: int, dtype: type) -> NDArray:

@@ -245,6 +245,18 @@ def test_metadata_of_another_format_is_refused(tmp_path):
         Prepared.open(tmp_path / "out")
 
 
+def test_a_damaged_split_is_named(tmp_path):
+    train = write(tmp_path / "t.csv", ["1,1,p,u"])
+    prepared = prepare({"train": [train]}, tmp_path / "out", SCHEMA)
+    path = prepared.split_path("train")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"train\.arrow: cannot be read as Arrow.*prepare the data again"):
+        Loader(prepared, "train", batch_size=1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"train\.arrow: cannot be read"):
+        Loader(prepared, "train", batch_size=1)
+
+
 def test_unknown_feature_and_split(tmp_path):
     train = write(tmp_path / "t.csv", ["1,1,p,u"])
     prepared = prepare({"train": [train]}, tmp_path / "out", SCHEMA)

@@ -128,7 +128,7 @@ def test_multi_hot_text(tmp_path):
     assert read.columns == [[[b"p", b"q"], None, [b"p"], [b"p", b"", b"q"]]]
 
 
-@pytest.mark.parametrize(("found", "hint"), [("y,X1,a", ""), ("y,xx,a", "; did you mean 'xx'?")])
+@pytest.mark.parametrize(("found", "hint"), [("y,price,a", ""), ("y,XX,a", "; did you mean 'XX'?")])
 def test_missing_column(tmp_path, found, hint):
     schema = SCHEMA.model_copy(update={"dense": ("xxx",) if hint else ("x",)})
     path = write(tmp_path, f"{found}\n1,2,3\n")
