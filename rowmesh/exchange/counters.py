@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass
@@ -19,8 +20,7 @@ class GroupCounters:
         all_to_all_rounds: collective rounds for this group (the round of the counts is the collection's).
         bytes_sent, bytes_received: to and from other ranks; one-sided reads count as received.
         out_of_range: feature → ids outside its table.
-        table_accesses: table → ids of all ranks that fell on rows this rank owns.
-        table_distinct: table → distinct rows among them, batch by batch.
+        tables: the group's tables.
     """
 
     group: str
@@ -32,16 +32,24 @@ class GroupCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
     out_of_range: dict[str, int] = field(default_factory=dict)
-    table_accesses: dict[str, int] = field(default_factory=dict)
-    table_distinct: dict[str, int] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, group: str, tables: Sequence[str]) -> GroupCounters:
-        """All zero."""
-        return cls(group, table_accesses=dict.fromkeys(tables, 0), table_distinct=dict.fromkeys(tables, 0))
+    def __post_init__(self) -> None:
+        self._accesses = np.zeros(len(self.tables), np.int64)
+        self._distinct = np.zeros(len(self.tables), np.int64)
 
-    def count_tables(self, accesses: Sequence[int], distinct: Sequence[int]) -> None:
-        """Adds what the owner saw of each table in one update."""
-        for name, seen, rows in zip(self.table_accesses, accesses, distinct, strict=True):
-            self.table_accesses[name] += seen
-            self.table_distinct[name] += rows
+    @property
+    def table_accesses(self) -> dict[str, int]:
+        """Table → ids of all ranks that fell on rows this rank owns."""
+        return dict(zip(self.tables, self._accesses.tolist(), strict=True))
+
+    @property
+    def table_distinct(self) -> dict[str, int]:
+        """Table → distinct rows among them, batch by batch."""
+        return dict(zip(self.tables, self._distinct.tolist(), strict=True))
+
+    def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
+        """Adds what the owner saw of each table in one update: ids `[S]`, and offsets of the distinct rows `[S + 1]`."""
+        self._accesses += accesses
+        self._distinct += offsets[1:]
+        self._distinct -= offsets[:-1]

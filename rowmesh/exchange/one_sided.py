@@ -112,7 +112,7 @@ class OneSidedTransport:
                         add_own(sources, route.groups[index])
                 else:
                     self._add_peer(sources, rank, index)
-            if sources.slots:
+            if sources.num_entries:
                 sources.merge(exchange)
                 sources.apply(exchange, update)
         self._barrier.wait()

@@ -91,8 +91,8 @@ class GroupExchange:
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
         self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
         self.arenas[rank] = arena.address
-        self.merger = Merger(self.num_segments)
-        self.counters = GroupCounters.of(group.name, [table.name for table in group.tables])
+        self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
+        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
         self.workspaces: list[Workspace] = []
         self._make_outbox = make_outbox
         self._segments = np.repeat(np.arange(self.num_segments), [len(table.features) for table in group.tables])

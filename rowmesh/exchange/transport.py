@@ -72,35 +72,28 @@ class Update:
 class Sources:
     """The lists of requests that an owner merges, in the order of the ranks."""
 
-    __slots__ = ("accesses", "gradients", "num_entries", "segment_offsets", "slots")
+    __slots__ = ("_lists", "accesses", "num_entries")
 
     def __init__(self, num_segments: int) -> None:
-        self.slots: list[int] = []
-        self.segment_offsets: list[int] = []
-        self.gradients: list[int] = []
+        self._lists: list[tuple[int, int, int]] = []
         self.num_entries = 0
         self.accesses = np.zeros(num_segments, np.int64)
 
     def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
         """One rank's requests: `offsets` int64 `[S + 1]` into lists that begin at the two addresses."""
-        self.slots.append(slots)
-        self.segment_offsets.append(offsets.ctypes.data)
-        self.gradients.append(gradients)
+        self._lists.append((slots, offsets.ctypes.data, gradients))
         self.num_entries += int(offsets[-1]) - int(offsets[0])
         self.accesses += accesses
 
     def merge(self, exchange: GroupExchange) -> None:
         """Finds the distinct slots."""
-        exchange.merger(
-            np.array(self.slots, np.int64), np.array(self.segment_offsets, np.int64),
-            np.array(self.gradients, np.int64), exchange.gradient_bytes, self.num_entries,
-        )  # fmt: skip
+        exchange.merger(self._lists, exchange.gradient_bytes, self.num_entries)
 
     def apply(self, exchange: GroupExchange, update: Update) -> None:
         """Updates the rows of a merged group."""
         exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
         exchange.counters.pushes += 1
-        exchange.counters.count_tables(self.accesses.tolist(), np.diff(exchange.merger.merged_offsets).tolist())
+        exchange.counters.count_tables(self.accesses, exchange.merger.merged_offsets)
 
 
 class LocalTransport:
@@ -129,7 +122,7 @@ class LocalTransport:
             sources = Sources(exchange.num_segments)
             for route in routes:
                 add_own(sources, route.groups[index])
-            if sources.slots:
+            if sources.num_entries:
                 sources.merge(exchange)
                 sources.apply(exchange, update)
 

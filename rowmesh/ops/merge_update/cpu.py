@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 from numba import njit
 
-from rowmesh.ops.memory import Scratch
+from rowmesh.ops.memory import Buffer, Scratch
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
@@ -35,6 +36,7 @@ from rowmesh.ops.simd import (
 )
 
 AHEAD = 16
+PREFETCHED_ROW_BYTES = 128  # as in `rowmesh.ops.route.cpu`
 GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
@@ -44,20 +46,20 @@ _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(**KERNEL)
 def _merge(
-    num_segments, num_sources, slots, segment_offsets, gradients, gradient_bytes,
+    num_segments, num_sources, sources, gradient_bytes, arena, row_bytes,
     table, epoch, merged_slots, merged_offsets, heads, tails, nexts, addresses,
 ):  # fmt: skip
     """Chains the requests of all sources for each distinct slot, in the order of the sources.
 
-    slots, segment_offsets, gradients: int64 `[sources]`, addresses of lists in each source's own numbering; entries
-    are numbered source by source. Returns (distinct slots, last epoch).
+    sources: int64 `[sources, 3]`, the addresses of each source's slots, segment offsets and gradients, in its own
+    numbering; entries are numbered source by source. Returns (distinct slots, last epoch).
     """
     merged = 0
     for s in range(num_segments):
         store_i64(merged_offsets + 8 * s, merged)
         count = 0
         for r in range(num_sources):
-            offsets = load_i64(segment_offsets + 8 * r)
+            offsets = load_i64(sources + 24 * r + 8)
             count += load_i64(offsets + 8 * s + 8) - load_i64(offsets + 8 * s)
         if count == 0:
             continue
@@ -68,10 +70,10 @@ def _merge(
         shift, mask = np.uint64(64 - bits), (16 << bits) - 1
         entry_base = 0
         for r in range(num_sources):
-            offsets, list_, grad = (
-                load_i64(segment_offsets + 8 * r),
-                load_i64(slots + 8 * r),
-                load_i64(gradients + 8 * r),
+            list_, offsets, grad = (
+                load_i64(sources + 24 * r),
+                load_i64(sources + 24 * r + 8),
+                load_i64(sources + 24 * r + 16),
             )
             begin = load_i64(offsets)
             for position in range(load_i64(offsets + 8 * s), load_i64(offsets + 8 * s + 8)):
@@ -86,6 +88,8 @@ def _merge(
                         store_i64(cell, slot)
                         store_i64(cell + 8, (epoch << 32) | merged)
                         store_u32(merged_slots + 4 * merged, slot)
+                        if row_bytes <= PREFETCHED_ROW_BYTES:
+                            prefetch(arena + slot * row_bytes, 64)
                         store_u32(heads + 4 * merged, entry)
                         store_u32(tails + 4 * merged, entry)
                         merged += 1
@@ -102,35 +106,56 @@ def _merge(
 
 
 class Merger:
-    """Owner-side unique over the requests of all ranks; buffers are kept from step to step."""
+    """Owner-side unique over the requests of all ranks; buffers are kept from step to step.
 
-    def __init__(self, num_segments: int) -> None:
-        self.num_segments = num_segments
-        self.merged_offsets = np.zeros(num_segments + 1, np.int64)
+    Args:
+        num_segments: tables of the group.
+        arena, row_bytes: the rows that will be read or updated next, for prefetching.
+
+    Attributes:
+        num_merged: M, distinct slots.
+        merged_offsets: int64 `[S + 1]`, the distinct slots of each segment.
+        merged_slots, heads: addresses of uint32 `[M]`: the slots, and the first entry of each one's chain.
+        nexts: address of uint32 `[entries]`: the entry after each, or END.
+        addresses: address of int64 `[entries]`: where the gradient of an entry is.
+    """
+
+    def __init__(self, num_segments: int, arena: int = 0, row_bytes: int = 1 << 30) -> None:
         self.num_merged = 0
+        self.merged_offsets = np.zeros(num_segments + 1, np.int64)
         self.merged_slots = self.heads = self.nexts = self.addresses = 0
+        self._num_segments = num_segments
+        self._rows = (arena, row_bytes)
+        self._offsets_address: int = self.merged_offsets.ctypes.data
         self._scratch = [Scratch() for _ in range(5)]
+        self._sources = Buffer(64)
         self._table = Scratch()
         self._epoch = 0
 
-    def __call__(
-        self, slots: np.ndarray, segment_offsets: np.ndarray, gradients: np.ndarray, gradient_bytes: int, num_entries: int
-    ) -> None:  # fmt: skip
-        """Merges; `num_entries` is the number of requests of all sources together."""
+    def __call__(self, sources: Sequence[tuple[int, int, int]], gradient_bytes: int, num_entries: int) -> None:
+        """Merges.
+
+        Args:
+            sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering.
+            gradient_bytes: of one gradient.
+            num_entries: requests of all sources together.
+        """
         self.merged_slots, self.heads, tails, self.nexts, self.addresses = (
             scratch.reserve(num_entries * size) for scratch, size in zip(self._scratch, (4, 4, 4, 4, 8), strict=True)
         )
+        if 24 * len(sources) > self._sources.num_bytes:
+            self._sources = Buffer(24 * len(sources))
+        self._sources.array(np.int64, len(sources), 3)[:] = sources
         before = self._table.num_bytes
         table = self._table.reserve(64 * max(num_entries, 16))
         if self._table.num_bytes != before:
             self._epoch = 0  # fresh memory is zero
-        elif self._epoch + self.num_segments >= (1 << 31) - 1:
+        elif self._epoch + self._num_segments >= (1 << 31) - 1:
             self._table.buffer.bytes[:] = 0
             self._epoch = 0
         self.num_merged, self._epoch = _merge(
-            self.num_segments, len(slots), slots.ctypes.data, segment_offsets.ctypes.data, gradients.ctypes.data,
-            gradient_bytes, table, self._epoch, self.merged_slots, self.merged_offsets.ctypes.data,
-            self.heads, tails, self.nexts, self.addresses,
+            self._num_segments, len(sources), self._sources.address, gradient_bytes, *self._rows, table, self._epoch,
+            self.merged_slots, self._offsets_address, self.heads, tails, self.nexts, self.addresses,
         )  # fmt: skip
 
 
@@ -205,6 +230,8 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
             soon = load_u32(heads + 4 * min(m + GRADIENT_AHEAD, last))
             prefetch(load_i64(addresses + 8 * soon), OUT_BYTES)
+            after = load_u32(nexts + 4 * soon)
+            prefetch(load_i64(addresses + 8 * (soon if after == END else after)), OUT_BYTES)
             entry = load_u32(heads + 4 * m)
             total = load_row(load_i64(addresses + 8 * entry), DIM, OUT)
             entry = load_u32(nexts + 4 * entry)
