@@ -291,7 +291,8 @@ class EmbeddingCollection(nn.Module):
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push."""
-        routes, self._pending = self._pending, []
+        routes = self._pending.copy()
+        self._pending.clear()
         self.push(routes, lrs)
 
     def discard_pending(self) -> None:

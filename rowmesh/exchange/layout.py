@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class GroupLayout:
     features: np.ndarray
     num_ids: int
     is_weighted: bool
+    address: int = field(init=False)  # of `features`: asking NumPy costs more than some kernels take
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.features.ctypes.data)
 
     @property
     def num_features(self) -> int:

@@ -85,6 +85,8 @@ class OneSidedTransport:
                 arena.settle()
                 exchange.arenas[rank] = arena.address
             self._keep.extend(arenas)
+        for exchange in exchanges:
+            exchange.has_remote = False
         self._boards = boards
         self._flags = np.array([board.address for board in boards], np.int64)
         self._announced = [

@@ -19,11 +19,11 @@ def compress(group: RouteGroup) -> None:
     if group.is_compressed:
         return
     group.is_compressed = True
-    features, workspace = group.layout.features, group.workspace
+    layout, workspace = group.layout, group.workspace
     ops.file_cells(
-        features.ctypes.data, len(features), group.inverse, workspace.counts.buffer.address, group.num_unique,
+        layout.address, layout.num_features, group.inverse, workspace.counts.buffer.address, group.num_unique,
         workspace.pointers.reserve(4 * (group.num_unique + 1)),
-        workspace.cells.reserve(4 * group.layout.num_ids),
+        workspace.cells.reserve(4 * layout.num_ids),
     )  # fmt: skip
 
 
@@ -38,14 +38,14 @@ class GroupPooling:
 
     def forward(self, group: RouteGroup, batch: SparseBatch, output: Tensor) -> None:
         """Writes the group's columns of the output."""
-        features, workspace = group.layout.features, group.workspace
-        if not group.layout.is_weighted:
+        layout, workspace = group.layout, group.workspace
+        if not layout.is_weighted:
             self._kernels.pool(
-                features.ctypes.data, len(features), workspace.addresses.buffer.address, group.inverse, output.data_ptr()
+                layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse, output.data_ptr()
             )  # fmt: skip
             return
         self._kernels.pool_weighted(
-            features.ctypes.data, len(features), workspace.addresses.buffer.address, group.inverse,
+            layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse,
             self._weigh(group, batch), output.data_ptr(),
         )  # fmt: skip
 
@@ -60,22 +60,21 @@ class GroupPooling:
         if not group.layout.is_weighted:
             self._kernels.backward(grad.data_ptr(), pointers, cells, group.num_unique, positions, sink)
             return
-        features, element = group.layout.features, self.dtype.itemsize
-        ids = group.layout.num_ids
-        filed = workspace.weights.reserve(element * ids)
+        layout, element = group.layout, self.dtype.itemsize
+        filed = workspace.weights.reserve(element * layout.num_ids)
         ops.file_weights(
-            features.ctypes.data, len(features), group.inverse, pointers, group.num_unique,
+            layout.address, layout.num_features, group.inverse, pointers, group.num_unique,
             workspace.cursors.reserve(4 * group.num_unique), workspace.factors.buffer.address, element, filed,
         )  # fmt: skip
         self._kernels.backward_weighted(grad.data_ptr(), pointers, cells, filed, group.num_unique, positions, sink)
 
     def _weigh(self, group: RouteGroup, batch: SparseBatch) -> int:
-        features, weights = group.layout.features, batch.weights
+        layout, weights = group.layout, batch.weights
         factors = group.workspace.factors.reserve(self.dtype.itemsize * batch.ids.numel())
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             weights = weights.float()
         ops.id_weights(
-            features.ctypes.data, len(features), 0 if weights is None else weights.data_ptr(),
+            layout.address, layout.num_features, 0 if weights is None else weights.data_ptr(),
             weights is not None and weights.dtype == torch.float64, factors, self.dtype == torch.float64,
         )  # fmt: skip
         return factors

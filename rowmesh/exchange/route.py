@@ -19,6 +19,7 @@ from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.workspace import Outbox, Workspace
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.route import route as route_kernel
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.placement import DealtPlacement
@@ -91,6 +92,7 @@ class GroupExchange:
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
         self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
         self.arenas[rank] = arena.address
+        self.has_remote = self.world_size > 1  # rows that have to be received; false where all can be read in place
         self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
         self.workspaces: list[Workspace] = []
@@ -102,6 +104,11 @@ class GroupExchange:
         self._hash = SegmentHash(list(placement.num_rows))
         self._unique, self._owners, self._slots = Scratch(), Scratch(), Scratch()
         self._unique_offsets = np.zeros(self.num_segments + 1, np.int64)
+        # Asking NumPy for an address costs more than some kernels take.
+        self._tables = tuple(a.ctypes.data for a in (self._bases, self._shifts, self._num_rows))
+        self._segments_address: int = self._segments.ctypes.data
+        self._unique_offsets_address: int = self._unique_offsets.ctypes.data
+        self._arenas_address: int = self.arenas.ctypes.data
 
     def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
         """Routes one group's ids.
@@ -130,23 +137,21 @@ class GroupExchange:
         return RouteGroup(self, workspace, layout, inverse, found)
 
     def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
-        features = layout.features
         self._hash(
-            ids.data_ptr(), features.ctypes.data, features.strides[0], self._segments.ctypes.data, len(features),
-            unique, counts, inverse, self._unique_offsets.ctypes.data,
+            ids.data_ptr(), layout.address, 8 * DESCRIPTOR, self._segments_address, layout.num_features,
+            unique, counts, inverse, self._unique_offsets_address,
         )  # fmt: skip
 
     def _sort(self, workspace: Workspace, unique: int, counts: int, num_ids: int) -> int:
         found = int(self._unique_offsets[-1])
         outbox = workspace.outbox
         slots = outbox.reserve_lists(found)
-        received = workspace.received.reserve(found * self.row_bytes) if not self.arenas.all() else 0
+        received = workspace.received.reserve(found * self.row_bytes) if self.has_remote else 0
         return route_kernel(
-            unique, self._unique_offsets.ctypes.data, counts, self.num_segments, self._bases.ctypes.data,
-            self._shifts.ctypes.data, self._num_rows.ctypes.data, self.world_size,
-            self._owners.reserve(4 * num_ids), self._slots.reserve(4 * num_ids), self.arenas.ctypes.data, received,
-            self.row_bytes, slots, workspace.positions.reserve(4 * found), outbox.segment_offsets.ctypes.data,
-            outbox.accesses.ctypes.data, workspace.addresses.reserve(8 * found),
+            unique, self._unique_offsets_address, counts, self.num_segments, *self._tables, self.world_size,
+            self._owners.reserve(4 * num_ids), self._slots.reserve(4 * num_ids), self._arenas_address, received,
+            self.row_bytes, slots, workspace.positions.reserve(4 * found), outbox.lists.address,
+            outbox.accesses_address, workspace.addresses.reserve(8 * found),
         )  # fmt: skip
 
     def _mapped(self, ids: Tensor, batch: SparseBatch, layout: GroupLayout) -> Tensor:

@@ -48,6 +48,7 @@ class Outbox:
 
     def _map_lists(self) -> None:
         world_size, num_segments = self._shape
+        self.accesses_address = self.lists.address + 8 * world_size * (num_segments + 1)
         self.segment_offsets = self.lists.array(np.int64, world_size, num_segments + 1)
         self.accesses = self.lists.array(np.int64, world_size, num_segments, offset=8 * world_size * (num_segments + 1))
 

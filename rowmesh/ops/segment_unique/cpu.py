@@ -88,6 +88,8 @@ class SegmentHash:
                 self._bits[segment] = max(4, int(n).bit_length())
                 self._multipliers[segment] = np.uint64(1 << (64 - int(self._bits[segment]))).view(np.int64)
             self._set_limit(segment)
+        # Asking NumPy for an address costs more than routing a small batch.
+        self._addresses = tuple(a.ctypes.data for a in (self._multipliers, self._bits, self._limits))
         self._reserve()
 
     def __call__(
@@ -104,8 +106,7 @@ class SegmentHash:
                 self._epoch = 0
             epoch = _segment_unique(
                 ids, ranges, stride, segments, num_ranges, num_segments,
-                self._table.buffer.address, self._multipliers.ctypes.data, self._bits.ctypes.data,
-                self._limits.ctypes.data, self._epoch, unique, counts, inverse, unique_offsets,
+                self._table.buffer.address, *self._addresses, self._epoch, unique, counts, inverse, unique_offsets,
             )  # fmt: skip
             if epoch >= 0:
                 self._epoch = epoch
