@@ -21,6 +21,7 @@ from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
 from rowmesh.data.prepared import (
     BLOCK_SAMPLES,
+    METADATA,
     SPLITS,
     Prepared,
     Split,
@@ -77,7 +78,7 @@ def prepare(
     """
     _check_arguments(files, splitter, min_count, max_bad_rows)
     out = out.absolute()
-    with replacing_folder(out, overwrite=overwrite) as folder:
+    with replacing_folder(out, marker=METADATA, overwrite=overwrite) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
         with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
             coder = Coder(schema, quarantine, progress)

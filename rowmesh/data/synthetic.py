@@ -63,7 +63,7 @@ def synthesize(
         raise ConfigurationError(f"unknown splits {sorted(unknown)}; there are {', '.join(SPLITS)}")
     schema = criteo_schema(len(config.num_rows), file_format)
     total, done = sum(samples.values()), 0
-    with replacing_folder(out, overwrite=overwrite) as folder:
+    with replacing_folder(out, marker=OPTIMUM_FILE, overwrite=overwrite) as folder:
         model = PlantedModel(config)
         optimum: Optimum = {}
         for split, count in samples.items():

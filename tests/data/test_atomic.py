@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ def names(folder):
 
 
 def put(target, content, overwrite=False, error=None):
-    with replacing_folder(target, overwrite=overwrite) as folder:
+    with replacing_folder(target, marker="file", overwrite=overwrite) as folder:
         (folder / "file").write_text(content)
         if error is not None:
             raise error
@@ -44,6 +45,14 @@ def test_a_file_is_not_replaced(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(RowmeshError, match=r"it has no file\), so --overwrite does not replace it"):
+        put(tmp_path / "out", "one", overwrite=True)
+    assert names(tmp_path / "out") == ["thesis.tex"]
+
+
 @pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt(), SystemExit()])
 def test_an_error_leaves_the_old_state(tmp_path, error):
     put(tmp_path / "out", "old")
@@ -60,6 +69,22 @@ def test_a_full_disk_is_named(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_an_interruption_between_the_renames_is_undone(tmp_path, monkeypatch):
+    put(tmp_path / "out", "old")
+    rename = Path.rename
+
+    def interrupted(self, goal):
+        if self.name == ".out.partial":
+            raise KeyboardInterrupt
+        return rename(self, goal)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path / "out", "new", overwrite=True)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "old"
+
+
 def test_what_a_crash_left_is_cleared(tmp_path):
     """A crash in the middle of writing, and one between the two renames."""
     (tmp_path / ".out.partial").mkdir()
@@ -73,7 +98,7 @@ def test_what_a_crash_left_is_cleared(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    with replacing_folder(tmp_path / "out", overwrite=False) as folder:
+    with replacing_folder(tmp_path / "out", marker="file", overwrite=False) as folder:
         (folder / "file").write_text("first")
         with pytest.raises(RowmeshError, match="being written by another process"):
             put(tmp_path / "out", "second", overwrite=True)
