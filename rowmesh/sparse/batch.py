@@ -26,7 +26,7 @@ class SparseBatch:
 
     Attributes:
         features: F feature names, each once.
-        ids: int64 `[N]`, contiguous.
+        ids: int64 `[N]`.
         batch_size: B, the number of samples.
         bag_size: the number of ids in every bag where all bags are equal (1 for one-hot), else None.
         jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given.
@@ -69,6 +69,10 @@ class SparseBatch:
             _check_offsets(self.jagged_offsets, num_bags, self.ids.numel())
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise DataError(f"{self.ids.numel()} ids need as many weights, got {tuple(self.weights.shape)}")
+        for name in ("ids", "jagged_offsets", "weights"):  # kernels read addresses: no strided view may reach them
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                object.__setattr__(self, name, tensor.contiguous())
 
     @property
     def num_features(self) -> int:
