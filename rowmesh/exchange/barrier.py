@@ -53,8 +53,9 @@ class Barrier:
         self._generation += 1
         mesh = self._mesh
         began = time.monotonic()
-        while (missing := _wait(self._flags, mesh.rank, mesh.world_size, self._generation)) >= 0:
-            if dead := mesh.dead_ranks():
+        while (missing := self._missing()) >= 0:
+            # A rank may come and end its run between these two looks; then it is not missed.
+            if (dead := mesh.dead_ranks()) and self._missing() >= 0:
                 names = ", ".join(f"rank {rank} (process {mesh.pids[rank]})" for rank in dead)
                 raise PeerError(f"rank {mesh.rank}: {names} died while the others waited; its own output says why")
             waited = time.monotonic() - began
@@ -63,3 +64,7 @@ class Barrier:
                     f"rank {mesh.rank}: waited {waited:.0f} s for rank {missing} (process {mesh.pids[missing]}), which "
                     f"is alive; every rank must call forward and step equally often (timeout: {mesh.timeout_s:.0f} s)"
                 )
+
+    def _missing(self) -> int:
+        """Waits a little; −1 once all have come, else a rank that has not."""
+        return _wait(self._flags, self._mesh.rank, self._mesh.world_size, self._generation)
