@@ -120,4 +120,9 @@ class Layouts:
             hint = f" (did you mean {near[0]!r} in the batch?)" if near else ""
             raise DataError(f"the batch lacks features {missing}{hint}; it has {sorted(present)}")
         if extra := sorted(present - self._known):
-            raise DataError(f"features {extra} of the batch belong to no table; take them out with batch.select([...])")
+            near = difflib.get_close_matches(extra[0], self._known, n=1)
+            hint = f" (the nearest is {near[0]!r}, which the batch has too)" if near else ""
+            raise DataError(
+                f"features {extra} of the batch belong to no table{hint}; leave them out of the batch, or add them to "
+                f"a table's features"
+            )
