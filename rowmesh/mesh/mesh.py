@@ -129,7 +129,7 @@ class Mesh:
 
 def _launched() -> bool:
     present = [name for name in _VARIABLES if name in os.environ]
-    if present and len(present) < len(_VARIABLES) and "WORLD_SIZE" in present:
+    if len(present) < len(_VARIABLES) and {"RANK", "WORLD_SIZE"} & set(present):
         missing = sorted(set(_VARIABLES) - set(present))
         raise ConfigurationError(
             f"{', '.join(present)} are set but {', '.join(missing)} are not; launch with torchrun, or unset them"
