@@ -48,9 +48,9 @@ class SharedBuffer:
 
     def __init__(self, descriptor: int, num_bytes: int, owns_descriptor: bool) -> None:
         self.num_bytes = num_bytes
-        self.descriptor = descriptor if owns_descriptor else -1
         self._mapped = round_up(num_bytes, HUGE_PAGE if num_bytes >= HUGE_PAGE else mmap.PAGESIZE)
         self.address = _map_aligned(descriptor, self._mapped)
+        self.descriptor = descriptor if owns_descriptor else -1  # last: a failed mapping leaves it to the caller
         array = (ctypes.c_uint8 * num_bytes).from_address(self.address)
         # Views keep the array alive, and the array the mapping: nothing dangles, whatever is dropped first.
         weakref.finalize(array, _libc.munmap, self.address, self._mapped).atexit = False
