@@ -233,10 +233,10 @@ class EmbeddingCollection(nn.Module):
         layouts = self._layouts(batch)
         scratch = self._inverses.pop() if self._inverses else Scratch()
         inverse = scratch.reserve(4 * batch.ids.numel())
-        groups = []
+        route = Route(batch, [], scratch, self._inverses.append)  # first: it gives everything back if a group fails
         for exchange, layout in zip(self._exchanges, layouts, strict=True):
-            groups.append(exchange.route(batch, layout, inverse))
-        return Route(batch, groups, scratch, self._inverses.append)
+            route.groups.append(exchange.route(batch, layout, inverse))
+        return route
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
