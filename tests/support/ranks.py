@@ -33,7 +33,17 @@ MESH_TIMEOUT_S = 30.0
 
 
 class RankError(AssertionError):
-    """A function failed on a rank: carries the remote traceback."""
+    """A function failed on some rank.
+
+    Attributes:
+        failed: rank → its traceback, or how it ended.
+        returned: rank → what the function returned where it did.
+    """
+
+    def __init__(self, failed: dict[int, str], returned: dict[int, Any]) -> None:
+        super().__init__("\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(failed.items())))
+        self.failed = failed
+        self.returned = returned
 
 
 class RankPool:
@@ -61,9 +71,11 @@ class RankPool:
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(pickle.dumps((function, args, world_size)))
         results = self._collect(world_size, timeout_s)
-        if failed := {rank: value for rank, (is_good, value) in sorted(results.items()) if not is_good}:
-            raise RankError("\n".join(f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failed.items()))
-        return [results[rank][1] for rank in range(world_size)]
+        failed = {rank: value for rank, (is_good, value) in results.items() if not is_good}
+        returned = {rank: value for rank, (is_good, value) in results.items() if is_good}
+        if failed:
+            raise RankError(failed, returned)
+        return [returned[rank] for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout_s: float) -> dict[int, tuple[bool, Any]]:
         results: dict[int, tuple[bool, Any]] = {}
@@ -103,10 +115,10 @@ class RankPool:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        for rank, (is_good, text) in sorted(self._collect(WORLD_SIZE, START_TIMEOUT_S).items()):
-            if not is_good:
-                self.close()
-                raise RankError(f"rank {rank} did not start:\n{text}")
+        started = self._collect(WORLD_SIZE, START_TIMEOUT_S)
+        if failed := {rank: text for rank, (is_good, text) in started.items() if not is_good}:
+            self.close()
+            raise RankError(failed, {})
 
     def close(self) -> None:
         """Ends all processes, whatever they are doing."""

@@ -37,12 +37,12 @@ def test_groups_of_every_size(ranks, world_size):
 def test_failures_name_the_rank_and_leave_nothing():
     pool = RankPool()
     try:
-        with pytest.raises(RankError, match=r"(?s)rank 0 of 2 failed.*still running.*rank 1 of 2.*has had enough"):
+        with pytest.raises(RankError, match=r"(?s)rank 0 failed.*still running.*rank 1.*has had enough"):
             pool.run(fail_on_one)
         assert pool.pids == []
         assert pool.run(sum_of_ranks, 0) == [(0, 1), (1, 1)]  # fresh processes
         pids = pool.pids
-        with pytest.raises(RankError, match=re.escape("rank 0 of 2 failed:\nthe process ended (exit code 7)")):
+        with pytest.raises(RankError, match=re.escape("rank 0 failed:\nthe process ended (exit code 7)")):
             pool.run(end)
     finally:
         pool.close()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.exchange.counters import GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
@@ -32,6 +33,7 @@ class Trained:
         rows, state: table → the rows and each of their states, whole tables once merged.
         owned: table → which rows this rank holds.
         head: the dense layers' parameters.
+        counters: group → what it moved, on this rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -40,7 +42,7 @@ class Trained:
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     owned: dict[str, range] = field(default_factory=dict)
     head: list[Tensor] = field(default_factory=list)
-    counters: list[dict] = field(default_factory=list)
+    counters: dict[str, GroupCounters] = field(default_factory=dict)
     transport: str = ""
 
 
@@ -120,7 +122,7 @@ def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None
         trained.rows[table.name] = local.values.clone()
         trained.state[table.name] = {name: tensor.clone() for name, tensor in local.state.items()}
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
-    trained.counters = [vars(counters) for counters in collection.counters]
+    trained.counters = {counters.group: counters for counters in collection.counters}
 
 
 def merged(scenario: Scenario, parts: list[Trained]) -> Trained:

@@ -1,0 +1,71 @@
+"""Mesh: joining as torchrun launches, and seeing who is gone. Failures to join are in tests/test_failures.py."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from rowmesh import Mesh
+
+JOIN = """
+import os
+from rowmesh import Mesh
+with Mesh.connect(timeout_s=60.0) as mesh:
+    assert mesh.pids[mesh.rank] == os.getpid()
+    print(mesh.rank, mesh.world_size, mesh.hosts, mesh.is_one_host, mesh.dead_ranks(), len(set(mesh.pids)))
+mesh.close()
+"""
+
+
+def test_alone():
+    with Mesh.connect() as mesh:
+        assert (mesh.rank, mesh.world_size, mesh.hosts, mesh.group) == (0, 1, (0,), None)
+        assert mesh.is_one_host
+        assert mesh.dead_ranks() == []
+
+
+def test_two_processes_join_as_torchrun_launches_them():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::UserWarning", "-c", JOIN],
+            env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank, process in enumerate(processes):
+        out, errors = process.communicate(timeout=90)
+        assert out.strip() == f"{rank} 2 (0, 0) True [] 2", errors
+        assert process.returncode == 0, errors
+
+
+def test_sees_processes_that_are_gone_but_not_those_of_other_hosts():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mesh = Mesh(rank=1, world_size=4, hosts=(0, 0, 0, 1), pids=(process.pid, os.getpid(), os.getppid(), process.pid))
+    assert mesh.dead_ranks() == [0]
+    assert not mesh.is_one_host
+
+
+def test_sees_a_zombie():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, but not reaped
+    try:
+        assert Mesh(rank=0, world_size=2, hosts=(0, 0), pids=(os.getpid(), process.pid)).dead_ranks() == [1]
+    finally:
+        process.wait()
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("connection reset")])
+def test_errors_of_collectives_name_the_dead(cause):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mesh = Mesh(rank=0, world_size=2, hosts=(0, 0), pids=(os.getpid(), process.pid), timeout_s=7.0)
+    assert f"rank 0: rank 1 (process {process.pid}) died while counting" in str(mesh.peer_error("counting", cause))
+    alive = Mesh(rank=0, world_size=2, hosts=(0, 1), pids=(os.getpid(), 1), timeout_s=7.0)
+    assert "within 7 s: connection reset" in str(alive.peer_error("counting", cause))

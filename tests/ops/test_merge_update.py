@@ -1,0 +1,178 @@
+"""Merge and update against their references: every rule, every dim, every storage, and the order of sums."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh.ops.merge_update import Merger, reference, update_kernels
+from rowmesh.ops.simd import BFLOAT16, COMPUTE_DTYPE, FLOAT32, STORAGE
+from rowmesh.optim import RULES, Adam
+from tests.support.memory import Vast
+
+DIMS = [1, 3, 10, 16, 17, 64, 100, 130, 300]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+CASES = {(dim, torch.float32, rule) for dim in DIMS for rule in ("sgd", "row_wise_adagrad")} | {
+    (dim, dtype, rule) for dim in (1, 17, 130) for dtype in DTYPES for rule in RULES
+}
+
+
+class Requests:
+    """What an owner received: from each rank a list of slots by segment, and a gradient for each."""
+
+    def __init__(self, lists, dim, dtype, seed=0):
+        """`lists[rank][segment]` are distinct slots; slots of different segments differ."""
+        generator = torch.Generator().manual_seed(seed)
+        # Each list begins in the middle of a larger one, as the part for one owner does.
+        self.ahead = 3
+        flat = [[slot for segment in segments for slot in segment] for segments in lists]
+        self.slots = [torch.tensor([9] * self.ahead + slots).to(torch.int64) for slots in flat]
+        self.grads = [torch.randn(len(slots), dim, generator=generator, dtype=dtype) for slots in self.slots]
+        self.small = [slots.to(torch.int32) for slots in self.slots]  # wraps: the bits of uint32
+        self.offsets = [self.ahead + torch.tensor([0, *map(len, segments)]).cumsum(0) for segments in lists]
+        self.num_entries = sum(len(slots) - self.ahead for slots in self.slots)
+
+    def merge(self, merger):
+        parts = zip(self.small, self.offsets, self.grads, strict=True)
+        sources = [(slots.data_ptr(), offsets.data_ptr(), grads.data_ptr()) for slots, offsets, grads in parts]
+        merger(sources, self.grads[0].shape[1] * self.grads[0].itemsize, self.num_entries)
+
+    def reference(self):
+        return reference.merge(
+            [s[self.ahead :] for s in self.slots], [g[self.ahead :] for g in self.grads]
+        )  # fmt: skip
+
+
+def apply(requests, merger, weights, state, rule, lr, scaling, step):
+    eps, beta1, beta2 = rule.hyperparameters
+    correction = 1.0
+    if isinstance(rule, Adam):
+        lr, correction = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    addresses = [tensor.data_ptr() for tensor in state.values()] + [0, 0]
+    update_kernels(weights.shape[1], STORAGE[weights.dtype], rule.name).update_merged(
+        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged, weights.data_ptr(),
+        addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+    )  # fmt: skip
+
+
+LISTS = [[[4, 0, 7], [], [12, 15]], [[], [8], []], [[7, 4], [9, 8], [12]], [[], [], []]]
+
+
+@pytest.mark.parametrize("dim, dtype, rule_name", sorted(CASES, key=str))
+def test_every_rule_dim_and_storage(dim, dtype, rule_name):
+    rule = RULES[rule_name](lr=0.1)
+    compute = COMPUTE_DTYPE[STORAGE[dtype]]
+    mine = torch.randn(20, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    merger = Merger(3, mine.data_ptr(), dim * dtype.itemsize)
+    theirs = mine.clone()
+    shapes = {"row": (20,), "element": (20, dim)}
+    my_state = {name: torch.full(shapes[kind], 0.1, dtype=compute) for name, kind in rule.state.items()}
+    their_state = {name: tensor.clone() for name, tensor in my_state.items()}
+    for step in (1, 2, 3):
+        requests = Requests(LISTS, dim, compute, seed=step)
+        requests.merge(merger)
+        apply(requests, merger, mine, my_state, rule, 0.1, 0.5, step)
+        slots, grads = requests.reference()
+        eps, beta1, beta2 = rule.hyperparameters
+        reference.update(rule_name, theirs, their_state, slots, grads * 0.5, 0.1, eps, beta1, beta2, step)
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2.0**-7}[dtype]
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    state_tolerance = 1e-13 if dtype == torch.float64 else 2e-6
+    for name in my_state:
+        torch.testing.assert_close(my_state[name], their_state[name], rtol=state_tolerance, atol=0.0)
+    untouched = [i for i in range(20) if i not in slots.tolist()]
+    assert torch.equal(
+        mine[untouched], torch.randn(20, dim, generator=torch.Generator().manual_seed(1)).to(dtype)[untouched]
+    )
+
+
+@st.composite
+def lists(draw):
+    """Slots of a segment are 100·segment … + 99, so that segments do not share any."""
+    num_ranks, num_segments = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    slot = st.integers(0, 99)
+    return [
+        [[100 * s + slot for slot in draw(st.lists(slot, unique=True, max_size=25))] for s in range(num_segments)]
+        for _ in range(num_ranks)
+    ]
+
+
+@settings(max_examples=80)
+@given(batches=st.lists(lists(), min_size=1, max_size=3))
+def test_sums_are_in_the_order_of_the_ranks(batches):
+    """To the bit: w − 1 · Σ g from w = 0 is the sum itself."""
+    for requests_of_ranks in batches:
+        merger = Merger(len(requests_of_ranks[0]), 0, 12)
+        requests = Requests(requests_of_ranks, 3, torch.float32)
+        for _ in range(2):
+            requests.merge(merger)
+        slots, total = requests.reference()
+        assert merger.num_merged == len(slots)
+        weights = torch.zeros(500, 3)
+        apply(requests, merger, weights, {}, RULES["sgd"](), 1.0, 1.0, 1)
+        assert torch.equal(-weights[slots], total)
+        distinct = [len({i for rank in requests_of_ranks for i in rank[s]}) for s in range(len(requests_of_ranks[0]))]
+        assert np.diff(merger.merged_offsets).tolist() == distinct
+
+
+def test_one_merger_serves_batches_of_all_sizes():
+    merger = Merger(1, 0, 4)
+    for size in (0, 5, 3000, 1, 0, 40_000, 7):
+        requests = Requests([[list(range(size))], [list(range(size // 2, size))]], 1, torch.float32, seed=size)
+        requests.merge(merger)
+        weights = torch.zeros(40_000, 1)
+        apply(requests, merger, weights, {}, RULES["sgd"](), 1.0, 1.0, 1)
+        slots, total = requests.reference()
+        assert torch.equal(-weights[slots], total)
+
+
+def test_epochs_start_again_before_they_overflow():
+    merger = Merger(3, 0, 12)
+    requests = Requests(LISTS, 3, torch.float32)
+    requests.merge(merger)
+    merger._epoch = 2**31 - 5
+    for _ in range(4):
+        requests.merge(merger)
+        assert merger.num_merged == 7
+    assert merger._epoch < 100
+
+
+@pytest.mark.parametrize("rule_name", ["sgd", "row_wise_adagrad"])
+def test_far_rows(rule_name):
+    """Slots past 2³¹, rows past byte 2³⁴, of an arena that is not there but for the pages touched."""
+    num_rows, dim = 3 * 2**30, 3
+    arena = Vast(num_rows * 2 * dim).tensor(torch.bfloat16, num_rows, dim)
+    state = {"sum": Vast(num_rows * 4).tensor(torch.float32, num_rows)} if rule_name != "sgd" else {}
+    far = [5, 2**31 - 1, 2**31 + 1, num_rows - 1]
+    requests = Requests([[far], [far[1:]]], dim, torch.float32)
+    merger = Merger(1, arena.data_ptr(), 2 * dim)
+    requests.merge(merger)
+    rule = RULES[rule_name](lr=1.0)
+    apply(requests, merger, arena, state, rule, 1.0, 1.0, 1)
+    slots, grads = requests.reference()
+    small = torch.zeros(len(far), dim, dtype=torch.bfloat16)
+    small_state = {name: torch.zeros(len(far)) for name in state}
+    reference.update(rule_name, small, small_state, torch.arange(len(far)), grads, 1.0, rule.hyperparameters[0])
+    torch.testing.assert_close(arena[slots], small, rtol=2.0**-7, atol=0)
+    for name in state:
+        torch.testing.assert_close(state[name][slots], small_state[name])
+
+
+def test_adam_weighs_a_first_step_as_torch_does():
+    """1 − β₂ must not come from a rounded β₂: at 0.999 it would be off by 1e-5, and with it the first steps."""
+    weights, start = torch.zeros(1, 16), torch.zeros(1, 16, requires_grad=True)
+    requests = Requests([[[0]]], 16, torch.float32)
+    merger, rule = Merger(1, weights.data_ptr(), 64), Adam(lr=0.1)
+    requests.merge(merger)
+    state = {"m": torch.zeros(1, 16), "v": torch.zeros(1, 16)}
+    apply(requests, merger, weights, state, rule, 0.1, 1.0, 1)
+    start.grad = requests.grads[0][requests.ahead :]
+    optimizer = torch.optim.Adam([start], lr=0.1)
+    optimizer.step()
+    torch.testing.assert_close(state["v"], optimizer.state[start]["exp_avg_sq"], rtol=3e-7, atol=0)
+    torch.testing.assert_close(weights, start.detach(), rtol=1e-6, atol=0)
+
+
+def test_storages_are_told_apart():
+    assert update_kernels(3, FLOAT32, "sgd") is not update_kernels(3, BFLOAT16, "sgd")

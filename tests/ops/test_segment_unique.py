@@ -1,0 +1,90 @@
+"""Segment unique against its reference, and the hash table's life over many batches."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from rowmesh.ops.segment_unique import cpu, reference, segment_unique
+
+KEYS = st.one_of(st.integers(0, 5), st.integers(0, 10_000), st.integers(-(2**63), 2**63 - 1))
+
+
+def concatenated(segments):
+    ids = torch.tensor([key for segment in segments for key in segment], dtype=torch.int64)
+    offsets = torch.tensor([0, *np.cumsum([len(segment) for segment in segments]).tolist()], dtype=torch.int64)
+    return ids, offsets
+
+
+def assert_same(actual, expected):
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.tolist() == theirs.tolist()
+
+
+@given(segments=st.lists(st.lists(KEYS, max_size=40), max_size=6))
+def test_equals_the_reference(segments):
+    ids, offsets = concatenated(segments)
+    assert_same(segment_unique(ids, offsets), reference.segment_unique(ids, offsets))
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 257, 5000])
+@pytest.mark.parametrize("distinct", [1, 100, 10**9])
+def test_sizes(num_ids, distinct):
+    generator = torch.Generator().manual_seed(num_ids)
+    ids = torch.randint(distinct, (3 * num_ids,), generator=generator)
+    offsets = torch.tensor([0, num_ids, num_ids, 3 * num_ids])
+    assert_same(segment_unique(ids, offsets), reference.segment_unique(ids, offsets))
+
+
+def call(table, ids, offsets, segments):
+    """Through addresses, as routing calls it: ranges in descriptors of 64 bytes, several of one segment."""
+    ranges = np.zeros((len(segments), 8), np.int64)
+    ranges[:, 0], ranges[:, 1] = offsets[:-1], offsets[1:]
+    segments, ids = np.array(segments, np.int64), np.array(ids, np.int64)
+    unique, counts = np.full(len(ids), -7), np.full(len(ids), 77, np.uint32)
+    inverse, unique_offsets = np.full(len(ids), 77, np.uint32), np.full(len(table._bits) + 1, -7)
+    table(
+        ids.ctypes.data, ranges.ctypes.data, 64, segments.ctypes.data, len(segments),
+        unique.ctypes.data, counts.ctypes.data, inverse.ctypes.data, unique_offsets.ctypes.data,
+    )  # fmt: skip
+    found = unique_offsets[-1]
+    return unique[:found].tolist(), counts[:found].tolist(), inverse.tolist(), unique_offsets.tolist()
+
+
+@given(batches=st.lists(st.lists(st.lists(KEYS, max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_one_table_serves_many_batches(batches):
+    """Two segments are addressed directly (few rows), one is hashed; segment 1 has two features, 2 has none."""
+    table = cpu.SegmentHash([7, 5000, 0, 10**6])
+    for ranges in batches:
+        ids, offsets = concatenated(ranges)
+        segments = [0, 1, 1, 3]
+        merged, merged_offsets = concatenated([ranges[0], ranges[1] + ranges[2], [], ranges[3]])
+        unique, inverse, unique_offsets, counts = reference.segment_unique(merged, merged_offsets)
+        expected = (unique.tolist(), counts.tolist(), inverse.tolist(), unique_offsets.tolist())
+        assert call(table, ids.tolist(), offsets.tolist(), segments) == expected
+
+
+def test_epochs_start_again_before_they_overflow():
+    table = cpu.SegmentHash([100, 0])
+    ids, offsets = [5, 5, 7, 5], [0, 3, 4]
+    expected = call(table, ids, offsets, [0, 1])
+    table._epoch = cpu._EPOCH_LIMIT - 3
+    for _ in range(3):
+        assert call(table, ids, offsets, [0, 1]) == expected
+    assert table._epoch < 100
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(TypeError, match=r"int64.*int32"):
+        segment_unique(torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="from 0 to the number of ids, 1"):
+        segment_unique(torch.tensor([1]), torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="must not decrease"):
+        segment_unique(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))
+
+
+def test_takes_views():
+    ids = torch.arange(10)[::2]
+    assert segment_unique(ids, torch.tensor([0, 5]))[0].tolist() == [0, 2, 4, 6, 8]

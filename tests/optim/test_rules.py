@@ -1,0 +1,33 @@
+"""Update rules as values; their arithmetic is tested in tests/ops/test_merge_update.py."""
+
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.optim import RULES, SGD, AdaGrad, Adam, RowWiseAdaGrad
+
+
+def test_rules_by_name():
+    assert list(RULES.values()) == [SGD, AdaGrad, RowWiseAdaGrad, Adam]
+    assert all(rule.name == name for name, rule in RULES.items())
+
+
+def test_what_kernels_are_told():
+    assert SGD().hyperparameters == (0.0, 0.0, 0.0)
+    assert AdaGrad(eps=0.5).hyperparameters == (0.5, 0.0, 0.0)
+    assert Adam(beta1=0.5, beta2=0.25, eps=0.1).hyperparameters == (0.1, 0.5, 0.25)
+    assert RowWiseAdaGrad(initial_accumulator=2.0).initial_state == {"sum": 2.0}
+    assert Adam().initial_state == {"m": 0.0, "v": 0.0}
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SGD(lr=-1.0), "sgd: lr must be 0 or more, got -1"),
+        (lambda: SGD(lr=float("nan")), "sgd: lr must be 0 or more, got nan"),
+        (lambda: Adam(beta1=1.0), r"adam: beta1 must be in \[0, 1\), got 1"),
+        (lambda: Adam(beta2=-0.1), r"adam: beta2 must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

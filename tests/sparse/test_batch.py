@@ -1,0 +1,129 @@
+"""SparseBatch: the shapes it takes, and what it refuses."""
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from rowmesh.errors import DataError
+from rowmesh.sparse import SparseBatch
+
+
+class Keyed:
+    """As much of a KeyedJaggedTensor as rowmesh uses."""
+
+    def __init__(self, keys, values, weights=None, lengths=None, offsets=None, stride=None):
+        self._keys, self._values, self._weights, self._offsets, self._stride = keys, values, weights, offsets, stride
+
+    def keys(self):
+        return self._keys
+
+    def values(self):
+        return self._values
+
+    def offsets(self):
+        return self._offsets
+
+    def weights_or_none(self):
+        return self._weights
+
+    def stride(self):
+        return self._stride
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.data())
+def test_bags_of_any_size(batch_size, num_features, data):
+    bag = st.lists(st.integers(0, 99), max_size=4)
+    bags = {f"f{i}": [data.draw(bag) for _ in range(batch_size)] for i in range(num_features)}
+    batch = SparseBatch.from_bags(bags)
+    assert batch.batch_size == batch_size
+    offsets = batch.offsets.tolist()
+    for i, (name, expected) in enumerate(bags.items()):
+        assert batch.features[i] == name
+        begin, end = batch.feature_range(i)
+        assert batch.ids[begin:end].tolist() == [row for bag in expected for row in bag]
+        own = offsets[i * batch_size : (i + 1) * batch_size + 1]
+        assert [batch.ids[a:b].tolist() for a, b in itertools.pairwise(own)] == expected
+
+
+@pytest.mark.parametrize("bag_size", [0, 1, 3])
+def test_equal_bags_derive_their_offsets(bag_size):
+    ids = torch.arange(2 * 4 * bag_size).view(2, 4, bag_size)
+    batch = SparseBatch.from_dense(("a", "b"), ids)
+    assert batch.jagged_offsets is None
+    assert batch.feature_range(1) == (4 * bag_size, 8 * bag_size)
+    assert batch.offsets.tolist() == [i * bag_size for i in range(9)]
+    assert batch.feature_range(1) == (4 * bag_size, 8 * bag_size)
+    if bag_size:
+        assert batch.ids.data_ptr() == ids.data_ptr()
+
+
+def test_to_and_from_a_keyed_jagged_tensor_without_a_copy():
+    values, offsets = torch.tensor([5, 6, 7]), torch.tensor([0, 1, 1, 2, 3])
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    batch = SparseBatch.from_keyed_jagged_tensor(Keyed(["a", "b"], values, weights, offsets=offsets, stride=2))
+    assert batch.features == ("a", "b")
+    assert batch.batch_size == 2
+    assert batch.ids.data_ptr() == values.data_ptr()
+    assert batch.offsets.data_ptr() == offsets.data_ptr()
+    assert batch.weights is weights
+    back = batch.to_keyed_jagged_tensor(Keyed)
+    assert back.keys() == ["a", "b"]
+    assert back.values() is batch.ids
+    assert back.stride() == 2
+
+
+def test_a_keyed_jagged_tensor_of_int32_is_widened():
+    keyed = Keyed(
+        ["a"], torch.tensor([1], dtype=torch.int32), offsets=torch.tensor([0, 1], dtype=torch.int32), stride=1
+    )
+    batch = SparseBatch.from_keyed_jagged_tensor(keyed)
+    assert batch.ids.dtype == batch.offsets.dtype == torch.int64
+
+
+def test_views_are_laid_out_before_kernels_read_them():
+    """Kernels read addresses: a strided view must not reach them."""
+    ids, offsets = torch.arange(10)[::2], torch.tensor([[0, 9], [2, 9], [5, 9]])[:, 0]
+    batch = SparseBatch(("a",), ids, 2, jagged_offsets=offsets, weights=torch.arange(10.0)[1::2])
+    assert batch.ids.is_contiguous()
+    assert batch.offsets.is_contiguous()
+    assert batch.weights.is_contiguous()
+    assert batch.ids.tolist() == [0, 2, 4, 6, 8]
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"features": ("a", "b", "a")}, r"\['a'\] stand more than once"),
+        ({"ids": IDS.int()}, r"int64.*got torch.int32"),
+        ({"ids": IDS.view(1, 3)}, r"one dimension.*\(1, 3\)"),
+        ({"bag_size": 2}, r"1 features × 2 samples × 2 ids a bag make 4 ids, got 3"),
+        ({"jagged_offsets": None}, "need offsets"),
+        ({"jagged_offsets": torch.tensor([0, 3])}, r"\[F·B \+ 1\] = \[3\]"),
+        ({"jagged_offsets": torch.tensor([0, 1, 2])}, r"from 0 to 3 .*got 0 to 2"),
+        ({"jagged_offsets": torch.tensor([1, 2, 3])}, r"from 0 to 3 .*got 1 to 3"),
+        ({"jagged_offsets": torch.tensor([0, 4, 3])}, "must not decrease; they do at bag 1"),
+        ({"jagged_offsets": torch.tensor([0, 1, 3]).int()}, "offsets must be int64"),
+        ({"weights": torch.ones(2)}, r"3 ids need as many weights, got \(2,\)"),
+    ],
+)
+def test_refuses(arguments, message):
+    fields = {"features": ("a",), "ids": IDS, "batch_size": 2, "jagged_offsets": torch.tensor([0, 1, 3])} | arguments
+    with pytest.raises(DataError, match=message):
+        SparseBatch(**fields)
+
+
+def test_refuses_lists_and_tensors_that_disagree():
+    with pytest.raises(DataError, match=r"number of samples: \{'a': 1, 'b': 2\}"):
+        SparseBatch.from_bags({"a": [[1]], "b": [[1], [2]]})
+    with pytest.raises(DataError, match=r"F = 2, got \(3, 4\)"):
+        SparseBatch.from_dense(("a", "b"), torch.zeros(3, 4, dtype=torch.int64))
+    keyed = Keyed(["a"], IDS, offsets=IDS)
+    keyed.variable_stride_per_key = lambda: True
+    with pytest.raises(DataError, match="variable stride"):
+        SparseBatch.from_keyed_jagged_tensor(keyed)

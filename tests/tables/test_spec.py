@@ -1,0 +1,56 @@
+"""TableSpec: defaults, what it refuses, and TorchRec's configurations."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import pytest
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.tables import TableSpec
+
+
+class PoolingType(Enum):
+    MEAN = "MEAN"
+
+
+@dataclass
+class EmbeddingBagConfig:
+    """As much of TorchRec's as rowmesh reads."""
+
+    name: str = "t"
+    num_embeddings: int = 9
+    embedding_dim: int = 4
+    feature_names: list[str] = field(default_factory=lambda: ["a", "b"])
+    pooling: PoolingType = PoolingType.MEAN
+
+
+def test_defaults():
+    table = TableSpec(name="item", num_rows=9, dim=4)
+    assert (table.features, table.pooling, table.dtype) == (("item",), "sum", torch.float32)
+    assert table.out_of_range == "error"
+
+
+def test_from_torchrec():
+    table = TableSpec.from_embedding_bag_config(EmbeddingBagConfig(), dtype=torch.bfloat16)
+    assert table == TableSpec(
+        name="t", num_rows=9, dim=4, features=("a", "b"), pooling="mean", dtype=torch.bfloat16
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_rows": 0}, "num_rows must be 1 or more, got 0"),
+        ({"dim": 0}, "dim must be 1 to 1024, got 0"),
+        ({"dim": 1025}, "dim must be 1 to 1024, got 1025"),
+        ({"pooling": "max"}, "'sum', 'mean' or 'none', got 'max'"),
+        ({"dtype": torch.float16}, r"dtype must be one of .*got torch.float16"),
+        ({"features": ("a", "a")}, "a feature twice"),
+        ({"out_of_range": 9}, "'error' or a row below 9, got 9"),
+        ({"out_of_range": -1}, "'error' or a row below 9, got -1"),
+    ],
+)
+def test_refuses(change, message):
+    with pytest.raises(ConfigurationError, match=f"table 'item'.*{message}"):
+        TableSpec(**({"name": "item", "num_rows": 9, "dim": 4} | change))

@@ -1,0 +1,90 @@
+"""Imports point one way, and importing rowmesh is cheap: read from the sources, not from what happens to be loaded."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "rowmesh"
+# What is further down may import what is above it, or what stands beside it as long as there is no cycle.
+LAYERS = [
+    {"errors"},
+    {"ops", "sparse", "models", "observe"},
+    {"tables", "optim", "data"},
+    {"placement", "mesh", "checkpoint"},
+    {"exchange"},
+    {"collection"},
+    {"pipeline"},
+    {"train"},
+    {"cli"},
+]
+LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
+FOREIGN = {"torchrec", "fbgemm_gpu", "triton", "cupy"}
+
+
+def imported(path):
+    """The modules that a file names in imports, at the top, in functions and for type checkers alike."""
+    for node in ast.walk(ast.parse(Path(path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "rowmesh":
+                yield from (f"rowmesh.{alias.name}" for alias in node.names if alias.name in LAYER)
+
+
+def package(dotted):
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "rowmesh" and len(parts) > 1 else None
+
+
+def edges():
+    for path in MODULES:
+        home = package(".".join(path.with_suffix("").parts))
+        if home != "__init__":
+            for name in imported(ROOT.parent / path):
+                if (target := package(name)) not in (None, home):
+                    yield path, home, target
+
+
+def test_every_package_has_a_layer():
+    assert {home for _, home, _ in edges()} <= set(LAYER)
+
+
+def test_imports_point_one_way():
+    wrong = [f"{path} imports {target}" for path, home, target in edges() if LAYER[target] > LAYER[home]]
+    assert not wrong
+
+
+def test_packages_of_one_layer_make_no_cycle():
+    pairs = {(home, target) for _, home, target in edges()}
+    closure = set(pairs)
+    while new := {(a, d) for a, b in closure for c, d in closure if b == c} - closure:
+        closure |= new
+    assert not {(a, b) for a, b in closure if a == b}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_peer_and_no_gpu_library_is_imported(path):
+    assert not {name.split(".")[0] for name in imported(ROOT.parent / path)} & FOREIGN
+
+
+def test_models_know_nothing_of_ranks():
+    assert not {target for _, home, target in edges() if home == "models"} - {"errors"}
+
+
+def test_importing_rowmesh_does_not_import_torch():
+    code = "import sys, rowmesh; assert 'torch' not in sys.modules; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_can_be_imported():
+    import rowmesh
+
+    assert all(getattr(rowmesh, name) for name in rowmesh.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Collection'"):
+        rowmesh.Collection  # noqa: B018
