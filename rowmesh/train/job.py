@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
@@ -37,16 +36,10 @@ class Job:
     embeddings: EmbeddingCollection
     network: DLRM
 
-    def logits(self, batch: Batch, network: nn.Module | None = None) -> Tensor:
-        """Logits `[B]` of this rank's part of a batch; `network` may be a wrapper of the network."""
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
         vectors = self.embeddings(batch.sparse).stacked()
-        return (network or self.network)(batch.dense.to(vectors.dtype), vectors)
-
-    def parallel_network(self) -> nn.Module:
-        """The network, averaging its gradients over ranks where there are several."""
-        if self.mesh.group is None:
-            return self.network
-        return DistributedDataParallel(self.network, process_group=self.mesh.group)
+        return self.network(batch.dense.to(vectors.dtype), vectors)
 
     def loader(self, split: str, *, shuffle: bool = False) -> Loader:
         """Iterates over the part of a split that belongs to this rank."""

@@ -18,6 +18,7 @@ from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.evaluate import evaluate
+from rowmesh.train.gradients import SharedGradients
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
@@ -52,7 +53,7 @@ class Trainer:
         self._loader = job.loader(config.data.train, shuffle=config.data.shuffle)
         epochs = config.train.epochs * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
-        self._network = job.parallel_network()
+        self._gradients = SharedGradients(job.network, job.mesh.group)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
@@ -77,12 +78,13 @@ class Trainer:
         """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""
         where = f"step {self.step + 1} on rank {self.job.mesh.rank}"
         check_batch(batch, self.job.data.schema.dense, where)
-        logits = self.job.logits(batch, self._network)
+        logits = self.job.logits(batch)
         total = F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.dtype), reduction="sum")
         check_loss(total, where)
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
+        self._gradients.zero()
+        self._embedding_optimizer.zero_grad()
         self.local_loss(total).backward()
+        self._gradients.average()
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             optimizer.step()
             scheduler.step()

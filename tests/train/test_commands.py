@@ -158,8 +158,7 @@ def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tm
         run_training(resolve(config_file, [f"data.folder={folder}", "train.eval_every=2"]), overwrite=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "one_sided"), (3, "collective")])
 def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, command, ranks, transport):
     options = ["tables.dtype=float64", f"run.folder={tmp_path / 'alone'}"]
     alone = run_training(resolve(config_file, options))

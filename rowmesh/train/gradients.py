@@ -1,0 +1,47 @@
+"""Gradients of the dense network, averaged over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class SharedGradients:
+    """Keeps all gradients of a network in one buffer and averages them in one all-reduce.
+
+    Does what DistributedDataParallel does for a network of this size, whose gradients fit one of its
+    buckets. Differs: nothing here outlives the process group. DDP's reducer does, and joins gloo's thread
+    while it holds Python's lock, which that thread may be waiting for.
+
+    Args:
+        network: the same on every rank; rank 0's parameters are copied to the others, so construction is
+            collective. Its gradients become views of the buffer, so clear them with `zero`.
+        group: the process group; None for a single process.
+    """
+
+    def __init__(self, network: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        parameters = list(network.parameters())
+        self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        if group is not None:
+            dist.broadcast(self._buffer, group=group, group_src=0)
+        with torch.no_grad():
+            for parameter, part in zip(parameters, self._views(parameters), strict=True):
+                parameter.copy_(part)
+                parameter.grad = part
+        self.zero()
+
+    def zero(self) -> None:
+        """Clears the gradients."""
+        self._buffer.zero_()
+
+    def average(self) -> None:
+        """Averages the gradients over ranks. Collective and blocking; moves twice their bytes."""
+        if self._group is not None:
+            dist.all_reduce(self._buffer, group=self._group)
+            self._buffer /= dist.get_world_size(self._group)
+
+    def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        parts = self._buffer.split([parameter.numel() for parameter in parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]

@@ -1,0 +1,20 @@
+import torch
+from torch import nn
+
+from rowmesh.train.gradients import SharedGradients
+
+
+def test_gradients_are_views_and_parameters_stay():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    gradients = SharedGradients(network, None)
+    assert all(old.equal(new) for old, new in zip(before, network.parameters(), strict=True))
+    x = torch.randn(5, 3)
+    for _ in range(2):  # the second time finds what the first left, unless it is cleared
+        gradients.zero()
+        network(x).sum().backward()
+        gradients.average()
+    actual = [parameter.grad.clone() for parameter in network.parameters()]
+    expected = torch.autograd.grad(network(x).sum(), list(network.parameters()))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
