@@ -288,6 +288,8 @@ class EmbeddingCollection(nn.Module):
         self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
         for route in routes:
             route.is_pushed = True
+            for group in route.groups:
+                group.gradient = None
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Sources, Update, add_own
+from rowmesh.exchange.transport import Sources, Update
 from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.ops import gather
@@ -149,12 +149,11 @@ class CollectiveTransport:
         size = exchange.gradient_bytes
         sources = Sources(exchange.num_segments)
         for group in groups:
-            group.workspace.outbox.reserve_gradients(group.num_unique * size)
             group.workspace.replies.reserve(group.incoming.num_entries * max(size, exchange.row_bytes))
         for rank in range(self._mesh.world_size):
             for group in groups:
                 if rank == self._mesh.rank:
-                    add_own(sources, group)
+                    sources.add_own(group)
                     continue
                 workspace, incoming = group.workspace, group.incoming
                 # Entries are counted over all ranks here, requests from each sender's own beginning.

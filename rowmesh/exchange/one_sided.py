@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Sources, Update, add_own
+from rowmesh.exchange.transport import Sources, Update
 from rowmesh.exchange.workspace import Memory, Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
 
@@ -111,7 +111,7 @@ class OneSidedTransport:
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
-                        add_own(sources, route.groups[index])
+                        sources.add_own(route.groups[index])
                 else:
                     self._add_peer(sources, rank, index)
             if sources.num_entries:

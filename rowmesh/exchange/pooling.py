@@ -50,23 +50,29 @@ class GroupPooling:
         )  # fmt: skip
 
     def backward(self, group: RouteGroup, grad: Tensor) -> None:
-        """Writes the summed gradient of every row of the group into its outbox."""
+        """Writes the summed gradients of the rows of other ranks into the outbox; the own ones are summed by the update."""
         compress(group)
-        workspace = group.workspace
-        row_bytes = self.dim * self.dtype.itemsize
-        sink = workspace.outbox.reserve_gradients(group.num_unique * row_bytes)
-        pointers, cells = workspace.pointers.buffer.address, workspace.cells.buffer.address
-        positions = workspace.positions.buffer.address
-        if not group.layout.is_weighted:
-            self._kernels.backward(grad.data_ptr(), pointers, cells, group.num_unique, positions, sink)
+        exchange, workspace, outbox = group.exchange, group.workspace, group.workspace.outbox
+        group.gradient = grad
+        if group.layout.is_weighted:
+            group.filed_weights = self._file_weights(group)
+        if exchange.world_size == 1:
             return
-        layout, element = group.layout, self.dtype.itemsize
+        sink = outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
+        self._kernels.backward(
+            grad.data_ptr(), workspace.pointers.buffer.address, workspace.cells.buffer.address, group.filed_weights,
+            workspace.uniques.buffer.address, outbox.lists.address, exchange.num_segments, exchange.world_size,
+            exchange.rank, sink,
+        )  # fmt: skip
+
+    def _file_weights(self, group: RouteGroup) -> int:
+        layout, workspace, element = group.layout, group.workspace, self.dtype.itemsize
         filed = workspace.weights.reserve(element * layout.num_ids)
         ops.file_weights(
-            layout.address, layout.num_features, group.inverse, pointers, group.num_unique,
+            layout.address, layout.num_features, group.inverse, workspace.pointers.buffer.address, group.num_unique,
             workspace.cursors.reserve(4 * group.num_unique), workspace.factors.buffer.address, element, filed,
         )  # fmt: skip
-        self._kernels.backward_weighted(grad.data_ptr(), pointers, cells, filed, group.num_unique, positions, sink)
+        return filed
 
     def _weigh(self, group: RouteGroup, batch: SparseBatch) -> int:
         layout, weights = group.layout, batch.weights

@@ -33,6 +33,8 @@ class RouteGroup:
 
     __slots__ = (
         "exchange",
+        "filed_weights",
+        "gradient",
         "incoming",
         "inverse",
         "is_compressed",
@@ -51,9 +53,19 @@ class RouteGroup:
         self.inverse = inverse
         self.num_unique = num_unique
         self.is_compressed = False
+        self.gradient: Tensor | None = None  # of the output, from backward to push
+        self.filed_weights = 0  # address of the factors in the order of the cells, where sums are weighted
         self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
         self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
+
+    @property
+    def own(self) -> tuple[int, int, int, int, int]:
+        """The descriptor by which the update finds this rank's own gradients (`rowmesh.ops.merge_update.cpu`)."""
+        workspace, gradient = self.workspace, self.gradient
+        assert gradient is not None
+        pointers, cells = workspace.pointers.buffer.address, workspace.cells.buffer.address
+        return workspace.uniques.buffer.address, pointers, cells, self.filed_weights, gradient.data_ptr()
 
 
 class Route:
@@ -150,7 +162,7 @@ class GroupExchange:
         return route_kernel(
             unique, self._unique_offsets_address, counts, self.num_segments, *self._tables, self.world_size,
             self._owners.reserve(4 * num_ids), self._slots.reserve(4 * num_ids), self._arenas_address, received,
-            self.row_bytes, slots, workspace.positions.reserve(4 * found), outbox.lists.address,
+            self.row_bytes, slots, workspace.uniques.reserve(4 * found), outbox.lists.address,
             outbox.accesses_address, workspace.addresses.reserve(8 * found),
         )  # fmt: skip
 

@@ -72,12 +72,13 @@ class Update:
 class Sources:
     """The lists of requests that an owner merges, in the order of the ranks."""
 
-    __slots__ = ("_lists", "accesses", "num_entries")
+    __slots__ = ("_lists", "accesses", "num_entries", "own")
 
     def __init__(self, num_segments: int) -> None:
         self._lists: list[tuple[int, int, int]] = []
         self.num_entries = 0
         self.accesses = np.zeros(num_segments, np.int64)
+        self.own: list[RouteGroup] = []
 
     def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
         """One rank's requests: `offsets` int64 `[S + 1]` into lists that begin at the two addresses."""
@@ -85,13 +86,21 @@ class Sources:
         self.num_entries += int(offsets[-1]) - int(offsets[0])
         self.accesses += accesses
 
+    def add_own(self, group: RouteGroup) -> None:
+        """The requests this rank makes of itself; their gradients are still those of the output."""
+        outbox, rank = group.workspace.outbox, group.exchange.rank
+        slots = outbox.lists.address + outbox.slots_offset
+        self.add(slots, outbox.segment_offsets[rank], -1 - len(self.own), outbox.accesses[rank])
+        self.own.append(group)
+
     def merge(self, exchange: GroupExchange) -> None:
         """Finds the distinct slots."""
         exchange.merger(self._lists, exchange.gradient_bytes, self.num_entries)
 
     def apply(self, exchange: GroupExchange, update: Update) -> None:
         """Updates the rows of a merged group."""
-        exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
+        own = np.array([group.own for group in self.own], np.int64)
+        exchange.arena.apply(exchange.merger, own.ctypes.data, update.lr, update.scaling, update.step)
         exchange.counters.pushes += 1
         exchange.counters.count_tables(self.accesses, exchange.merger.merged_offsets)
 
@@ -121,7 +130,7 @@ class LocalTransport:
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange.num_segments)
             for route in routes:
-                add_own(sources, route.groups[index])
+                sources.add_own(route.groups[index])
             if sources.num_entries:
                 sources.merge(exchange)
                 sources.apply(exchange, update)
@@ -131,17 +140,6 @@ class LocalTransport:
 
     def close(self) -> None:
         """Nothing to give back."""
-
-
-def add_own(sources: Sources, group: RouteGroup) -> None:
-    """Adds the requests a rank makes of itself."""
-    outbox, rank = group.workspace.outbox, group.exchange.rank
-    sources.add(
-        outbox.lists.address + outbox.slots_offset,
-        outbox.segment_offsets[rank],
-        outbox.gradients.address,
-        outbox.accesses[rank],
-    )
 
 
 def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:

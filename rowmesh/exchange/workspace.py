@@ -75,7 +75,7 @@ class Workspace:
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.counts = Scratch()  # uint32 [U]: how often each unique id occurs
-        self.positions = Scratch()  # uint32 [U]: where its slot is in the outbox
+        self.uniques = Scratch()  # uint32 [U]: which unique id each slot of the outbox is
         self.addresses = Scratch()  # int64 [U]: where its row is
         self.pointers = Scratch()  # uint32 [U + 1]: where its cells begin
         self.cells = Scratch()  # uint32 [ids of the group]: the output positions a row goes into

@@ -83,23 +83,27 @@ class Job:
             )
         return out.result()
 
-    def backward(self, grad, positions):
+    def backward(self, grad, uniques, skip=-1):
+        """As if the rows were two tables on two owners, in the order of `uniques`."""
         pointers, cells = Poisoned(torch.int32, len(self.rows) + 1), Poisoned(torch.int32, self.num_ids)
         ops.file_cells(
             self.features.ctypes.data, len(self.features), self.inverse.data_ptr(), self.counts.data_ptr(),
             len(self.rows), pointers.address, cells.address,
         )  # fmt: skip
         sink = Poisoned(self.compute, len(self.rows), self.dim)
-        common = (pointers.address, cells.address)
-        if self.factors is None:
-            self.kernels.backward(grad.data_ptr(), *common, len(self.rows), positions.data_ptr(), sink.address)
-        else:
-            filed = self._file(pointers)
-            self.kernels.backward_weighted(
-                grad.data_ptr(), *common, filed.data_ptr(), len(self.rows), positions.data_ptr(), sink.address
-            )
+        filed = None if self.factors is None else self._file(pointers)
+        bounds = self.segment_offsets
+        self.kernels.backward(
+            grad.data_ptr(), pointers.address, cells.address, 0 if filed is None else filed.data_ptr(),
+            uniques.data_ptr(), bounds.data_ptr(), 2, 2, skip, sink.address,
+        )  # fmt: skip
         cells.result(), pointers.result()
         return sink.result()
+
+    @property
+    def segment_offsets(self):
+        total = len(self.rows)
+        return torch.tensor([[0, total // 4, total // 2], [total // 2, total - total // 8, total]])
 
     def _file(self, pointers):
         filed, cursors = Poisoned(self.compute, self.num_ids), Poisoned(torch.int32, len(self.rows))
@@ -123,10 +127,15 @@ class Job:
         by_feature = expected.view(len(self.lengths), self.num_bags, self.dim).transpose(0, 1)
         torch.testing.assert_close(self.forward(), by_feature.reshape(self.num_bags, self.width), **exact)
         grad = torch.randn(self.num_bags, self.width, dtype=self.compute)
-        positions = torch.randperm(len(self.rows)).to(torch.int32)
+        uniques = torch.randperm(len(self.rows)).to(torch.int32)
         flat = grad.view(self.num_bags, len(self.lengths), self.dim).transpose(0, 1).reshape(-1, self.dim)
         summed = reference.pool_backward(flat, self.inverse, self.offsets, len(self.rows), weights)
-        torch.testing.assert_close(self.backward(grad, positions)[positions.long()], summed, **exact)
+        expected = summed[uniques.long()]
+        torch.testing.assert_close(self.backward(grad, uniques), expected, **exact)
+        half = int(self.segment_offsets[1, 0])
+        partly = self.backward(grad, uniques, skip=0)
+        torch.testing.assert_close(partly[half:], expected[half:], **exact)
+        assert partly[:half].isnan().all(), "what is skipped is not written"
 
 
 @pytest.mark.parametrize("dim, dtype", CASES)
@@ -181,11 +190,12 @@ def test_cells_past_two_gigabytes():
         out[begin : begin + dim] *= 10**bag
     pointers, cells = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     counts, sink = torch.tensor([3], dtype=torch.int32), torch.full((1, dim), float("nan"))
-    positions = torch.zeros(1, dtype=torch.int32)
+    uniques, bounds = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1])
     ops.file_cells(
         features.ctypes.data, 1, inverse.data_ptr(), counts.data_ptr(), 1, pointers.data_ptr(), cells.data_ptr()
     )
     kernels.backward(
-        out.data_ptr(), pointers.data_ptr(), cells.data_ptr(), 1, positions.data_ptr(), sink.data_ptr()
+        out.data_ptr(), pointers.data_ptr(), cells.data_ptr(), 0, uniques.data_ptr(), bounds.data_ptr(), 1, 1, -1,
+        sink.data_ptr(),
     )  # fmt: skip
     torch.testing.assert_close(sink, row * 111)

@@ -15,17 +15,17 @@ def run(unique, unique_offsets, counts, placement, arenas, received):
     world_size, num_segments = placement.world_size, len(placement.num_rows)
     tables = [torch.tensor(values) for values in (placement.bases, placement.shifts, placement.num_rows)]
     scratch = [torch.empty(len(unique), dtype=torch.int32) for _ in range(2)]
-    slots, positions = Poisoned(torch.int32, len(unique)), Poisoned(torch.int32, len(unique))
+    slots, uniques = Poisoned(torch.int32, len(unique)), Poisoned(torch.int32, len(unique))
     offsets = Poisoned(torch.int64, world_size, num_segments + 1)
     accesses = Poisoned(torch.int64, world_size, num_segments)
     addresses = Poisoned(torch.int64, len(unique))
     refused = route(
         unique.data_ptr(), unique_offsets.data_ptr(), counts.data_ptr(), num_segments,
         *(table.data_ptr() for table in tables), world_size, *(part.data_ptr() for part in scratch),
-        arenas.data_ptr(), received, ROW_BYTES, slots.address, positions.address, offsets.address,
+        arenas.data_ptr(), received, ROW_BYTES, slots.address, uniques.address, offsets.address,
         accesses.address, addresses.address,
     )  # fmt: skip
-    return refused, [part.result() for part in (slots, positions, offsets, accesses, addresses)]
+    return refused, [part.result() for part in (slots, uniques, offsets, accesses, addresses)]
 
 
 @st.composite
@@ -42,19 +42,20 @@ def requests(draw):
 def test_equals_the_reference(requests, num_readable):
     placement, unique, offsets, counts = requests
     arenas = torch.tensor([10**12 * (rank + 1) if rank < num_readable else 0 for rank in range(placement.world_size)])
-    refused, (slots, positions, segment_offsets, accesses, addresses) = run(
+    refused, (slots, uniques, segment_offsets, accesses, addresses) = run(
         unique, offsets, counts, placement, arenas, received=77
     )
     assert refused == -1
     tables = [torch.tensor(values) for values in (placement.bases, placement.shifts, placement.num_rows)]
     expected = reference.route(unique, offsets, counts, *tables, placement.world_size)
     unsigned = slots.long() % 2**32
-    for mine, theirs in zip((unsigned, positions, segment_offsets, accesses), expected, strict=True):
+    for mine, theirs in zip((unsigned, uniques, segment_offsets, accesses), expected, strict=True):
         assert mine.tolist() == theirs.tolist()
-    check_addresses(placement, unique, offsets, arenas.tolist(), positions, addresses)
+    check_addresses(placement, unique, offsets, arenas.tolist(), uniques, addresses)
 
 
-def check_addresses(placement, unique, offsets, arenas, positions, addresses):
+def check_addresses(placement, unique, offsets, arenas, uniques, addresses):
+    positions = torch.argsort(uniques)
     for table in range(len(placement.num_rows)):
         for u in range(int(offsets[table]), int(offsets[table + 1])):
             owner, slot = placement.locate(table, int(unique[u]))

@@ -187,40 +187,35 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 to += ELEMENT * load_i64(feature + _STRIDE)
 
     @njit(**KERNEL)
-    def backward(grad, pointers, cells, num_unique, positions, sink):
-        """`sink[positions[u]]` = the sum of the output gradients in the cells of u, in order."""
-        if num_unique == 0:
-            return
-        j, last = load_u32(pointers), load_u32(pointers + 4 * num_unique) - 1
-        for u in range(num_unique):
-            end = load_u32(pointers + 4 * u + 4)
-            prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-            total = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-            j += 1
-            while j < end:
-                prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                total = add(total, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT))
-                j += 1
-            store_row(sink + OUT_BYTES * load_u32(positions + 4 * u), total, OUT)
+    def backward(
+        grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size, skip, sink
+    ):  # fmt: skip
+        """`sink[p]` = the sum of the output gradients in the cells of `uniques[p]`, in order, for all owners but `skip`.
 
-    @njit(**KERNEL)
-    def backward_weighted(grad, pointers, cells, weights, num_unique, positions, sink):
-        """The same with a factor for every cell."""
-        if num_unique == 0:
-            return
-        j, last = load_u32(pointers), load_u32(pointers + 4 * num_unique) - 1
-        for u in range(num_unique):
-            end = load_u32(pointers + 4 * u + 4)
-            weight = load_scalar(weights + ELEMENT * j, STORAGE)
-            total = scale(weight, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT))
-            j += 1
-            while j < end:
-                prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                weight = load_scalar(weights + ELEMENT * j, STORAGE)
-                total = axpy(weight, load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT), total)
-                j += 1
-            store_row(sink + OUT_BYTES * load_u32(positions + 4 * u), total, OUT)
+        Segment by segment, so that the gradients of a feature stay in the cache while all owners' sums are made.
+        """
+        last = load_u32(pointers + 4 * load_i64(segment_offsets + 8 * (world_size * (num_segments + 1) - 1))) - 1
+        for s in range(num_segments):
+            for owner in range(world_size):
+                if owner == skip:
+                    continue
+                bounds = segment_offsets + 8 * (owner * (num_segments + 1) + s)
+                for p in range(load_i64(bounds), load_i64(bounds + 8)):
+                    u = load_u32(uniques + 4 * p)
+                    j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
+                    prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
+                    row = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
+                    if weights:
+                        row = scale(load_scalar(weights + ELEMENT * j, STORAGE), row)
+                    j += 1
+                    while j < end:
+                        prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
+                        more = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
+                        if weights:
+                            row = axpy(load_scalar(weights + ELEMENT * j, STORAGE), more, row)
+                        else:
+                            row = add(row, more)
+                        j += 1
+                    store_row(sink + OUT_BYTES * p, row, OUT)
 
-    return SimpleNamespace(
-        pool=pool, pool_weighted=pool_weighted, backward=backward, backward_weighted=backward_weighted
-    )
+    return SimpleNamespace(pool=pool, pool_weighted=pool_weighted, backward=backward)

@@ -15,7 +15,7 @@ PREFETCHED_ROW_BYTES = 128
 @njit(**KERNEL)
 def route(
     unique, unique_offsets, counts, num_segments, bases, shifts, num_rows, world_size, owner_scratch, slot_scratch,
-    arenas, received, row_bytes, slots, positions, segment_offsets, accesses, addresses,
+    arenas, received, row_bytes, slots, uniques, segment_offsets, accesses, addresses,
 ):  # fmt: skip
     """Rows dealt over the ranks: owner (row + shift) mod W, slot base + row // W.
 
@@ -28,7 +28,7 @@ def route(
         arenas: int64 `[W]`, where the rows of an owner can be read in place, or 0.
         received: where the rows of the other owners will be received, in the order of `slots`.
         slots: uint32 `[U]` out, sorted by (owner, segment).
-        positions: uint32 `[U]` out; `slots[positions[u]]` is the slot of unique id u.
+        uniques: uint32 `[U]` out; `slots[p]` is where unique id `uniques[p]` is.
         segment_offsets: int64 `[W, S + 1]` out, into `slots`.
         accesses: int64 `[W, S]` out: ids (not only distinct ones) by owner and segment.
         addresses: int64 `[U]` out: where row u is, or will be once it is received.
@@ -80,7 +80,7 @@ def route(
             position = load_i64(cell)
             store_i64(cell, position + 1)
             store_u32(slots + 4 * position, slot)
-            store_u32(positions + 4 * u, position)
+            store_u32(uniques + 4 * position, u)
             arena = load_i64(arenas + 8 * owner)
             if arena:
                 store_i64(addresses + 8 * u, arena + slot * row_bytes)

@@ -10,7 +10,7 @@ def route(
     unique: Tensor, unique_offsets: Tensor, counts: Tensor,
     bases: Tensor, shifts: Tensor, num_rows: Tensor, world_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `rowmesh.ops.route.cpu.route`: slots, positions, segment offsets and accesses by owner."""
+    """As `rowmesh.ops.route.cpu.route`: slots, unique ids' indices in that order, segment offsets and accesses by owner."""
     num_segments = unique_offsets.numel() - 1
     segment = torch.repeat_interleave(torch.arange(num_segments), unique_offsets.diff())
     if bool(((unique < 0) | (unique >= num_rows[segment])).any()):
@@ -18,8 +18,6 @@ def route(
     owner = (unique + shifts[segment]) % world_size
     slot = bases[segment] + unique // world_size
     order = torch.argsort(owner, stable=True)
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order))
     segment_offsets = torch.zeros(world_size, num_segments + 1, dtype=torch.int64)
     accesses = torch.zeros(world_size, num_segments, dtype=torch.int64)
     accesses.index_put_((owner, segment), counts.long(), accumulate=True)
@@ -28,4 +26,4 @@ def route(
     flat = torch.cat([sizes.new_zeros(1), sizes.flatten().cumsum(0)])
     for rank in range(world_size):
         segment_offsets[rank] = flat[rank * num_segments : (rank + 1) * num_segments + 1]
-    return slot[order], positions, segment_offsets, accesses
+    return slot[order], order, segment_offsets, accesses
