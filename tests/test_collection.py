@@ -1,0 +1,325 @@
+"""EmbeddingCollection: what it counts, keeps, refuses, and gives back."""
+
+import gc
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, RowmeshError, SparseBatch, TableSpec
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError
+from rowmesh.optim import SGD, Adam
+from rowmesh.tables import Constant
+from tests.support import behaviour
+from tests.support.scenario import Scenario
+from tests.support.training import train
+
+TRANSPORTS = ["one_sided", "collective"]
+COUNTED = (
+    TableSpec(name="user", num_rows=50, dim=3, features=("user", "friend")),
+    TableSpec(name="tag", num_rows=7, dim=3, pooling="mean"),
+    TableSpec(name="item", num_rows=200, dim=16),
+    TableSpec(name="one", num_rows=1, dim=3),
+)
+
+
+def on_ranks(ranks, function, transport, *args, world_size=2):
+    if world_size == 1:
+        return [function(Mesh(), "auto", *args)]
+    return ranks.run(function, transport, *args, world_size=world_size)
+
+
+# Lossless statistics
+
+
+def ids_by_table(scenario, step, part, rank):
+    """Table → the ids of one rank's batch."""
+    sparse = scenario.local_batch(step, part, rank).sparse
+    found = {table.name: [] for table in scenario.tables}
+    for place, (_, table) in enumerate(scenario.features):
+        begin, end = sparse.feature_range(place)
+        found[table.name] += sparse.ids[begin:end].tolist()
+    return found
+
+
+def counted_by_hand(scenario, owned):
+    """(accesses, distinct) of every table on a rank that owns these rows."""
+    accesses = dict.fromkeys(owned, 0)
+    distinct = dict.fromkeys(owned, 0)
+    for step in range(scenario.num_steps):
+        for name, rows in owned.items():
+            asked = [
+                row
+                for part in range(scenario.accumulate)
+                for rank in range(scenario.world_size)
+                for row in ids_by_table(scenario, step, part, rank)[name]
+                if row in rows
+            ]
+            accesses[name] += len(asked)
+            distinct[name] += len(set(asked))
+    return accesses, distinct
+
+
+@settings(max_examples=12)
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    accumulate=st.integers(1, 2),
+    skew=st.sampled_from([1.0, 4.0, 1e9]),
+    transport=st.sampled_from(TRANSPORTS),
+)
+def test_owners_know_accesses_and_distinct_ids_of_every_table(ranks, sizes, accumulate, skew, transport):
+    scenario = Scenario(tables=COUNTED, batch_sizes=tuple(sizes), accumulate=accumulate, skew=skew)
+    if len(sizes) == 1:
+        trained = [train(Mesh(), scenario)]
+    else:
+        trained = ranks.run(train, scenario, transport, world_size=len(sizes))
+    for rank, part in enumerate(trained):
+        accesses, distinct = counted_by_hand(scenario, part.owned)
+        for counters in part.counters.values():
+            assert counters.table_accesses == {name: accesses[name] for name in counters.table_accesses}
+            assert counters.table_distinct == {name: distinct[name] for name in counters.table_distinct}
+        check_local_counters(scenario, rank, part.counters)
+
+
+def check_local_counters(scenario, rank, counters):
+    of_group = {"dim3_row_wise_adagrad": ("user", "tag", "one"), "dim16_row_wise_adagrad": ("item",)}
+    passes = [(step, part) for step in range(scenario.num_steps) for part in range(scenario.accumulate)]
+    assert set(counters) == set(of_group)
+    for name, tables in of_group.items():
+        asked = [ids_by_table(scenario, step, part, rank)[table] for step, part in passes for table in tables]
+        assert counters[name].ids == sum(map(len, asked))
+        assert counters[name].unique_ids == sum(len(set(ids)) for ids in asked)
+        assert counters[name].routes == len(passes)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_and_rounds(ranks, world_size):
+    """What is sent is received; both transports move the same rows; rounds do not grow with tables."""
+    scenario = Scenario(tables=COUNTED, batch_sizes=(30,) * world_size, bag_sizes=(1, 3))
+    received = {}
+    for transport in TRANSPORTS:
+        trained = ranks.run(train, scenario, transport, world_size=world_size)
+        received[transport] = [{name: c.bytes_received for name, c in part.counters.items()} for part in trained]
+    assert received["collective"] == received["one_sided"]
+    for name in trained[0].counters:
+        sent = sum(part.counters[name].bytes_sent for part in trained)
+        assert sent == sum(part.counters[name].bytes_received for part in trained) > 0
+        # slots, rows and gradients: three a step, however many tables
+        assert {part.counters[name].all_to_all_rounds for part in trained} == {3 * scenario.num_steps}
+
+
+# What stays, what goes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_vectors_that_a_user_keeps_are_not_overwritten(ranks, transport, world_size):
+    assert all(on_ranks(ranks, behaviour.keep_outputs, transport, world_size=world_size))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_does_not_grow_over_500_steps(ranks, transport):
+    for before, after in on_ranks(ranks, behaviour.footprints, transport, 60, 500):
+        assert after["files"] == before["files"]
+        assert after["mapped"] == before["mapped"]
+        assert after["resident"] - before["resident"] < 2**20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collections_give_everything_back(ranks, transport):
+    for first, last in on_ranks(ranks, behaviour.make_and_drop, transport):
+        assert first["files"] == last["files"]
+        assert first["mapped"] == last["mapped"]
+
+
+# The same training in other words
+
+
+def same_rows(mine, theirs):
+    return all(torch.equal(a[key], b[key]) for a, b in zip(mine, theirs, strict=True) for key in a)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "function", [behaviour.refuse_in_the_second_group, behaviour.look_up_before_the_step, behaviour.drive_by_verbs]
+)
+def test_trains_the_same(ranks, function, transport, world_size):
+    """Refused batches, look-ups before the step, and routes made early leave no trace."""
+    plain = on_ranks(ranks, function, transport, False, world_size=world_size)
+    other = on_ranks(ranks, function, transport, True, world_size=world_size)
+    assert same_rows(plain, other)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_under_distributed_data_parallel(ranks, transport):
+    """The model wrapped as a whole on two ranks is the model trained alone on the samples of both."""
+    ((expected, weight),) = on_ranks(ranks, behaviour.train_wrapped, transport, 2, world_size=1)
+    parts = on_ranks(ranks, behaviour.train_wrapped, transport, 2)
+    for rows, own_weight in parts:
+        torch.testing.assert_close(own_weight, weight, rtol=1e-6, atol=1e-6)
+        for table, by_number in rows.items():
+            for number, row in by_number.items():
+                torch.testing.assert_close(row, expected[table][number], rtol=1e-6, atol=1e-6)
+    assert sum(len(rows["a"]) for rows, _ in parts) == 300
+
+
+def a_table(**options):
+    options = {"name": "item", "num_rows": 10, "dim": 4, "optimizer": SGD(lr=1.0), "initializer": Constant()} | options
+    return TableSpec(**options)
+
+
+def test_zero_grad_forgets_gradients():
+    embeddings = EmbeddingCollection([a_table()])
+    optimizer = EmbeddingOptimizer(embeddings)
+    embeddings(SparseBatch.from_bags({"item": [[1]]})).values.sum().backward()
+    optimizer.zero_grad()
+    embeddings(SparseBatch.from_bags({"item": [[2]]})).values.sum().backward()
+    optimizer.step()
+    rows = embeddings.local_rows("item").values
+    assert rows[2].tolist() == [-1.0] * 4
+    assert not rows[1].any()
+
+
+def test_a_step_without_gradients_changes_nothing():
+    embeddings = EmbeddingCollection([a_table()])
+    EmbeddingOptimizer(embeddings).step()
+    assert not embeddings.local_rows("item").values.any()
+
+
+def test_features_that_the_loss_does_not_use_get_no_gradient():
+    embeddings = EmbeddingCollection([a_table(), a_table(name="user")])
+    out = embeddings(SparseBatch.from_bags({"item": [[1]], "user": [[2]]}))
+    out["user"].sum().backward()
+    EmbeddingOptimizer(embeddings).step()
+    assert not embeddings.local_rows("item").values.any()
+    assert embeddings.local_rows("user").values[2].tolist() == [-1.0] * 4
+
+
+def test_backward_runs_once():
+    embeddings = EmbeddingCollection([a_table()])
+    loss = embeddings(SparseBatch.from_bags({"item": [[1]]})).values.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RowmeshError, match="backward ran twice"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_evaluating", [True, False])
+def test_no_graph_without_gradients(is_evaluating):
+    embeddings = EmbeddingCollection([a_table()]).train(not is_evaluating)
+    with torch.set_grad_enabled(is_evaluating):
+        assert not embeddings(SparseBatch.from_bags({"item": [[1]]})).values.requires_grad
+
+
+def test_expanded_and_transposed_gradients():
+    """Gradients come in any memory layout: here one that is expanded, and one that is transposed."""
+    embeddings = EmbeddingCollection([a_table(), a_table(name="user")])
+    out = embeddings(SparseBatch.from_bags({"item": [[1], [2]], "user": [[1], [2]]}))
+    factors = torch.arange(16.0).view(8, 2)
+    (out.values.t() * factors).sum().backward()
+    EmbeddingOptimizer(embeddings).step()
+    assert torch.equal(embeddings.local_rows("item").values[1:3], -factors.t()[:, :4])
+    assert torch.equal(embeddings.local_rows("user").values[1:3], -factors.t()[:, 4:])
+
+
+# What it hands out
+
+
+def test_embeddings_by_feature():
+    tables = [a_table(), a_table(name="history", pooling="none"), a_table(name="wide", dim=6)]
+    batch = SparseBatch.from_bags({"wide": [[1], []], "history": [[3, 3], [5]], "item": [[0, 1], [2]]})
+    out = EmbeddingCollection(tables)(batch)
+    assert out.features == ("item", "wide")
+    assert out.dims == (4, 6)
+    assert out.values.shape == (2, 10)
+    assert out["wide"].shape == (2, 6)
+    assert out["history"].values.shape == (3, 4)
+    assert out["history"].offsets.tolist() == [0, 2, 3]
+    assert list(out) == ["item", "wide", "history"]
+    with pytest.raises(KeyError, match="no feature 'itm'"):
+        out["itm"]
+    with pytest.raises(ConfigurationError, match=r"different dims.*'wide': 6"):
+        out.stacked()
+
+
+def test_local_rows_are_views_and_reports_are_filled():
+    embeddings = EmbeddingCollection([a_table(optimizer=Adam())])
+    embeddings.local_rows("item").values[3] = 7.0
+    found = embeddings(SparseBatch.from_bags({"item": [[3]]}))
+    assert found.values.tolist() == [[7.0] * 4]
+    assert set(embeddings.local_rows("item").state) == {"m", "v"}
+    assert embeddings.transport == "local"
+    assert embeddings.transport_reason == "there is one rank"
+    assert "dim4_adam: 1 tables" in repr(embeddings)
+    assert embeddings.memory_bytes["rows"] >= 160
+    assert embeddings.memory_bytes["optimizer state"] >= 320
+    with pytest.raises(KeyError, match="no table 'itm'"):
+        embeddings.local_rows("itm")
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize("ids, bad", [([[3], [-1]], -1), ([[10], [11]], 10), ([[2**40], [0]], 2**40)])
+def test_ids_outside_their_table(ids, bad):
+    """The message names feature, table, how many, and the first; the batch is not used, the next one is."""
+    embeddings = EmbeddingCollection([a_table(features=("item", "seen"))])
+    with pytest.raises(IdRangeError) as caught:
+        embeddings(SparseBatch.from_bags({"seen": ids, "item": [[1], [2]]}))
+    num_bad = sum(not 0 <= i < 10 for bag in ids for i in bag)
+    for text in ("feature 'seen'", f"{num_bad} of 2 ids", "table 'item' (0 to 9)", f"the first is {bad};"):
+        assert text in str(caught.value)
+    assert embeddings.counters[0].out_of_range == {"seen": num_bad}
+    assert embeddings(SparseBatch.from_bags({"seen": [[1]], "item": [[1]]})).values.shape == (1, 8)
+
+
+def test_ids_outside_their_table_can_read_a_row():
+    embeddings = EmbeddingCollection([a_table(features=("item", "seen"), out_of_range=9), a_table(name="user")])
+    embeddings.local_rows("item").values[9] = 5.0
+    out = embeddings(SparseBatch.from_bags({"seen": [[1], [-7]], "item": [[12, 10], [9]], "user": [[0], [0]]}))
+    assert out["item"][:, 0].tolist() == [10.0, 5.0]
+    assert out["seen"][:, 0].tolist() == [0.0, 5.0]
+    assert embeddings.counters[0].out_of_range == {"item": 2, "seen": 1}
+    out.values.sum().backward()
+    EmbeddingOptimizer(embeddings).step()
+    assert embeddings.local_rows("item").values[9].tolist() == [5.0 - 4.0] * 4
+
+
+def test_features_must_match():
+    embeddings = EmbeddingCollection([a_table(), a_table(name="user")])
+    with pytest.raises(DataError, match=r"lacks features \['item'\] \(did you mean 'itme' in the batch\?\)"):
+        embeddings(SparseBatch.from_bags({"user": [[1]], "itme": [[1]]}))
+    with pytest.raises(DataError, match=r"features \['extra'\] of the batch belong to no table"):
+        embeddings(SparseBatch.from_bags({"user": [[1]], "item": [[1]], "extra": [[1]]}))
+
+
+def test_weights_get_no_gradient():
+    weights = torch.ones(1, requires_grad=True)
+    batch = SparseBatch(("item",), torch.tensor([1]), 1, bag_size=1, weights=weights)
+    with pytest.raises(DataError, match="detach"):
+        EmbeddingCollection([a_table()])(batch)
+
+
+@pytest.mark.parametrize(
+    "tables, message",
+    [
+        ([], "no tables"),
+        ([a_table(), a_table()], "two tables are named 'item'"),
+        ([a_table(), a_table(name="b", features=("item",))], r"feature 'item' is looked up in tables 'item' and 'b'"),
+        ([a_table(), a_table(name="b", dtype=torch.float64)], "float64 tables do not mix"),
+        ([a_table(num_rows=2**33)], "more than 4,294,967,295; use more ranks"),
+    ],
+)
+def test_tables_that_cannot_work(tables, message):
+    with pytest.raises(ConfigurationError, match=message):
+        EmbeddingCollection(tables)
+
+
+def test_a_dropped_collection_frees_its_memory():
+    before = behaviour.footprint()["resident"]
+    embeddings = EmbeddingCollection([a_table(num_rows=500_000, dim=16)])
+    assert behaviour.footprint()["resident"] - before > 25 * 2**20
+    del embeddings
+    gc.collect()
+    assert behaviour.footprint()["resident"] - before < 8 * 2**20

@@ -1,0 +1,84 @@
+"""How runs end that cannot go on: in time, naming who is to blame, leaving nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from rowmesh import EmbeddingCollection, Mesh
+from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.exchange.transport import choose_transport
+from tests.support import behaviour
+from tests.support.ranks import RankError, RankPool, is_running
+
+VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def shared_files():
+    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("rowmesh", "torch"))}
+
+
+@pytest.mark.parametrize(
+    "transport, where", [("one_sided", "update"), ("collective", "update"), ("collective", "forward")]
+)
+def test_a_rank_that_dies_in_a_step(transport, where):
+    """The others end with an error that names it, long before the timeout, and nothing stays."""
+    pool = RankPool(mesh_timeout_s=60.0)
+    before = shared_files()
+    try:
+        pids = pool.run(behaviour.process, world_size=4)
+        with pytest.raises(RankError) as caught:
+            pool.run(behaviour.outlive_a_peer, transport, 1, where, world_size=3)
+    finally:
+        pool.close()
+    assert "exit code -9" in caught.value.failed[1]
+    assert set(caught.value.returned) == {0, 2}
+    for rank, (name, message, elapsed_s) in caught.value.returned.items():
+        assert name == "PeerError"
+        assert message.startswith(f"rank {rank}: ")
+        assert "rank 1 (process" in message
+        assert elapsed_s < 30
+    assert not any(is_running(pid) for pid in pids)
+    assert shared_files() == before
+
+
+def test_a_rank_that_does_not_come(ranks):
+    absent, present = ranks.run(behaviour.leave_the_others, 0.5)[::-1]
+    assert absent[0] == "nothing"
+    assert present[0] == "PeerError"
+    assert "rank 0: waited" in present[1]
+    assert "for rank 1 (process" in present[1]
+    assert "which is alive; every rank must call forward and step equally often" in present[1]
+    assert 0.5 <= present[2] < 10
+
+
+def test_shared_memory_across_hosts_is_refused():
+    mesh = Mesh(rank=0, world_size=4, hosts=(0, 0, 1, 1), pids=(1, 2, 1, 2))
+    with pytest.raises(
+        ConfigurationError, match=r"'one_sided' cannot work: the 4 ranks are on 2 hosts.*use 'collective'"
+    ):
+        EmbeddingCollection(behaviour.TABLES, mesh=mesh, transport="one_sided")
+    transport, reason = choose_transport("auto", mesh, 1)
+    assert transport.name == "collective"
+    assert "2 hosts" in reason
+
+
+def test_unknown_transports_are_refused():
+    with pytest.raises(ConfigurationError, match=r"'auto', 'collective' or 'one_sided', got 'nccl'"):
+        EmbeddingCollection(behaviour.TABLES, transport="nccl")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", [{"MASTER_PORT"}, {"RANK"}, {"WORLD_SIZE"}, {"MASTER_ADDR", "MASTER_PORT"}])
+def test_some_of_the_variables_of_torchrun(monkeypatch, missing):
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+        if name in missing:
+            monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError, match=f"{', '.join(sorted(missing))} are not; launch with torchrun"):
+        Mesh.connect()
+
+
+def test_nobody_to_join(monkeypatch):
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerError, match=r"rank 1 of 2 could not join at 127.0.0.1:1 within 1 s"):
+        Mesh.connect(timeout_s=1.0)
