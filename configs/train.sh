@@ -38,7 +38,7 @@ fi
 # A hundred steps at least: a small data set gets small batches.
 samples=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["splits"]["train"]["samples"])' \
     "$prepared/metadata.json")
-batch_size=4096
+batch_size=2048
 while ((batch_size > 64 && samples < 100 * batch_size)); do ((batch_size /= 2)); done
 
 # shellcheck disable=SC2086  # ARGS are words
