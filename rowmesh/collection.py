@@ -1,7 +1,7 @@
 """EmbeddingCollection: embedding tables spread over the ranks, as one module.
 
-The four verbs `route`, `fetch`, `pool` and `push` are one training step of its tables; `forward` is the first three, and
-`rowmesh.optim.EmbeddingOptimizer.step` is the last.
+The four verbs `route`, `fetch`, `pool` and `push` are one training step of its tables; `forward` is the first three,
+and `rowmesh.optim.EmbeddingOptimizer.step` is the last.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class _Pool(torch.autograd.Function):
 class EmbeddingCollection(nn.Module):
     """Embedding tables, their rows dealt over the ranks.
 
-    Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves them
-    alone. Every rank must construct it, and call `forward` and the optimizer's `step`, equally often.
+    Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
+    them alone. Every rank must construct it, and call `forward` and the optimizer's `step`, equally often.
 
     Args:
         tables: what to store.

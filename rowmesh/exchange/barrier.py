@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 
-from numba import njit
-
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
-from rowmesh.ops.simd import KERNEL, load_acquire, load_i64, sched_yield, store_release
+from rowmesh.ops.simd import load_acquire, load_i64, sched_yield, store_release, uncached_kernel
 
 _SPINS = 200  # then give the core away: a pure spin stalls where ranks outnumber cores
 _YIELDS = 20_000  # then back to Python, to see whether the peers are alive
 
 
-# Not cached on disk: the address of sched_yield is part of the code.
-@njit(**(KERNEL | {"cache": False}))
+@uncached_kernel
 def _wait(flags, rank, world_size, generation):
     """−1 once every flag has reached the generation, else the first rank whose flag has not."""
     store_release(load_i64(flags + 8 * rank), generation)

@@ -1,11 +1,11 @@
 """Collective transport: requests, rows and gradients travel as all-to-alls between the ranks.
 
-A step has one round for the counts of all groups, and for each group one for the slots, one for the rows and one for the
-gradients, however many tables the group has. What a rank asks of itself never leaves it.
+A step has one round for the counts of all groups, and for each group one for the slots, one for the rows and one for
+the gradients, however many tables the group has. What a rank asks of itself never leaves it.
 
 Source: FusedRec §3, Algorithm 1, lines 4–6.
-Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to every
-request for it; the same merge serves the update.
+Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to
+every request for it; the same merge serves the update.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Sources, Update
-from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
+from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.ops import gather
-from rowmesh.ops.memory import Buffer
+from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.simd import STORAGE
 
 _TAG = 0x726D  # apart from the user's own messages between ranks

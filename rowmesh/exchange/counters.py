@@ -49,7 +49,7 @@ class GroupCounters:
         return dict(zip(self.tables, self._distinct.tolist(), strict=True))
 
     def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
-        """Adds what the owner saw of each table in one update: ids `[S]`, and offsets of the distinct rows `[S + 1]`."""
+        """Adds what the owner saw in one update: ids by table `[S]`, offsets of the distinct rows `[S + 1]`."""
         self._accesses += accesses
         self._distinct += offsets[1:]
         self._distinct -= offsets[:-1]

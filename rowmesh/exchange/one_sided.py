@@ -17,8 +17,9 @@ from rowmesh.errors import RowmeshError
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Sources, Update
-from rowmesh.exchange.workspace import Memory, Outbox, slots_offset
+from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
+from rowmesh.ops.memory import Memory
 
 MAX_ROUTES = 16  # routes that one push may bring for a group
 _ENTRY = 8  # int64 values that announce an outbox

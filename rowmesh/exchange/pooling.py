@@ -41,7 +41,8 @@ class GroupPooling:
         layout, workspace = group.layout, group.workspace
         if not layout.is_weighted:
             self._kernels.pool(
-                layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse, output.data_ptr()
+                layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse,
+                output.data_ptr()
             )  # fmt: skip
             return
         self._kernels.pool_weighted(
@@ -50,7 +51,7 @@ class GroupPooling:
         )  # fmt: skip
 
     def backward(self, group: RouteGroup, grad: Tensor) -> None:
-        """Writes the summed gradients of the rows of other ranks into the outbox; the own ones are summed by the update."""
+        """Writes the summed gradients of other ranks' rows into the outbox; the update sums the own ones."""
         compress(group)
         exchange, workspace, outbox = group.exchange, group.workspace, group.workspace.outbox
         group.gradient = grad

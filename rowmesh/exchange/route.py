@@ -92,7 +92,8 @@ class GroupExchange:
     """What stays the same from batch to batch for one group."""
 
     def __init__(
-        self, group: TableGroup, placement: DealtPlacement, arena: DenseArena, rank: int, make_outbox: Callable[[], Outbox]
+        self, group: TableGroup, placement: DealtPlacement, arena: DenseArena, rank: int, make_outbox: Callable[[],
+        Outbox]
     ) -> None:  # fmt: skip
         self.group = group
         self.placement = placement

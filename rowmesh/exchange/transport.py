@@ -3,8 +3,8 @@
     fetch(route)   afterwards every `addresses[u]` of every group can be read
     push(routes)   owners merge the gradients of all ranks and update their rows
 
-Both are collective. All transports give the same results to the bit: requests are merged in the order of the ranks by one
-kernel, whatever brought them.
+Both are collective. All transports give the same results to the bit: requests are merged in the order of the ranks by
+one kernel, whatever brought them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.workspace import Memory, Outbox, private_outbox
+from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.shared_memory import is_supported
-from rowmesh.ops.memory import Buffer
+from rowmesh.ops.memory import Buffer, Memory
 
 TransportName = Literal["auto", "collective", "one_sided"]
 

@@ -6,23 +6,10 @@ A workspace is lent to a route and returns when the route is gone; as many exist
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
-from rowmesh.ops.memory import Buffer, Scratch, round_up
-
-
-class Memory(Protocol):
-    """A buffer, private or shared."""
-
-    address: int
-    num_bytes: int
-    bytes: np.ndarray
-
-    def array(self, dtype: type, *shape: int, offset: int = 0) -> np.ndarray:
-        """A NumPy view."""
-        ...
+from rowmesh.ops.memory import Buffer, Memory, Scratch, round_up
 
 
 def slots_offset(world_size: int, num_segments: int) -> int:

@@ -59,8 +59,9 @@ class Mesh:
             if not _launched():
                 return Mesh(timeout_s=timeout_s)
             owns_group = True
-            # Its functions take the default group as a default argument. Imported while a group exists (torch.optim does so),
-            # they would keep that group and its threads alive until the interpreter is gone, which can abort the process.
+            # Its functions take the default group as a default argument. Imported while a group exists (torch.optim
+            # does so), they would keep that group and its threads alive until the interpreter is gone, which can
+            # abort the process.
             importlib.import_module("torch.distributed.nn.functional")
             # Without an interface gloo resolves the host name, which many containers cannot.
             if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1"):
@@ -110,8 +111,8 @@ class Mesh:
                 return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
             time.sleep(0.05)
         return PeerError(
-            f"rank {self.rank}: {doing} failed; the ranks of this host are alive, so one elsewhere died or did not answer "
-            f"within {self.timeout_s:.0f} s: {cause}"
+            f"rank {self.rank}: {doing} failed; the ranks of this host are alive, so one elsewhere died or did not "
+            f"answer within {self.timeout_s:.0f} s: {cause}"
         )
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ def _launched() -> bool:
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly where they can map each other's memory: one kernel, one PID namespace, one user."""
+    """Equal for two processes where they can map each other's memory: one kernel, PID namespace and user."""
     parts = [socket.gethostname(), str(os.getuid())]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:

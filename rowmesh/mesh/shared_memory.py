@@ -1,8 +1,8 @@
 """Shared memory without names: nothing can be left behind, however a process ends.
 
 A segment is an anonymous file (memfd) of the rank that made it. A rank on the same host maps it through
-/proc/<pid>/fd/<number>; the kernel frees it with the last mapping. Unlike files in /dev/shm it needs no clean-up after a
-crash, and it is not bound by the small /dev/shm of a container.
+/proc/<pid>/fd/<number>; the kernel frees it with the last mapping. Unlike files in /dev/shm it needs no clean-up
+after a crash, and it is not bound by the small /dev/shm of a container.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SharedBuffer:
 
 
 def _map_aligned(descriptor: int, num_bytes: int) -> int:
-    """Maps a file at an address that allows huge pages: a reservation with slack, then the file over its aligned part."""
+    """Maps a file at an address that allows huge pages: over the aligned part of a larger reservation."""
     alignment = HUGE_PAGE if num_bytes >= HUGE_PAGE else mmap.PAGESIZE
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     reserved = _libc.mmap(None, num_bytes + alignment, 0, anonymous, -1, 0)

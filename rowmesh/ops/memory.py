@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import sys
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,28 @@ def collapse_huge_pages(address: int, num_bytes: int) -> None:
     if sys.platform == "linux" and num_bytes >= HUGE_PAGE:
         _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE)
         _libc.madvise(address, num_bytes, _MADV_COLLAPSE)
+
+
+class Memory(Protocol):
+    """A buffer, private or shared.
+
+    Attributes:
+        address: where it begins.
+        num_bytes: its size.
+        bytes: it, as uint8.
+    """
+
+    address: int
+    num_bytes: int
+    bytes: np.ndarray
+
+    def array(self, dtype: Any, *shape: int, offset: int = 0) -> np.ndarray:
+        """A NumPy view; `offset` in bytes."""
+        ...
+
+    def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
+        """A torch view; `offset` in bytes."""
+        ...
 
 
 class Buffer:

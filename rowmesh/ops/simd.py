@@ -1,12 +1,12 @@
 """Rows as vectors: the Numba intrinsics that the CPU kernels are written in.
 
-A row of D elements is loaded into one LLVM vector `<D x float>` and stays in registers; LLVM splits it into
-whatever the processor has (AVX-512, AVX2, NEON). Addresses are 64-bit integers, so a table may be of any size.
+A row of D elements is loaded into one LLVM vector `<D x float>` and stays in registers; LLVM splits it into whatever
+the processor has (AVX-512, AVX2, NEON). Addresses are 64-bit integers, so a table may be of any size.
 
     acc = add(acc, load_row(rows + slot * row_bytes, DIM, STORAGE))
 
-`DIM` and `STORAGE` must be constants where the kernel is compiled (closure variables of its factory). The intrinsics are
-at module level and take them as literals: built inside a factory they would miss Numba's disk cache every time.
+`DIM` and `STORAGE` must be constants where the kernel is compiled (closure variables of its factory). The intrinsics
+are at module level and take them as literals: built inside a factory they would miss Numba's disk cache every time.
 
 Nothing here checks bounds. Kernels are called through wrappers that do.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -31,7 +31,12 @@ COMPUTE_BYTES = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 4}
 
 # Options of every kernel. Never parallel=True: its default threading layer aborts the process when two Python
 # threads enter it. fastmath stays off: sums keep their order.
-KERNEL: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "cache": True}
+_OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+_njit: Any = njit
+kernel = _njit(cache=True, **_OPTIONS)
+uncached_kernel = _njit(**_OPTIONS)  # for code that contains an address of this process
+inlined = _njit(cache=True, inline="always", **_OPTIONS)  # into the kernels that call it: constants stay constants
+_intrinsic: Any = intrinsic  # its result takes one argument less than type checkers think
 
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -80,7 +85,7 @@ def _splat(builder: Any, row: RowType, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, row.dim), [0] * row.dim))
 
 
-@intrinsic
+@_intrinsic
 def zero_row(typing: Any, dim: Any, storage: Any) -> Any:
     """A row of zeros."""
     d, s = _literal(dim), _literal(storage)
@@ -90,7 +95,7 @@ def zero_row(typing: Any, dim: Any, storage: Any) -> Any:
     return row(dim, storage), lambda ctx, b, sig, args: ir.Constant(ir.VectorType(row.element, d), None)
 
 
-@intrinsic
+@_intrinsic
 def splat(typing: Any, scalar: Any, dim: Any, storage: Any) -> Any:
     """A row whose elements all equal `scalar`."""
     d, s = _literal(dim), _literal(storage)
@@ -100,7 +105,7 @@ def splat(typing: Any, scalar: Any, dim: Any, storage: Any) -> Any:
     return row(row.scalar, dim, storage), lambda ctx, b, sig, args: _splat(b, row, args[0])
 
 
-@intrinsic
+@_intrinsic
 def load_row(typing: Any, address: Any, dim: Any, storage: Any) -> Any:
     """The row at `address`; bfloat16 is widened to float32."""
     d, s = _literal(dim), _literal(storage)
@@ -122,7 +127,7 @@ def load_row(typing: Any, address: Any, dim: Any, storage: Any) -> Any:
     return row(types.int64, dim, storage), codegen
 
 
-@intrinsic
+@_intrinsic
 def store_row(typing: Any, address: Any, value: Any, storage: Any) -> Any:
     """Writes a row; float32 is rounded to the nearest bfloat16, ties to even, NaN kept."""
     s = _literal(storage)
@@ -158,25 +163,25 @@ def _binary(name: str) -> Any:
     return codegen
 
 
-@intrinsic
+@_intrinsic
 def add(typing: Any, x: Any, y: Any) -> Any:
     """X + y, element by element."""
     return x(x, y), _binary("fadd")
 
 
-@intrinsic
+@_intrinsic
 def mul(typing: Any, x: Any, y: Any) -> Any:
     """X · y, element by element."""
     return x(x, y), _binary("fmul")
 
 
-@intrinsic
+@_intrinsic
 def div(typing: Any, x: Any, y: Any) -> Any:
     """X / y, element by element."""
     return x(x, y), _binary("fdiv")
 
 
-@intrinsic
+@_intrinsic
 def axpy(typing: Any, a: Any, x: Any, y: Any) -> Any:
     """A · x + y for a scalar a; may be one fused operation."""
 
@@ -187,13 +192,13 @@ def axpy(typing: Any, a: Any, x: Any, y: Any) -> Any:
     return x(x.scalar, x, x), codegen
 
 
-@intrinsic
+@_intrinsic
 def scale(typing: Any, a: Any, x: Any) -> Any:
     """A · x for a scalar a."""
     return x(x.scalar, x), lambda ctx, b, sig, args: b.fmul(_splat(b, x, args[0]), args[1])
 
 
-@intrinsic
+@_intrinsic
 def sqrt_row(typing: Any, x: Any) -> Any:
     """√x, element by element."""
 
@@ -205,7 +210,7 @@ def sqrt_row(typing: Any, x: Any) -> Any:
     return x(x), codegen
 
 
-@intrinsic
+@_intrinsic
 def sum_squares(typing: Any, x: Any) -> Any:
     """Σ x², summed as a tree."""
 
@@ -242,7 +247,7 @@ def _prefetch(write: int) -> Any:
     return typer
 
 
-@intrinsic
+@_intrinsic
 def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
     """Asks for the cache lines of `num_bytes` (a constant) from `address` on, for reading."""
     return _prefetch(0)(typing, address, num_bytes)
@@ -266,66 +271,66 @@ def _store(llvm: Any, numba: Any, narrow: bool = False) -> Any:
     return types.void(types.int64, numba), codegen
 
 
-@intrinsic
+@_intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
     """The int64 at `address`."""
     return _load(_I64, types.int64)
 
 
-@intrinsic
+@_intrinsic
 def store_i64(typing: Any, address: Any, value: Any) -> Any:
     """Writes an int64."""
     return _store(_I64, types.int64)
 
 
-@intrinsic
+@_intrinsic
 def load_u32(typing: Any, address: Any) -> Any:
     """The uint32 at `address`, as an int64."""
     return _load(_I32, types.int64, "zext")
 
 
-@intrinsic
+@_intrinsic
 def store_u32(typing: Any, address: Any, value: Any) -> Any:
     """Writes the low 32 bits of an int64."""
     return _store(_I32, types.int64, narrow=True)
 
 
-@intrinsic
+@_intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
     """The float32 at `address`."""
     return _load(_F32, types.float32)
 
 
-@intrinsic
+@_intrinsic
 def store_f32(typing: Any, address: Any, value: Any) -> Any:
     """Writes a float32."""
     return _store(_F32, types.float32)
 
 
-@intrinsic
+@_intrinsic
 def load_f64(typing: Any, address: Any) -> Any:
     """The float64 at `address`."""
     return _load(_F64, types.float64)
 
 
-@intrinsic
+@_intrinsic
 def store_f64(typing: Any, address: Any, value: Any) -> Any:
     """Writes a float64."""
     return _store(_F64, types.float64)
 
 
-@intrinsic
+@_intrinsic
 def load_scalar(typing: Any, address: Any, storage: Any) -> Any:
     """One element of the arithmetic's type."""
     s = _literal(storage)
     if s is None:
         return None
     scalar = types.float64 if s == FLOAT64 else types.float32
-    signature, codegen = _load(_ELEMENT[s], scalar)
+    _, codegen = _load(_ELEMENT[s], scalar)
     return scalar(types.int64, storage), lambda ctx, b, sig, args: codegen(ctx, b, sig, args[:1])
 
 
-@intrinsic
+@_intrinsic
 def store_scalar(typing: Any, address: Any, value: Any, storage: Any) -> Any:
     """Writes one element of the arithmetic's type."""
     s = _literal(storage)
@@ -336,7 +341,7 @@ def store_scalar(typing: Any, address: Any, value: Any, storage: Any) -> Any:
     return types.void(types.int64, scalar, storage), lambda ctx, b, sig, args: codegen(ctx, b, sig, args[:2])
 
 
-@intrinsic
+@_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
     """Atomic load: what the writer wrote before its `store_release` is visible after it."""
 
@@ -346,7 +351,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
     """Atomic store that publishes everything written before it."""
 

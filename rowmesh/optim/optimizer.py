@@ -27,7 +27,8 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
     """Updates the rows that the last backward touched; one parameter group for each fused group of tables.
 
     The update rule and its first learning rate are the tables' own (`TableSpec.optimizer`). Learning-rate schedules of
-    `torch.optim.lr_scheduler` work on it: they change `param_groups[i]["lr"]`. Several backward passes before one step add up.
+    `torch.optim.lr_scheduler` work on it: they change `param_groups[i]["lr"]`. Several backward passes before one
+    step add up.
 
     Args:
         collection: the EmbeddingCollection.

@@ -1,8 +1,8 @@
 """Dealt placement: the rows of every table go round the ranks by arithmetic.
 
-The owner of row r of table t is (r + t) mod W and its place among that owner's rows is r div W. After preparation rows are in order of
-frequency, so dealing gives every rank the same share of each table's head; the shift by t keeps the most frequent rows of
-all tables from meeting on one rank.
+The owner of row r of table t is (r + t) mod W and its place among that owner's rows is r div W. After preparation
+rows are in order of frequency, so dealing gives every rank the same share of each table's head; the shift by t keeps
+the most frequent rows of all tables from meeting on one rank.
 """
 
 from __future__ import annotations

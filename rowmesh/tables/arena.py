@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.ops.initialize import initialize
-from rowmesh.ops.memory import Buffer
+from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.merge_update import Merger, update_kernels
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.optim import Adam
@@ -31,7 +31,7 @@ class DenseArena:
     """
 
     def __init__(
-        self, group: TableGroup, num_slots: int, allocate: Callable[[int], Buffer] = Buffer
+        self, group: TableGroup, num_slots: int, allocate: Callable[[int], Memory] = Buffer
     ) -> None:  # fmt: skip
         self.group = group
         self.num_slots = num_slots

@@ -16,8 +16,8 @@ from rowmesh.tables.spec import TableSpec, check_tables
 class TableGroup:
     """Tables with the same (dim, optimizer, initializer, dtype); a table is a segment of the group.
 
-    Source: FusedRec §3 "Embedding Fusion", equation (1). Differs: the storage dtype belongs to the specification, and tables
-    that return one vector an id (pooling "none") do not mix with pooled ones.
+    Source: FusedRec §3 "Embedding Fusion", equation (1). Differs: the storage dtype belongs to the specification, and
+    tables that return one vector an id (pooling "none") do not mix with pooled ones.
     """
 
     name: str

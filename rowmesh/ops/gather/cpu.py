@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-from numba import njit
-
-from rowmesh.ops.simd import KERNEL, STORAGE_BYTES, load_i64, load_row, load_u32, prefetch, store_row
+from rowmesh.ops.simd import STORAGE_BYTES, kernel, load_i64, load_row, load_u32, prefetch, store_row
 
 AHEAD = 16
 END = 0xFFFFFFFF  # no further request for a row
@@ -19,7 +17,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
     DIM, STORAGE = dim, storage
     ROW_BYTES = dim * STORAGE_BYTES[storage]
 
-    @njit(**KERNEL)
+    @kernel
     def gather(table, slots, num_slots, out):
         """`out[i] = table[slots[i]]`; slots are int64."""
         for i in range(num_slots):
@@ -28,7 +26,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
             row = load_row(table + load_i64(slots + 8 * i) * ROW_BYTES, DIM, STORAGE)
             store_row(out + i * ROW_BYTES, row, STORAGE)
 
-    @njit(**KERNEL)
+    @kernel
     def reply(arena, slots, heads, nexts, num_merged, own_begin, own_end, out):
         """Every distinct row is read once and written to each request for it, except to this rank's own.
 

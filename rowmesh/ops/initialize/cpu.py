@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from rowmesh.ops.simd import KERNEL
+from rowmesh.ops.simd import inlined, kernel
 
 _DISTRIBUTIONS = {"uniform": 0, "normal": 1, "constant": 2}
 
 
-@njit(nogil=True, error_model="numpy", cache=True, inline="always")
+@inlined
 def _mix(z):
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
-@njit(**KERNEL)
+@kernel
 def _fill(out, key, first, stride, distribution, a, b):
     num_rows, dim = out.shape
     for i in range(num_rows):

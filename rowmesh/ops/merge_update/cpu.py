@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
-from numba import njit
 
 from rowmesh.ops.memory import Buffer, Scratch
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
     FLOAT64,
-    KERNEL,
     STORAGE_BYTES,
     add,
     axpy,
     div,
+    inlined,
+    kernel,
     load_i64,
     load_row,
     load_scalar,
@@ -43,15 +43,15 @@ END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
 # This rank's own gradients are not written anywhere before the update: it sums them from the output's gradient. Such an
-# entry has a negative address, which names a descriptor (one a route) and the place among the route's slots. A descriptor
-# holds five addresses: uniques  pointers  cells  weights (or 0)  gradient of the output
+# entry has a negative address, which names a descriptor (one a route) and the place among the route's slots. A
+# descriptor holds five addresses: uniques  pointers  cells  weights (or 0)  gradient of the output
 OWN = 5
 _OWN_SHIFT = 40
 _UNIQUES, _POINTERS, _CELLS, _WEIGHTS, _GRADIENT = range(0, 8 * OWN, 8)
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 
-@njit(**KERNEL)
+@kernel
 def _merge(
     num_segments, num_sources, sources, gradient_bytes, arena, row_bytes,
     table, epoch, merged_slots, merged_offsets, heads, tails, nexts, addresses,
@@ -146,8 +146,8 @@ class Merger:
         """Merges.
 
         Args:
-            sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering; −1 − k
-                in place of the gradients for the k-th of this rank's own routes.
+            sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering;
+                −1 − k in place of the gradients for the k-th of this rank's own routes.
             gradient_bytes: of one gradient.
             num_entries: requests of all sources together.
         """
@@ -170,7 +170,7 @@ class Merger:
         )  # fmt: skip
 
 
-@njit(inline="always", **KERNEL)
+@inlined
 def _own(address, own):
     """The descriptor of this rank's own part that an entry's negative address stands for, and the unique id."""
     code = -1 - address
@@ -179,7 +179,7 @@ def _own(address, own):
     return mine, load_u32(load_i64(mine + _UNIQUES) + 4 * position)
 
 
-@njit(inline="always", **KERNEL)
+@inlined
 def _first_gradient(address, own, element):
     """Where the first gradient of an entry is, for prefetching."""
     if address >= 0:
@@ -191,7 +191,7 @@ def _first_gradient(address, own, element):
 
 # Inlined into the kernels with dim, storage, … as constants. (A kernel that called other compiled closures would miss
 # Numba's disk cache, whose key hashes what a closure holds.)
-@njit(inline="always", **KERNEL)
+@inlined
 def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
     prefetch(arena + slot * row_bytes, row_bytes)
     if rule != SGD:
@@ -200,7 +200,7 @@ def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
             prefetch(state2 + slot * state_bytes, state_bytes)
 
 
-@njit(inline="always", **KERNEL)
+@inlined
 def _change_row(
     gradient, slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
     dim, storage, out, rule, row_bytes, state_bytes,
@@ -244,7 +244,7 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
     STATE_BYTES = ELEMENT if RULE == ROW_WISE_ADAGRAD else OUT_BYTES
     SCALAR = np.float64 if storage == FLOAT64 else np.float32
 
-    @njit(**KERNEL)
+    @kernel
     def update_merged(
         slots, heads, nexts, addresses, num_merged, own, arena, state1, state2,
         lr_, scaling_, eps_, beta1_, beta2_, correction_,

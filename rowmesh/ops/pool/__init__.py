@@ -2,8 +2,8 @@
 
 Both work on unique rows and the inverse, so neither a row nor a gradient is ever expanded to one copy an id.
 
-Source: FusedRec §3 "Embedding Recovery", Fig. 4 (one gather through composed indices). Differs: recovery and pooling are one
-pass, and backward sums through the same indices.
+Source: FusedRec §3 "Embedding Recovery", Fig. 4 (one gather through composed indices). Differs: recovery and pooling
+are one pass, and backward sums through the same indices.
 """
 
 from rowmesh.ops.pool.cpu import DESCRIPTOR, file_cells, file_weights, id_weights, kernels

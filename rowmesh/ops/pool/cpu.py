@@ -14,16 +14,15 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-from numba import njit
-
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
     FLOAT64,
-    KERNEL,
     STORAGE_BYTES,
     add,
     axpy,
+    inlined,
+    kernel,
     load_f32,
     load_f64,
     load_i64,
@@ -45,7 +44,7 @@ DESCRIPTOR = 8  # int64 values that describe a feature
 _BEGIN, _END, _OFFSETS, _BAG_SIZE, _NUM_BAGS, _FIRST_CELL, _STRIDE, _MEAN = range(0, 8 * DESCRIPTOR, 8)
 
 
-@njit(inline="always", **KERNEL)
+@inlined
 def _size(offsets, bag_size, bag):
     """The number of ids in a bag."""
     if offsets:
@@ -53,9 +52,9 @@ def _size(offsets, bag_size, bag):
     return bag_size
 
 
-@njit(**KERNEL)
+@kernel
 def id_weights(features, num_features, weights, double_in, out, double_out):
-    """The factor of each id: its weight (1 where `weights` is 0), over the size of its bag where the feature is a mean."""
+    """The factor of each id: its weight (1 where `weights` is 0), over the bag's size where the feature is a mean."""
     for f in range(num_features):
         feature = features + 8 * DESCRIPTOR * f
         i, offsets = load_i64(feature + _BEGIN), load_i64(feature + _OFFSETS)
@@ -73,7 +72,7 @@ def id_weights(features, num_features, weights, double_in, out, double_out):
                 i += 1
 
 
-@njit(**KERNEL)
+@kernel
 def file_cells(features, num_features, inverse, counts, num_unique, pointers, cells):
     """Files the output cell of every id under its row: row u went into `cells[pointers[u]:pointers[u + 1]]`.
 
@@ -110,7 +109,7 @@ def file_cells(features, num_features, inverse, counts, num_unique, pointers, ce
             cell -= stride
 
 
-@njit(**KERNEL)
+@kernel
 def file_weights(features, num_features, inverse, pointers, num_unique, cursors, weights, element_bytes, out):
     """Orders the factors of the ids as `file_cells` orders their cells."""
     for u in range(num_unique):
@@ -136,7 +135,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
     OUT = FLOAT64 if storage == FLOAT64 else FLOAT32
     OUT_BYTES = dim * ELEMENT
 
-    @njit(**KERNEL)
+    @kernel
     def pool(features, num_features, addresses, inverse, out):
         """The sum of each bag; an empty bag is zero, a bag of one id a copy."""
         for f in range(num_features):
@@ -166,7 +165,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 store_row(to, total, OUT)
                 to += stride
 
-    @njit(**KERNEL)
+    @kernel
     def pool_weighted(features, num_features, addresses, inverse, weights, out):
         """The weighted sum of each bag."""
         for f in range(num_features):
@@ -186,11 +185,12 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 store_row(to, total, OUT)
                 to += ELEMENT * load_i64(feature + _STRIDE)
 
-    @njit(**KERNEL)
+    @kernel
     def backward(
         grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size, skip, sink
     ):  # fmt: skip
-        """`sink[p]` = the sum of the output gradients in the cells of `uniques[p]`, in order, for all owners but `skip`.
+        """`sink[p]` = the sum of the output gradients in the cells of `uniques[p]`, in order, for all owners but
+        `skip`.
 
         Segment by segment, so that the gradients of a feature stay in the cache while all owners' sums are made.
         """

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rowmesh.ops.simd import KERNEL, load_i64, load_u32, prefetch, store_i64, store_u32
+from rowmesh.ops.simd import kernel, load_i64, load_u32, prefetch, store_i64, store_u32
 
 # Short rows are asked for as soon as their address is known, so that the misses run under the routing of the others
 # (dim 16: 12 % of a step). Long ones would fill the cache before pool comes to them.
 PREFETCHED_ROW_BYTES = 128
 
 
-@njit(**KERNEL)
+@kernel
 def route(
     unique, unique_offsets, counts, num_segments, bases, shifts, num_rows, world_size, owner_scratch, slot_scratch,
     arenas, received, row_bytes, slots, uniques, segment_offsets, accesses, addresses,

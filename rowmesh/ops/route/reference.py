@@ -10,7 +10,7 @@ def route(
     unique: Tensor, unique_offsets: Tensor, counts: Tensor,
     bases: Tensor, shifts: Tensor, num_rows: Tensor, world_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `rowmesh.ops.route.cpu.route`: slots, unique ids' indices in that order, segment offsets and accesses by owner."""
+    """As `rowmesh.ops.route.cpu.route`: slots, which unique id each is, segment offsets and accesses by owner."""
     num_segments = unique_offsets.numel() - 1
     segment = torch.repeat_interleave(torch.arange(num_segments), unique_offsets.diff())
     if bool(((unique < 0) | (unique >= num_rows[segment])).any()):

@@ -8,17 +8,16 @@ multiplier 2^(64−bits) the hash is key mod 2^bits, which has no collisions, an
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from rowmesh.ops.memory import Scratch
-from rowmesh.ops.simd import KERNEL, load_i64, load_u32, store_i64, store_u32
+from rowmesh.ops.simd import kernel, load_i64, load_u32, store_i64, store_u32
 
 _FIBONACCI = 0x9E3779B97F4A7C15
 _DIRECT_ROWS = 1 << 13  # below this many rows a table is addressed directly (16 bytes an entry)
 _EPOCH_LIMIT = (1 << 31) - 1
 
 
-@njit(**KERNEL)
+@kernel
 def _segment_unique(
     ids, ranges, stride, segments, num_ranges, num_segments,
     table, multipliers, bits, limits, epoch, unique, counts, inverse, unique_offsets,
@@ -96,8 +95,8 @@ class SegmentHash:
         self, ids: int, ranges: int, stride: int, segments: int, num_ranges: int,
         unique: int, counts: int, inverse: int, unique_offsets: int,
     ) -> None:  # fmt: skip
-        """Arguments are addresses, but for `num_ranges` and `stride`: range r begins at `ranges[r · stride]`, in bytes, and
-        its end stands next to it.
+        """Arguments are addresses, but for `num_ranges` and `stride`: range r begins at `ranges[r · stride]`, in
+        bytes, and its end stands next to it.
         """
         num_segments = len(self._bits)
         while True:
