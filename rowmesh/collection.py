@@ -200,7 +200,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def transport(self) -> str:
-        """ "local", "one_sided" or "collective"."""
+        """One of "local", "one_sided" and "collective"."""
         return self._transport.name
 
     @property
@@ -283,6 +283,8 @@ class EmbeddingCollection(nn.Module):
             routes: routes whose backward has run; the gradients of several add up.
             lrs: the learning rate of each group.
         """
+        for group in (group for route in routes for group in route.groups):
+            group.check_gradient()
         self.step_count += 1
         scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
         self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])

@@ -54,7 +54,7 @@ class GroupPooling:
         """Writes the summed gradients of other ranks' rows into the outbox; the update sums the own ones."""
         compress(group)
         exchange, workspace, outbox = group.exchange, group.workspace, group.workspace.outbox
-        group.gradient = grad
+        group.hold(grad)
         if group.layout.is_weighted:
             group.filed_weights = self._file_weights(group)
         if exchange.world_size == 1:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rowmesh.errors import IdRangeError
+from rowmesh.errors import IdRangeError, RowmeshError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.workspace import Outbox, Workspace
@@ -35,6 +35,7 @@ class RouteGroup:
         "exchange",
         "filed_weights",
         "gradient",
+        "gradient_version",
         "incoming",
         "inverse",
         "is_compressed",
@@ -54,10 +55,23 @@ class RouteGroup:
         self.num_unique = num_unique
         self.is_compressed = False
         self.gradient: Tensor | None = None  # of the output, from backward to push
+        self.gradient_version = 0  # how often it had been changed in place
         self.filed_weights = 0  # address of the factors in the order of the cells, where sums are weighted
         self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
         self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
+
+    def hold(self, gradient: Tensor) -> None:
+        """Keeps the gradient of the output until push; it is not copied."""
+        self.gradient, self.gradient_version = gradient, gradient._version
+
+    def check_gradient(self) -> None:
+        """Raises RowmeshError where somebody changed the gradient since."""
+        if self.gradient is not None and self.gradient._version != self.gradient_version:
+            raise RowmeshError(
+                "the gradient of an EmbeddingCollection's output was changed in place between backward and step; "
+                "change it after the optimizer's step, or give backward() a clone"
+            )
 
     @property
     def own(self) -> tuple[int, int, int, int, int]:
@@ -92,9 +106,13 @@ class GroupExchange:
     """What stays the same from batch to batch for one group."""
 
     def __init__(
-        self, group: TableGroup, placement: DealtPlacement, arena: DenseArena, rank: int, make_outbox: Callable[[],
-        Outbox]
-    ) -> None:  # fmt: skip
+        self,
+        group: TableGroup,
+        placement: DealtPlacement,
+        arena: DenseArena,
+        rank: int,
+        make_outbox: Callable[[], Outbox],
+    ) -> None:
         self.group = group
         self.placement = placement
         self.arena = arena

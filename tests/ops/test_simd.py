@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from numba import njit
 
-from rowmesh.ops.simd import BFLOAT16, FLOAT32, KERNEL, load_row, store_row, sum_squares
+from rowmesh.ops.simd import BFLOAT16, FLOAT32, load_row, store_row, sum_squares, uncached_kernel
 
 SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, 1e-40, 2.0**-126]
 
 
-@njit(**(KERNEL | {"cache": False}))
+@uncached_kernel
 def narrow(source, target):
     store_row(target, load_row(source, 16, FLOAT32), BFLOAT16)
 
 
-@njit(**(KERNEL | {"cache": False}))
+@uncached_kernel
 def squares(source):
     return sum_squares(load_row(source, 16, FLOAT32))
 
