@@ -1,5 +1,6 @@
 """EmbeddingCollection: what it counts, keeps, refuses, and gives back."""
 
+import functools
 import gc
 
 import hypothesis.strategies as st
@@ -33,6 +34,7 @@ def on_ranks(ranks, function, transport, *args, world_size=2):
 # Lossless statistics
 
 
+@functools.lru_cache(maxsize=1000)
 def ids_by_table(scenario, step, part, rank):
     """Table → the ids of one rank's batch."""
     sparse = scenario.local_batch(step, part, rank).sparse
@@ -221,6 +223,32 @@ def test_expanded_and_transposed_gradients():
     EmbeddingOptimizer(embeddings).step()
     assert torch.equal(embeddings.local_rows("item").values[1:3], -factors.t()[:, :4])
     assert torch.equal(embeddings.local_rows("user").values[1:3], -factors.t()[:, 4:])
+
+
+def test_a_gradient_that_is_changed_before_the_step_is_refused():
+    """Gradients are not copied; a change to one must not change the step in silence."""
+    embeddings = EmbeddingCollection([a_table()])
+    optimizer = EmbeddingOptimizer(embeddings)
+    out = embeddings(SparseBatch.from_bags({"item": [[1], [2]]}))
+    gradient = torch.ones(2, 4)
+    out.values.backward(gradient)
+    gradient.zero_()
+    with pytest.raises(RowmeshError, match="changed in place between backward and step"):
+        optimizer.step()
+
+
+def test_gradients_of_others_may_change_before_the_step():
+    """A parameter beside the rows, and a retained gradient, share nothing with what the step uses."""
+    embeddings = EmbeddingCollection([a_table()])
+    optimizer = EmbeddingOptimizer(embeddings)
+    out = embeddings(SparseBatch.from_bags({"item": [[1], [2]]}))
+    out.values.retain_grad()
+    beside = torch.zeros(2, 4, requires_grad=True)
+    ((out.values + beside) * torch.ones(2, 4)).sum().backward()
+    beside.grad.zero_()
+    out.values.grad.zero_()
+    optimizer.step()
+    assert torch.equal(embeddings.local_rows("item").values[1:3], -torch.ones(2, 4))
 
 
 # What it hands out
