@@ -100,6 +100,36 @@ class SparseBatch:
             int(offsets[(feature + 1) * self.batch_size]),
         )
 
+    def select(self, features: Sequence[str]) -> SparseBatch:
+        """A batch of some of the features, in the order given; its ids are copied.
+
+        Raises:
+            DataError: a feature is not in the batch.
+
+        Example:
+            >>> batch = SparseBatch.from_bags({"user": [[7], [7, 9]], "item": [[3], [5]]})
+            >>> batch.select(["item"]).ids.tolist()
+            [3, 5]
+        """
+        if missing := sorted(set(features) - set(self.features)):
+            raise DataError(f"the batch lacks features {missing}; it has {list(self.features)}")
+        places = [self.features.index(name) for name in features]
+        ranges = [self.feature_range(place) for place in places]
+        offsets = None
+        if self.bag_size is None:
+            lengths = self.offsets.diff().view(self.num_features, self.batch_size)[places].flatten()
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        empty = self.ids[:0]
+        weights = self.weights
+        return SparseBatch(
+            features=tuple(features),
+            ids=torch.cat([empty, *(self.ids[begin:end] for begin, end in ranges)]),
+            batch_size=self.batch_size,
+            bag_size=self.bag_size,
+            jagged_offsets=offsets,
+            weights=None if weights is None else torch.cat([weights[:0], *(weights[b:e] for b, e in ranges)]),
+        )
+
     @classmethod
     def from_dense(cls, features: Sequence[str], ids: Tensor, weights: Tensor | None = None) -> SparseBatch:
         """Bags of equal size, from int64 `[F, B]` (one-hot) or `[F, B, L]`; no copy where contiguous."""

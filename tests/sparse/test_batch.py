@@ -127,3 +127,30 @@ def test_refuses_lists_and_tensors_that_disagree():
     keyed.variable_stride_per_key = lambda: True
     with pytest.raises(DataError, match="variable stride"):
         SparseBatch.from_keyed_jagged_tensor(keyed)
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.booleans(), st.data())
+def test_select_keeps_the_bags_of_its_features(batch_size, num_features, is_weighted, data):
+    bag = st.lists(st.integers(0, 99), max_size=4)
+    bags = {f"f{i}": [data.draw(bag) for _ in range(batch_size)] for i in range(num_features)}
+    batch = SparseBatch.from_bags(bags)
+    if is_weighted:
+        weights = batch.ids.float() / 7
+        batch = SparseBatch(batch.features, batch.ids, batch.batch_size, jagged_offsets=batch.offsets, weights=weights)
+    chosen = data.draw(st.lists(st.sampled_from(list(bags)), unique=True, min_size=1))
+    part = batch.select(chosen)
+    expected = SparseBatch.from_bags({name: bags[name] for name in chosen})
+    assert part.features == tuple(chosen)
+    assert part.ids.tolist() == expected.ids.tolist()
+    assert part.offsets.tolist() == expected.offsets.tolist()
+    assert part.weights is None or torch.equal(part.weights, part.ids.float() / 7)
+
+
+def test_select_of_equal_bags_stays_equal():
+    batch = SparseBatch.from_dense(("a", "b", "c"), torch.arange(12).view(3, 2, 2)).select(["c", "a"])
+    assert (batch.bag_size, batch.jagged_offsets, batch.ids.tolist()) == (2, None, [8, 9, 10, 11, 0, 1, 2, 3])
+
+
+def test_select_refuses_what_is_not_there():
+    with pytest.raises(DataError, match=r"lacks features \['b'\]"):
+        SparseBatch.from_bags({"a": [[1]]}).select(["a", "b"])
