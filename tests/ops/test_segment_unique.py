@@ -67,10 +67,13 @@ def test_one_table_serves_many_batches(batches):
 
 
 def test_epochs_start_again_before_they_overflow():
+    """Entries of the first batch are still in the table when its epochs come again; they must not be found."""
     table = cpu.SegmentHash([100, 0])
     ids, offsets = [5, 5, 7, 5], [0, 3, 4]
     expected = call(table, ids, offsets, [0, 1])
     table._epoch = cpu._EPOCH_LIMIT - 3
+    call(table, [50, 60], [0, 1, 2], [0, 1])
+    assert table._epoch > cpu._EPOCH_LIMIT - 3
     for _ in range(3):
         assert call(table, ids, offsets, [0, 1]) == expected
     assert table._epoch < 100
