@@ -283,15 +283,11 @@ class EmbeddingCollection(nn.Module):
             routes: routes whose backward has run; the gradients of several add up.
             lrs: the learning rate of each group.
         """
-        for group in (group for route in routes for group in route.groups):
-            group.check_gradient()
         self.step_count += 1
         scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
         self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
         for route in routes:
             route.is_pushed = True
-            for group in route.groups:
-                group.gradient = None
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push."""

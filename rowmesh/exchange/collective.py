@@ -149,6 +149,7 @@ class CollectiveTransport:
         size = exchange.gradient_bytes
         sources = Sources(exchange.num_segments)
         for group in groups:
+            group.workspace.outbox.reserve_gradients(group.num_unique * size)
             group.workspace.replies.reserve(group.incoming.num_entries * max(size, exchange.row_bytes))
         for rank in range(self._mesh.world_size):
             for group in groups:

@@ -51,22 +51,18 @@ class GroupPooling:
         )  # fmt: skip
 
     def backward(self, group: RouteGroup, grad: Tensor) -> None:
-        """Writes the summed gradients of other ranks' rows into the outbox; the update sums the own ones."""
+        """Writes the summed gradient of every row of the group into its outbox."""
         compress(group)
         exchange, workspace, outbox = group.exchange, group.workspace, group.workspace.outbox
-        group.hold(grad)
-        if group.layout.is_weighted:
-            group.filed_weights = self._file_weights(group)
-        if exchange.world_size == 1:
-            return
         sink = outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
         self._kernels.backward(
-            grad.data_ptr(), workspace.pointers.buffer.address, workspace.cells.buffer.address, group.filed_weights,
-            workspace.uniques.buffer.address, outbox.lists.address, exchange.num_segments, exchange.world_size,
-            exchange.rank, sink,
+            grad.data_ptr(), workspace.pointers.buffer.address, workspace.cells.buffer.address,
+            self._file_weights(group) if group.layout.is_weighted else 0, workspace.uniques.buffer.address,
+            outbox.lists.address, exchange.num_segments, exchange.world_size, sink,
         )  # fmt: skip
 
     def _file_weights(self, group: RouteGroup) -> int:
+        """The factors in the order of the cells."""
         layout, workspace, element = group.layout, group.workspace, self.dtype.itemsize
         filed = workspace.weights.reserve(element * layout.num_ids)
         ops.file_weights(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rowmesh.errors import IdRangeError, RowmeshError
+from rowmesh.errors import IdRangeError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.workspace import Outbox, Workspace
@@ -33,9 +33,6 @@ class RouteGroup:
 
     __slots__ = (
         "exchange",
-        "filed_weights",
-        "gradient",
-        "gradient_version",
         "incoming",
         "inverse",
         "is_compressed",
@@ -54,32 +51,9 @@ class RouteGroup:
         self.inverse = inverse
         self.num_unique = num_unique
         self.is_compressed = False
-        self.gradient: Tensor | None = None  # of the output, from backward to push
-        self.gradient_version = 0  # how often it had been changed in place
-        self.filed_weights = 0  # address of the factors in the order of the cells, where sums are weighted
         self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
         self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
-
-    def hold(self, gradient: Tensor) -> None:
-        """Keeps the gradient of the output until push; it is not copied."""
-        self.gradient, self.gradient_version = gradient, gradient._version
-
-    def check_gradient(self) -> None:
-        """Raises RowmeshError where somebody changed the gradient since."""
-        if self.gradient is not None and self.gradient._version != self.gradient_version:
-            raise RowmeshError(
-                "the gradient of an EmbeddingCollection's output was changed in place between backward and step; "
-                "change it after the optimizer's step, or give backward() a clone"
-            )
-
-    @property
-    def own(self) -> tuple[int, int, int, int, int]:
-        """The descriptor by which the update finds this rank's own gradients (`rowmesh.ops.merge_update.cpu`)."""
-        workspace, gradient = self.workspace, self.gradient
-        assert gradient is not None
-        pointers, cells = workspace.pointers.buffer.address, workspace.cells.buffer.address
-        return workspace.uniques.buffer.address, pointers, cells, self.filed_weights, gradient.data_ptr()
 
 
 class Route:

@@ -72,13 +72,12 @@ class Update:
 class Sources:
     """The lists of requests that an owner merges, in the order of the ranks."""
 
-    __slots__ = ("_lists", "accesses", "num_entries", "own")
+    __slots__ = ("_lists", "accesses", "num_entries")
 
     def __init__(self, num_segments: int) -> None:
         self._lists: list[tuple[int, int, int]] = []
         self.num_entries = 0
         self.accesses = np.zeros(num_segments, np.int64)
-        self.own: list[RouteGroup] = []
 
     def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
         """One rank's requests: `offsets` int64 `[S + 1]` into lists that begin at the two addresses."""
@@ -87,11 +86,10 @@ class Sources:
         self.accesses += accesses
 
     def add_own(self, group: RouteGroup) -> None:
-        """The requests this rank makes of itself; their gradients are still those of the output."""
+        """The requests this rank makes of itself."""
         outbox, rank = group.workspace.outbox, group.exchange.rank
         slots = outbox.lists.address + outbox.slots_offset
-        self.add(slots, outbox.segment_offsets[rank], -1 - len(self.own), outbox.accesses[rank])
-        self.own.append(group)
+        self.add(slots, outbox.segment_offsets[rank], outbox.gradients.address, outbox.accesses[rank])
 
     def merge(self, exchange: GroupExchange) -> None:
         """Finds the distinct slots."""
@@ -99,8 +97,7 @@ class Sources:
 
     def apply(self, exchange: GroupExchange, update: Update) -> None:
         """Updates the rows of a merged group."""
-        own = np.array([group.own for group in self.own], np.int64)
-        exchange.arena.apply(exchange.merger, own.ctypes.data, update.lr, update.scaling, update.step)
+        exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
         exchange.counters.pushes += 1
         exchange.counters.count_tables(self.accesses, exchange.merger.merged_offsets)
 

@@ -71,12 +71,11 @@ class DenseArena:
                 first=rows.start, stride=rows.step, distribution=table.initializer.name, a=a, b=b,
             )  # fmt: skip
 
-    def apply(self, merger: Merger, own: int, lr: float, scaling: float, step: int) -> None:
+    def apply(self, merger: Merger, lr: float, scaling: float, step: int) -> None:
         """Updates the rows of merged requests in place.
 
         Args:
             merger: distinct slots and the gradients that were sent for each.
-            own: address of the descriptors of this rank's own gradients (`rowmesh.ops.merge_update.cpu`).
             lr: learning rate.
             scaling: what summed gradients are multiplied by.
             step: which update this is, from 1 (Adam's bias corrections).
@@ -89,7 +88,7 @@ class DenseArena:
         addresses = [memory.address for memory in self._state_memory] + [0, 0]
         self._update.update_merged(
             merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged,
-            own, self.address, addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+            self.address, addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
         )  # fmt: skip
 
 

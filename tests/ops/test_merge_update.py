@@ -44,15 +44,15 @@ class Requests:
         )  # fmt: skip
 
 
-def apply(requests, merger, weights, state, rule, lr, scaling, step, own=0):
+def apply(requests, merger, weights, state, rule, lr, scaling, step):
     eps, beta1, beta2 = rule.hyperparameters
     correction = 1.0
     if isinstance(rule, Adam):
         lr, correction = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     addresses = [tensor.data_ptr() for tensor in state.values()] + [0, 0]
     update_kernels(weights.shape[1], STORAGE[weights.dtype], rule.name).update_merged(
-        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged, own,
-        weights.data_ptr(), addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged, weights.data_ptr(),
+        addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
     )  # fmt: skip
 
 
@@ -116,54 +116,6 @@ def test_sums_are_in_the_order_of_the_ranks(batches):
         assert torch.equal(-weights[slots], total)
         distinct = [len({i for rank in requests_of_ranks for i in rank[s]}) for s in range(len(requests_of_ranks[0]))]
         assert np.diff(merger.merged_offsets).tolist() == distinct
-
-
-class Own:
-    """Gradients of one's own requests, still those of the output: each slot's is the sum over some of its cells."""
-
-    def __init__(self, num_slots, ahead, dim, dtype, is_weighted, seed):
-        generator = torch.Generator().manual_seed(seed)
-        sizes = torch.randint(1, 5, (num_slots,), generator=generator)
-        self.output = torch.randn(30, dim, generator=generator, dtype=dtype)
-        rows = torch.randint(30, (int(sizes.sum()),), generator=generator)
-        self.pointers = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
-        self.cells = (rows * dim).to(torch.int32)
-        self.weights = torch.rand(len(rows), generator=generator, dtype=dtype) if is_weighted else None
-        order = torch.randperm(num_slots, generator=generator)
-        self.uniques = torch.cat([torch.full((ahead,), 7), order]).to(torch.int32)
-        values = self.output[rows] if self.weights is None else self.output[rows] * self.weights[:, None]
-        by_unique = torch.zeros(num_slots, dim, dtype=dtype)
-        by_unique.index_add_(0, torch.repeat_interleave(torch.arange(num_slots), sizes), values)
-        self.summed = by_unique[order]
-
-    @property
-    def descriptor(self):
-        weights = 0 if self.weights is None else self.weights.data_ptr()
-        return (*(t.data_ptr() for t in (self.uniques, self.pointers, self.cells)), weights, self.output.data_ptr())
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_own_gradients_are_summed_by_the_update(dtype, is_weighted):
-    dim, own_ranks = 17, (1, 2)
-    requests = Requests(LISTS, dim, dtype)
-    owns = [
-        Own(len(requests.slots[r]) - requests.ahead, requests.ahead, dim, dtype, is_weighted, seed=r) for r in own_ranks
-    ]
-    merger = Merger(3)
-    sources = [
-        (slots.data_ptr(), offsets.data_ptr(), -1 - own_ranks.index(r) if r in own_ranks else grads.data_ptr())
-        for r, (slots, offsets, grads) in enumerate(zip(requests.small, requests.offsets, requests.grads, strict=True))
-    ]
-    merger(sources, dim * dtype.itemsize, requests.num_entries)
-    weights = torch.zeros(20, dim, dtype=dtype)
-    descriptors = np.array([own.descriptor for own in owns], np.int64)
-    apply(requests, merger, weights, {}, RULES["sgd"](), 1.0, 1.0, 1, descriptors.ctypes.data)
-    for rank, own in zip(own_ranks, owns, strict=True):
-        requests.grads[rank][requests.ahead :] = own.summed
-    slots, total = requests.reference()
-    tolerance = {"rtol": 0.0, "atol": 0.0} if not is_weighted else {}
-    torch.testing.assert_close(-weights[slots], total, **tolerance)
 
 
 def test_one_merger_serves_batches_of_all_sizes():

@@ -83,7 +83,7 @@ class Job:
             )
         return out.result()
 
-    def backward(self, grad, uniques, skip=-1):
+    def backward(self, grad, uniques):
         """As if the rows were two tables on two owners, in the order of `uniques`."""
         pointers, cells = Poisoned(torch.int32, len(self.rows) + 1), Poisoned(torch.int32, self.num_ids)
         ops.file_cells(
@@ -95,7 +95,7 @@ class Job:
         bounds = self.segment_offsets
         self.kernels.backward(
             grad.data_ptr(), pointers.address, cells.address, 0 if filed is None else filed.data_ptr(),
-            uniques.data_ptr(), bounds.data_ptr(), 2, 2, skip, sink.address,
+            uniques.data_ptr(), bounds.data_ptr(), 2, 2, sink.address,
         )  # fmt: skip
         cells.result(), pointers.result()
         return sink.result()
@@ -132,10 +132,6 @@ class Job:
         summed = reference.pool_backward(flat, self.inverse, self.offsets, len(self.rows), weights)
         expected = summed[uniques.long()]
         torch.testing.assert_close(self.backward(grad, uniques), expected, **exact)
-        half = int(self.segment_offsets[1, 0])
-        partly = self.backward(grad, uniques, skip=0)
-        torch.testing.assert_close(partly[half:], expected[half:], **exact)
-        assert partly[:half].isnan().all(), "what is skipped is not written"
 
 
 @pytest.mark.parametrize("dim, dtype", CASES)
@@ -195,7 +191,7 @@ def test_cells_past_two_gigabytes():
         features.ctypes.data, 1, inverse.data_ptr(), counts.data_ptr(), 1, pointers.data_ptr(), cells.data_ptr()
     )
     kernels.backward(
-        out.data_ptr(), pointers.data_ptr(), cells.data_ptr(), 0, uniques.data_ptr(), bounds.data_ptr(), 1, 1, -1,
+        out.data_ptr(), pointers.data_ptr(), cells.data_ptr(), 0, uniques.data_ptr(), bounds.data_ptr(), 1, 1,
         sink.data_ptr(),
     )  # fmt: skip
     torch.testing.assert_close(sink, row * 111)

@@ -33,7 +33,6 @@ from rowmesh.ops.simd import (
     store_scalar,
     store_u32,
     sum_squares,
-    zero_row,
 )
 
 AHEAD = 16
@@ -42,12 +41,6 @@ GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
-# This rank's own gradients are not written anywhere before the update: it sums them from the output's gradient. Such an
-# entry has a negative address, which names a descriptor (one a route) and the place among the route's slots. A
-# descriptor holds five addresses: uniques  pointers  cells  weights (or 0)  gradient of the output
-OWN = 5
-_OWN_SHIFT = 40
-_UNIQUES, _POINTERS, _CELLS, _WEIGHTS, _GRADIENT = range(0, 8 * OWN, 8)
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -85,10 +78,7 @@ def _merge(
             begin = load_i64(offsets)
             for position in range(load_i64(offsets + 8 * s), load_i64(offsets + 8 * s + 8)):
                 entry = entry_base + position - begin
-                if grad >= 0:
-                    store_i64(addresses + 8 * entry, grad + position * gradient_bytes)
-                else:
-                    store_i64(addresses + 8 * entry, -1 - ((-1 - grad << _OWN_SHIFT) | position))
+                store_i64(addresses + 8 * entry, grad + position * gradient_bytes)
                 store_u32(nexts + 4 * entry, END)
                 slot = load_u32(list_ + 4 * position)
                 cell = table + 16 * np.int64((np.uint64(slot) * _FIBONACCI) >> shift)
@@ -127,7 +117,7 @@ class Merger:
         merged_offsets: int64 `[S + 1]`, the distinct slots of each segment.
         merged_slots, heads: addresses of uint32 `[M]`: the slots, and the first entry of each one's chain.
         nexts: address of uint32 `[entries]`: the entry after each, or END.
-        addresses: address of int64 `[entries]`: where the gradient of an entry is, or which of this rank's own it is.
+        addresses: address of int64 `[entries]`: where the gradient of an entry is.
     """
 
     def __init__(self, num_segments: int, arena: int = 0, row_bytes: int = 1 << 30) -> None:
@@ -146,8 +136,7 @@ class Merger:
         """Merges.
 
         Args:
-            sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering;
-                −1 − k in place of the gradients for the k-th of this rank's own routes.
+            sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering.
             gradient_bytes: of one gradient.
             num_entries: requests of all sources together.
         """
@@ -168,25 +157,6 @@ class Merger:
             self._num_segments, len(sources), self._sources.address, gradient_bytes, *self._rows, table, self._epoch,
             self.merged_slots, self._offsets_address, self.heads, tails, self.nexts, self.addresses,
         )  # fmt: skip
-
-
-@inlined
-def _own(address, own):
-    """The descriptor of this rank's own part that an entry's negative address stands for, and the unique id."""
-    code = -1 - address
-    mine = own + 8 * OWN * (code >> _OWN_SHIFT)
-    position = code & (1 << _OWN_SHIFT) - 1
-    return mine, load_u32(load_i64(mine + _UNIQUES) + 4 * position)
-
-
-@inlined
-def _first_gradient(address, own, element):
-    """Where the first gradient of an entry is, for prefetching."""
-    if address >= 0:
-        return address
-    mine, u = _own(address, own)
-    cell = load_u32(load_i64(mine + _CELLS) + 4 * load_u32(load_i64(mine + _POINTERS) + 4 * u))
-    return load_i64(mine + _GRADIENT) + element * cell
 
 
 # Inlined into the kernels with dim, storage, … as constants. (A kernel that called other compiled closures would miss
@@ -246,7 +216,7 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
 
     @kernel
     def update_merged(
-        slots, heads, nexts, addresses, num_merged, own, arena, state1, state2,
+        slots, heads, nexts, addresses, num_merged, arena, state1, state2,
         lr_, scaling_, eps_, beta1_, beta2_, correction_,
     ):  # fmt: skip
         """Sums the chain of each distinct slot and updates its row."""
@@ -259,33 +229,14 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
             ahead = load_u32(slots + 4 * min(m + AHEAD, last))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
             soon = load_u32(heads + 4 * min(m + GRADIENT_AHEAD, last))
-            prefetch(_first_gradient(load_i64(addresses + 8 * soon), own, ELEMENT), OUT_BYTES)
+            prefetch(load_i64(addresses + 8 * soon), OUT_BYTES)
             after = load_u32(nexts + 4 * soon)
-            after = soon if after == END else after
-            prefetch(_first_gradient(load_i64(addresses + 8 * after), own, ELEMENT), OUT_BYTES)
-            total = zero_row(DIM, OUT)
+            prefetch(load_i64(addresses + 8 * (soon if after == END else after)), OUT_BYTES)
             entry = load_u32(heads + 4 * m)
+            total = load_row(load_i64(addresses + 8 * entry), DIM, OUT)
+            entry = load_u32(nexts + 4 * entry)
             while entry != END:
-                address = load_i64(addresses + 8 * entry)
-                if address >= 0:
-                    row = load_row(address, DIM, OUT)
-                else:
-                    mine, u = _own(address, own)
-                    cells, grad = load_i64(mine + _CELLS), load_i64(mine + _GRADIENT)
-                    pointers, weights = load_i64(mine + _POINTERS), load_i64(mine + _WEIGHTS)
-                    j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
-                    row = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                    if weights:
-                        row = scale(load_scalar(weights + ELEMENT * j, OUT), row)
-                    j += 1
-                    while j < end:
-                        more = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                        if weights:
-                            row = axpy(load_scalar(weights + ELEMENT * j, OUT), more, row)
-                        else:
-                            row = add(row, more)
-                        j += 1
-                total = add(total, row)
+                total = add(total, load_row(load_i64(addresses + 8 * entry), DIM, OUT))
                 entry = load_u32(nexts + 4 * entry)
             slot = load_u32(slots + 4 * m)
             _change_row(

@@ -186,19 +186,14 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 to += ELEMENT * load_i64(feature + _STRIDE)
 
     @kernel
-    def backward(
-        grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size, skip, sink
-    ):  # fmt: skip
-        """`sink[p]` = the sum of the output gradients in the cells of `uniques[p]`, in order, for all owners but
-        `skip`.
+    def backward(grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size, sink):
+        """`sink[p]` = the sum of the output gradients in the cells of `uniques[p]`, in order.
 
         Segment by segment, so that the gradients of a feature stay in the cache while all owners' sums are made.
         """
         last = load_u32(pointers + 4 * load_i64(segment_offsets + 8 * (world_size * (num_segments + 1) - 1))) - 1
         for s in range(num_segments):
             for owner in range(world_size):
-                if owner == skip:
-                    continue
                 bounds = segment_offsets + 8 * (owner * (num_segments + 1) + s)
                 for p in range(load_i64(bounds), load_i64(bounds + 8)):
                     u = load_u32(uniques + 4 * p)
