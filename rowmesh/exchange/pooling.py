@@ -39,15 +39,9 @@ class GroupPooling:
     def forward(self, group: RouteGroup, batch: SparseBatch, output: Tensor) -> None:
         """Writes the group's columns of the output."""
         layout, workspace = group.layout, group.workspace
-        if not layout.is_weighted:
-            self._kernels.pool(
-                layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse,
-                output.data_ptr()
-            )  # fmt: skip
-            return
-        self._kernels.pool_weighted(
-            layout.address, layout.num_features, workspace.addresses.buffer.address, group.inverse,
-            self._weigh(group, batch), output.data_ptr(),
+        self._kernels.pool(
+            layout.address, layout.num_features, workspace.addresses.buffer.address, group.num_unique, group.inverse,
+            self._weigh(group, batch) if layout.is_weighted else 0, output.data_ptr(),
         )  # fmt: skip
 
     def backward(self, group: RouteGroup, grad: Tensor) -> None:

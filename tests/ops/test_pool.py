@@ -75,12 +75,10 @@ class Job:
     def forward(self):
         out = Poisoned(self.compute, self.num_bags, self.width)
         addresses, inverse = self.addresses.data_ptr(), self.inverse.data_ptr()
-        if self.factors is None:
-            self.kernels.pool(self.features.ctypes.data, len(self.features), addresses, inverse, out.address)
-        else:
-            self.kernels.pool_weighted(
-                self.features.ctypes.data, len(self.features), addresses, inverse, self.factors.data_ptr(), out.address
-            )
+        self.kernels.pool(
+            self.features.ctypes.data, len(self.features), addresses, len(self.rows), inverse,
+            0 if self.factors is None else self.factors.data_ptr(), out.address,
+        )  # fmt: skip
         return out.result()
 
     def backward(self, grad, uniques):
@@ -179,7 +177,7 @@ def test_cells_past_two_gigabytes():
     features = np.array([[0, 3, 0, 1, 3, first_cell, stride, 0]], np.int64)  # the third bag is at 2³² − 64
     inverse, address = torch.zeros(3, dtype=torch.int32), torch.tensor([row.data_ptr()])
     out = Vast(4 * 2**32).tensor(torch.float32, 2**32)
-    kernels.pool(features.ctypes.data, 1, address.data_ptr(), inverse.data_ptr(), out.data_ptr())
+    kernels.pool(features.ctypes.data, 1, address.data_ptr(), 1, inverse.data_ptr(), 0, out.data_ptr())
     for bag in range(3):
         begin = first_cell + bag * stride
         assert torch.equal(out[begin : begin + dim], row[0])

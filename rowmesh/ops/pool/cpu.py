@@ -40,6 +40,7 @@ from rowmesh.ops.simd import (
 )
 
 AHEAD = 16  # rows to prefetch ahead; 8 to 32 measure alike
+NEW_ROWS_AHEAD = 24  # the same, counted in rows that were not read before
 DESCRIPTOR = 8  # int64 values that describe a feature
 _BEGIN, _END, _OFFSETS, _BAG_SIZE, _NUM_BAGS, _FIRST_CELL, _STRIDE, _MEAN = range(0, 8 * DESCRIPTOR, 8)
 
@@ -136,16 +137,22 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
     OUT_BYTES = dim * ELEMENT
 
     @kernel
-    def pool(features, num_features, addresses, inverse, out):
-        """The sum of each bag; an empty bag is zero, a bag of one id a copy."""
+    def pool(features, num_features, addresses, num_unique, inverse, weights, out):
+        """The sum of each bag, with a factor for each id unless `weights` is 0; an empty bag is zero."""
+        prefetched = -1
         for f in range(num_features):
             feature = features + 8 * DESCRIPTOR * f
             i, end = load_i64(feature + _BEGIN), load_i64(feature + _END)
             offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
             stride = ELEMENT * load_i64(feature + _STRIDE)
             to = out + ELEMENT * load_i64(feature + _FIRST_CELL)
-            last = end - 1
-            if bag_size == 1:
+            if i == end:
+                for _ in range(load_i64(feature + _NUM_BAGS)):
+                    store_row(to, zero_row(DIM, STORAGE), OUT)
+                    to += stride
+                continue
+            if bag_size == 1 and not weights:
+                last = end - 1
                 while i < end:
                     ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
                     prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
@@ -154,36 +161,25 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                     to += stride
                     i += 1
                 continue
+            # Rows are numbered in order of first appearance: those to come soon follow the highest number so far.
+            prefetched = max(prefetched, load_u32(inverse + 4 * i))
             for bag in range(load_i64(feature + _NUM_BAGS)):
-                total = zero_row(DIM, STORAGE)
+                total, highest = zero_row(DIM, STORAGE), 0
                 for _ in range(_size(offsets, bag_size, bag)):
-                    ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
-                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
-                    address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
-                    total = add(total, load_row(address, DIM, STORAGE))
+                    u = load_u32(inverse + 4 * i)
+                    highest = max(highest, u)
+                    row = load_row(load_i64(addresses + 8 * u), DIM, STORAGE)
+                    if weights:
+                        total = axpy(load_scalar(weights + ELEMENT * i, STORAGE), row, total)
+                    else:
+                        total = add(total, row)
                     i += 1
+                goal = min(highest + NEW_ROWS_AHEAD, num_unique - 1)
+                while prefetched < goal:
+                    prefetched += 1
+                    prefetch(load_i64(addresses + 8 * prefetched), ROW_BYTES)
                 store_row(to, total, OUT)
                 to += stride
-
-    @kernel
-    def pool_weighted(features, num_features, addresses, inverse, weights, out):
-        """The weighted sum of each bag."""
-        for f in range(num_features):
-            feature = features + 8 * DESCRIPTOR * f
-            i, last = load_i64(feature + _BEGIN), load_i64(feature + _END) - 1
-            offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
-            to = out + ELEMENT * load_i64(feature + _FIRST_CELL)
-            for bag in range(load_i64(feature + _NUM_BAGS)):
-                total = zero_row(DIM, STORAGE)
-                for _ in range(_size(offsets, bag_size, bag)):
-                    ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
-                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
-                    address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
-                    weight = load_scalar(weights + ELEMENT * i, STORAGE)
-                    total = axpy(weight, load_row(address, DIM, STORAGE), total)
-                    i += 1
-                store_row(to, total, OUT)
-                to += ELEMENT * load_i64(feature + _STRIDE)
 
     @kernel
     def backward(grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size, sink):
@@ -213,4 +209,4 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                         j += 1
                     store_row(sink + OUT_BYTES * p, row, OUT)
 
-    return SimpleNamespace(pool=pool, pool_weighted=pool_weighted, backward=backward)
+    return SimpleNamespace(pool=pool, backward=backward)
