@@ -32,7 +32,7 @@ if [[ -n $DATA ]]; then
 else
     prepared=$GENERATED/criteo
     [[ -d $GENERATED/raw ]] || rowmesh data synthesize "$GENERATED/raw" --samples 1000000
-    [[ -d $prepared ]] || rowmesh data prepare "$GENERATED/raw" --out "$prepared"
+    [[ -d $prepared ]] || rowmesh data prepare "$GENERATED/raw" --out "$prepared" --min-count 100
 fi
 
 # A hundred steps at least: a small data set gets small batches.
