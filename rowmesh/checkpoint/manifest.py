@@ -114,9 +114,7 @@ class Manifest:
             tables = {name: _table_entry(entry) for name, entry in values["tables"].items()}
             return cls(values["folder"], values["world_size"], tables, values["metadata"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is no checkpoint manifest: {type(error).__name__} {error}"
-            ) from None
+            raise CheckpointError(f"{path} is no checkpoint manifest: {type(error).__name__} {error}") from None
 
 
 def file_name(table: str, rank: int, kind: str) -> str:

@@ -123,9 +123,7 @@ def _manifest(
         covered = sum(part.count for part in own)
         if covered != table.num_rows:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
-        entries[table.name] = TableEntry(
-            table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name, own
-        )
+        entries[table.name] = TableEntry(table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name, own)
     return Manifest(token, len(parts), entries, metadata)
 
 

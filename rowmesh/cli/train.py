@@ -8,9 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def train(
-    config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter(negative="")] = False
-) -> None:
+def train(config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Train a model, evaluate it on the test split and write it to the run's folder.
 
     Alone it is one process; `torchrun --standalone --nproc-per-node 2 -m rowmesh.cli train …` makes it two.

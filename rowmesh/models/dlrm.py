@@ -89,9 +89,7 @@ def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
     return nn.Sequential(*(layers if relu_last else layers[:-1]))
 
 
-def _check_sizes(
-    num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int]
-) -> None:
+def _check_sizes(num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int]) -> None:
     sizes = {"num_features": [num_features], "dim": [dim], "bottom": bottom, "top": top}
     for name, values in sizes.items():
         if any(size < 1 for size in values):

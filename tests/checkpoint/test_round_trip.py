@@ -57,11 +57,7 @@ class Dealt:
         """Gives every element a value that tells where it belongs."""
         for index, part in enumerate(self.parts.values()):
             for salt, tensor in enumerate([part.values, *part.state.values()]):
-                numbers = (
-                    (torch.tensor(list(part.rows), dtype=torch.int64) * 7919 + index * 31 + salt)
-                    .double()
-                    .sin()
-                )
+                numbers = (torch.tensor(list(part.rows), dtype=torch.int64) * 7919 + index * 31 + salt).double().sin()
                 shape = (-1, *[1] * (tensor.dim() - 1))
                 columns = torch.arange(tensor.shape[1]) * 0.37 if tensor.dim() > 1 else torch.zeros(())
                 tensor.copy_(numbers.view(shape) + columns)
