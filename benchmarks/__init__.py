@@ -1,0 +1,1 @@
+"""Benchmarks: commands that measure rowmesh beside its peers, in one run. See `benchmarks/README.md`."""

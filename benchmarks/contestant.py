@@ -1,0 +1,143 @@
+"""Contestants: programs of several ranks that stay up and take turns.
+
+A benchmark starts each contestant once, under torchrun, and asks it for a short round of steps whenever its turn comes;
+the others wait for a message meanwhile and use no processor. So A B A B rounds are seconds apart, not minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).parents[1]
+ROUND_TIMEOUT_S = 900.0
+# glibc would give the buffers of each step back to the system and fault them in again: up to half of a TorchRec step.
+TUNED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+class ContestantError(RuntimeError):
+    """A contestant did not start, failed or did not answer; says what it wrote last."""
+
+
+class Contestant:
+    """One program on all its ranks.
+
+    Args:
+        name: as it stands in reports.
+        module: what every rank runs (`python -m module`); it calls `benchmarks.rank.serve`.
+        workload: the case.
+        ranks: how many.
+        python: the interpreter; default: this one.
+        options: handed to the program beside the workload.
+    """
+
+    def __init__(
+        self, name: str, module: str, workload: Workload, *, ranks: int, python: str = sys.executable, **options: Any
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._files: list[TextIO] = []
+        self._ranks = ranks
+        port = self._listener.getsockname()[1]
+        settings = json.dumps({"workload": asdict(workload), **options})
+        self._process = subprocess.Popen(
+            [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module,
+             str(port), settings],
+            cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+
+    def connect(self, deadline_s: float) -> None:
+        """Waits until every rank is ready.
+
+        Raises:
+            ContestantError: the program ended, or the deadline passed.
+        """
+        files: dict[int, TextIO] = {}
+        self._listener.settimeout(0.2)
+        while len(files) < self._ranks:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise self._error("ended before it was ready") from None
+                if time.monotonic() > deadline_s:
+                    raise self._error("was not ready in time") from None
+                continue
+            connection.settimeout(ROUND_TIMEOUT_S)
+            file = connection.makefile("rw", encoding="utf-8")
+            connection.close()  # with the file, which keeps it open until then
+            files[int(file.readline())] = file
+        self._files = [files[rank] for rank in range(self._ranks)]
+
+    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Has all ranks run a command; returns their answers, rank by rank.
+
+        Raises:
+            ContestantError: a rank failed or fell silent.
+        """
+        try:
+            for file in self._files:
+                file.write(json.dumps([command, arguments]) + "\n")
+                file.flush()
+            lines = [file.readline() for file in self._files]
+        except OSError as error:
+            raise self._error(f"did not answer {command!r} ({error})") from error
+        if not all(lines):
+            raise self._error(f"failed in {command!r}")
+        return [json.loads(line) for line in lines]
+
+    def _error(self, what: str) -> ContestantError:
+        self._log.seek(0)
+        tail = self._log.read().strip().splitlines()[-12:]
+        return ContestantError(f"{self.name} {what}; its last lines: " + " | ".join(tail))
+
+    def close(self) -> None:
+        """Ends the ranks: they leave when their connection does."""
+        for file in self._files:
+            file.close()
+        self._listener.close()
+        try:
+            self._process.wait(timeout=30 if self._files else 0)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()  # torchrun ends its ranks
+            self._process.wait(timeout=60)
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connect_all(contestants: Sequence[Contestant], deadline_s: float) -> tuple[list[Contestant], dict[str, str]]:
+    """Waits for all; returns those that are ready, and why the others are not."""
+    ready, absent = [], {}
+    for contestant in contestants:
+        try:
+            contestant.connect(deadline_s)
+            ready.append(contestant)
+        except ContestantError as error:
+            absent[contestant.name] = str(error)
+    return ready, absent
+
+
+def _environment() -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **TUNED_MALLOC, **threads}

@@ -1,0 +1,1 @@
+"""What the ranks of rowmesh run while a benchmark measures them."""

@@ -1,0 +1,136 @@
+"""One rank of rowmesh: forward, backward and update of the sparse part, through the public API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rowmesh.collection
+import rowmesh.exchange.pooling
+from benchmarks import rank as rank_side
+from benchmarks.hardware import CopyFloor, PingPong
+from benchmarks.phases import PhaseClock
+from benchmarks.ranks.setup import output_gradient, sparse_batch, table_specs
+from benchmarks.workload import NUM_TABLES, Workload, make_batches
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.exchange.barrier import Barrier
+from rowmesh.exchange.collective import CollectiveTransport
+from rowmesh.exchange.one_sided import OneSidedTransport
+from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.transport import Sources
+
+# (owner, attribute, phase); an inner phase is not counted in the one around it.
+PHASES = [
+    (EmbeddingCollection, "route", "route"),
+    (GroupExchange, "_unique_ids", "unique"),
+    (EmbeddingCollection, "fetch", "fetch"),
+    (EmbeddingCollection, "pool", "pool"),
+    (rowmesh.collection, "compress", "compress"),
+    (rowmesh.exchange.pooling, "compress", "compress"),
+    (EmbeddingCollection, "_take_gradients", "backward"),
+    (EmbeddingCollection, "push", "push"),
+    (Barrier, "wait", "barrier"),
+    (Sources, "merge", "merge"),
+    (Sources, "apply", "update"),
+    (OneSidedTransport, "push", "push"),
+    (CollectiveTransport, "_exchange_counts", "counts"),
+    (CollectiveTransport, "_exchange_slots", "slots"),
+    (CollectiveTransport, "_send_rows", "gather and send rows"),
+    (CollectiveTransport, "_send_gradients", "send gradients"),
+    (CollectiveTransport, "_wait", "wait"),
+]
+
+
+@dataclass(frozen=True)
+class SparsePart:
+    """The tables, their optimizer, and batches that go round."""
+
+    embeddings: EmbeddingCollection
+    optimizer: EmbeddingOptimizer
+    batches: list[SparseBatch]
+    gradient: Tensor
+
+    def step(self, number: int) -> None:
+        """Forward, backward, update."""
+        out = self.embeddings(self.batches[number % len(self.batches)])
+        out.values.backward(self.gradient)
+        self.optimizer.step()
+
+
+class Commands:
+    """What the benchmark may ask for."""
+
+    def __init__(self, workload: Workload, transport: Any, mesh: Mesh) -> None:
+        self._workload, self._mesh = workload, mesh
+        tables = table_specs(workload)
+        embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
+        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches)
+        gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
+        sparse = [sparse_batch(tables, batch) for batch in batches]
+        self._part = SparsePart(embeddings, EmbeddingOptimizer(embeddings), sparse, gradient)
+        self._part.step(0)  # compiles
+        self._floor_bytes = self._count_floor_bytes()
+        self._copy = CopyFloor(sum(self._floor_bytes.values()), embeddings.barrier)
+        self._ping_pong = PingPong(mesh)
+
+    def round(self) -> dict[str, Any]:
+        """Seconds of the timed steps, with what the machine could do just then."""
+        pings = [self._ping_pong.measure_ns()]
+        floor_s = self._copy.measure_s()
+        seconds = rank_side.alternate({"step": self._part.step}, self._workload, self._part.embeddings.barrier)
+        pings.append(self._ping_pong.measure_ns())
+        return {"seconds": seconds, "ping_pong_ns": pings, "floor_s": floor_s, "floor_bytes": self._floor_bytes}
+
+    def phases(self) -> dict[str, Any]:
+        """Median milliseconds of each phase. The clock costs about a microsecond a phase."""
+        clock, workload = PhaseClock(), self._workload
+        with clock.watching(PHASES):
+            for number in range(workload.warmup + workload.steps):
+                self._part.embeddings.barrier()
+                self._part.embeddings.barrier()
+                with clock.step():
+                    self._part.step(number)
+        return {"phase_ms": clock.medians_ms()}
+
+    def _count_floor_bytes(self) -> dict[str, int]:
+        """Bytes that a step must move on this rank, by what they are; the mean over the batches."""
+        part, rank, steps = self._part, self._mesh.rank, len(self._part.batches)
+        (counters,) = part.embeddings.counters
+        before = sum(counters.table_distinct.values())
+        unique = remote = 0
+        for number, batch in enumerate(part.batches):
+            (group,) = part.embeddings.route(batch).groups
+            unique += group.num_unique
+            remote += group.num_unique - (group.owner_bounds[rank + 1] - group.owner_bounds[rank])
+            part.step(number)
+        updated = sum(counters.table_distinct.values()) - before
+        row_bytes, output = 4 * self._workload.dim, part.gradient.nbytes
+        return {
+            "ids": 8 * part.batches[0].ids.numel(),
+            "rows read": unique * row_bytes // steps,
+            "output written": output,
+            "gradient of the output read": output,
+            "gradients of other ranks' rows written and read": 2 * remote * row_bytes // steps,
+            "rows and their state updated": updated * 2 * (row_bytes + 4) // steps,
+        }
+
+    def close(self) -> None:
+        """Lets go of shared memory."""
+        self._part.embeddings.close()
+
+
+def main() -> None:
+    """Serves until the benchmark hangs up."""
+    torch.set_num_threads(1)
+    workload, options = rank_side.settings()
+    with Mesh.connect() as mesh:
+        commands = Commands(workload, options["transport"], mesh)
+        rank_side.serve(round=commands.round, phases=commands.phases)
+        commands.close()
+
+
+if __name__ == "__main__":
+    main()
