@@ -14,6 +14,9 @@ Nothing here checks bounds. Kernels are called through wrappers that do.
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +36,32 @@ COMPUTE_BYTES = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 4}
 # threads enter it. fastmath stays off: sums keep their order.
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 _njit: Any = njit
-kernel = _njit(cache=True, **_OPTIONS)
 uncached_kernel = _njit(**_OPTIONS)  # for code that contains an address of this process
 inlined = _njit(cache=True, inline="always", **_OPTIONS)  # into the kernels that call it: constants stay constants
+
+
+def kernel(function: Any) -> Any:
+    """Compiles a kernel at its first call, and keeps it on disk under a name that no other kernel has.
+
+    Numba numbers the files of all specialisations of one name, and its index names a file before the file is there: of
+    ranks that compile at the same time, one could load what another wrote for another dim, or what an earlier version of
+    the sources left. So the constants and the sources of all kernels are part of the name. (Numba itself looks at the
+    time of the kernel's own file only, not at those of the functions inlined into it.)
+    """
+    constants = [cell.cell_contents for cell in function.__closure__ or ()]
+    digest = hashlib.blake2b(f"{_sources()} {constants}".encode(), digest_size=8).hexdigest()
+    function.__qualname__ += f"_{digest}"
+    return _njit(cache=True, **_OPTIONS)(function)
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 _intrinsic: Any = intrinsic  # its result takes one argument less than type checkers think
 
 _F32, _F64 = ir.FloatType(), ir.DoubleType()

@@ -129,20 +129,6 @@ def test_one_merger_serves_batches_of_all_sizes():
         assert torch.equal(-weights[slots], total)
 
 
-def test_epochs_start_again_before_they_overflow():
-    """Entries of the first batch are still in the table when its epochs come again; they must not be found."""
-    merger = Merger(3, 0, 12)
-    requests = Requests(LISTS, 3, torch.float32)
-    requests.merge(merger)
-    merger._epoch = 2**31 - 5
-    Requests([[[1], [], []]], 3, torch.float32).merge(merger)
-    assert merger._epoch > 2**31 - 5
-    for _ in range(4):
-        requests.merge(merger)
-        assert merger.num_merged == 7
-    assert merger._epoch < 100
-
-
 @pytest.mark.parametrize("rule_name", ["sgd", "row_wise_adagrad"])
 def test_far_rows(rule_name):
     """Slots past 2³¹, rows past byte 2³⁴, of an arena that is not there but for the pages touched."""

@@ -66,17 +66,12 @@ def test_one_table_serves_many_batches(batches):
         assert call(table, ids.tolist(), offsets.tolist(), segments) == expected
 
 
-def test_epochs_start_again_before_they_overflow():
-    """Entries of the first batch are still in the table when its epochs come again; they must not be found."""
-    table = cpu.SegmentHash([100, 0])
-    ids, offsets = [5, 5, 7, 5], [0, 3, 4]
-    expected = call(table, ids, offsets, [0, 1])
-    table._epoch = cpu._EPOCH_LIMIT - 3
-    call(table, [50, 60], [0, 1, 2], [0, 1])
-    assert table._epoch > cpu._EPOCH_LIMIT - 3
-    for _ in range(3):
-        assert call(table, ids, offsets, [0, 1]) == expected
-    assert table._epoch < 100
+def test_keys_that_share_their_low_half_stay_apart():
+    """Cells hold half a key; the other half must be compared too, also in a table that is addressed directly."""
+    keys = [5, 5 + 2**32, 5 - 2**32, 5, 5 + 2**32, 5 - 2**63]
+    unique, counts, inverse, offsets = call(cpu.SegmentHash([100]), keys, [0, len(keys)], [0])
+    assert unique == [5, 5 + 2**32, 5 - 2**32, 5 - 2**63]
+    assert (counts, inverse, offsets) == ([2, 2, 1, 1], [0, 1, 2, 0, 1, 3], [0, 4])
 
 
 def test_refuses_what_does_not_fit():

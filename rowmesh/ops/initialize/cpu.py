@@ -18,22 +18,28 @@ def _mix(z):
     return z ^ (z >> np.uint64(31))
 
 
-@kernel
-def _fill(out, key, first, stride, distribution, a, b):
-    num_rows, dim = out.shape
-    for i in range(num_rows):
-        counter = np.uint64(first + i * stride) * np.uint64(dim)
-        for e in range(dim):
-            if distribution == 2:
-                out[i, e] = a
-                continue
-            z = _mix(key + (counter + np.uint64(e) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-            if distribution == 0:
-                out[i, e] = a + (b - a) * (np.float64(z >> np.uint64(11)) * 2.0**-53)
-            else:
-                u = (np.float64(z >> np.uint64(32)) + 0.5) * 2.0**-32
-                v = np.float64(z & np.uint64(0xFFFFFFFF)) * 2.0**-32
-                out[i, e] = a + b * np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)
+@functools.cache
+def _kernel(storage: int) -> Any:
+    STORAGE, ELEMENT = storage, COMPUTE_BYTES[storage]
+    SCALAR = np.float64 if storage == FLOAT64 else np.float32
+
+    @kernel
+    def fill(out, num_rows, dim, key, first, stride, distribution, a, b):
+        for i in range(num_rows):
+            counter = np.uint64(first + i * stride) * np.uint64(dim)
+            for e in range(dim):
+                value = a
+                if distribution != CONSTANT:
+                    z = _mix(key + (counter + np.uint64(e) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+                    if distribution == UNIFORM:
+                        value = a + (b - a) * (np.float64(z >> np.uint64(11)) * 2.0**-53)
+                    else:
+                        u = (np.float64(z >> np.uint64(32)) + 0.5) * 2.0**-32
+                        v = np.float64(z & np.uint64(0xFFFFFFFF)) * 2.0**-32
+                        value = a + b * np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)
+                store_scalar(out + ELEMENT * (i * dim + e), SCALAR(value), STORAGE)
+
+    return fill
 
 
 def initialize(

@@ -33,6 +33,7 @@ from rowmesh.ops.simd import (
     store_scalar,
     store_u32,
     sum_squares,
+    zero_row,
 )
 
 AHEAD = 16
@@ -47,12 +48,13 @@ _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 @kernel
 def _merge(
     num_segments, num_sources, sources, gradient_bytes, arena, row_bytes,
-    table, epoch, merged_slots, merged_offsets, heads, tails, nexts, addresses,
+    table, merged_slots, merged_offsets, heads, tails, nexts, addresses,
 ):  # fmt: skip
     """Chains the requests of all sources for each distinct slot, in the order of the sources.
 
     sources: int64 `[sources, 3]`, the addresses of each source's slots, segment offsets and gradients, in its own
-    numbering; entries are numbered source by source. Returns (distinct slots, last epoch).
+    numbering; entries are numbered source by source. A cell of the table is slot << 32 | (merged index + 1), and 0
+    where it is free. Returns the number of distinct slots.
     """
     merged = 0
     for s in range(num_segments):
@@ -63,30 +65,27 @@ def _merge(
             count += load_i64(offsets + 8 * s + 8) - load_i64(offsets + 8 * s)
         if count == 0:
             continue
-        epoch += 1
         bits = 4
         while (1 << bits) < 2 * count:
             bits += 1
-        shift, mask = np.uint64(64 - bits), (16 << bits) - 1
+        shift, mask = np.uint64(64 - bits), (8 << bits) - 1
+        for line in range(table, table + (8 << bits), 64):
+            store_row(line, zero_row(16, FLOAT32), FLOAT32)
         entry_base = 0
         for r in range(num_sources):
-            list_, offsets, grad = (
-                load_i64(sources + 24 * r),
-                load_i64(sources + 24 * r + 8),
-                load_i64(sources + 24 * r + 16),
-            )
+            list_, offsets = load_i64(sources + 24 * r), load_i64(sources + 24 * r + 8)
+            gradients = load_i64(sources + 24 * r + 16)
             begin = load_i64(offsets)
             for position in range(load_i64(offsets + 8 * s), load_i64(offsets + 8 * s + 8)):
                 entry = entry_base + position - begin
-                store_i64(addresses + 8 * entry, grad + position * gradient_bytes)
+                store_i64(addresses + 8 * entry, gradients + position * gradient_bytes)
                 store_u32(nexts + 4 * entry, END)
                 slot = load_u32(list_ + 4 * position)
-                cell = table + 16 * np.int64((np.uint64(slot) * _FIBONACCI) >> shift)
+                cell = table + 8 * np.int64((np.uint64(slot) * _FIBONACCI) >> shift)
                 while True:
-                    meta = load_i64(cell + 8)
-                    if (meta >> 32) != epoch:
-                        store_i64(cell, slot)
-                        store_i64(cell + 8, (epoch << 32) | merged)
+                    held = load_i64(cell)
+                    if held == 0:
+                        store_i64(cell, (slot << 32) | (merged + 1))
                         store_u32(merged_slots + 4 * merged, slot)
                         if row_bytes <= PREFETCHED_ROW_BYTES:
                             prefetch(arena + slot * row_bytes, 64)
@@ -94,15 +93,15 @@ def _merge(
                         store_u32(tails + 4 * merged, entry)
                         merged += 1
                         break
-                    if load_i64(cell) == slot:
-                        m = meta & 0xFFFFFFFF
+                    if np.uint64(held ^ (slot << 32)) <= np.uint64(0xFFFFFFFF):
+                        m = (held & 0xFFFFFFFF) - 1
                         store_u32(nexts + 4 * load_u32(tails + 4 * m), entry)
                         store_u32(tails + 4 * m, entry)
                         break
-                    cell = table + (cell - table + 16 & mask)
+                    cell = table + (cell - table + 8 & mask)
             entry_base += load_i64(offsets + 8 * num_segments) - begin
     store_i64(merged_offsets + 8 * num_segments, merged)
-    return merged, epoch
+    return merged
 
 
 class Merger:
@@ -130,7 +129,6 @@ class Merger:
         self._scratch = [Scratch() for _ in range(5)]
         self._sources = Buffer(64)
         self._table = Scratch()
-        self._epoch = 0
 
     def __call__(self, sources: Sequence[tuple[int, int, int]], gradient_bytes: int, num_entries: int) -> None:
         """Merges.
@@ -146,16 +144,10 @@ class Merger:
         if 24 * len(sources) > self._sources.num_bytes:
             self._sources = Buffer(24 * len(sources))
         self._sources.array(np.int64, len(sources), 3)[:] = sources
-        before = self._table.num_bytes
-        table = self._table.reserve(64 * max(num_entries, 16))
-        if self._table.num_bytes != before:
-            self._epoch = 0  # fresh memory is zero
-        elif self._epoch + self._num_segments >= (1 << 31) - 1:
-            self._table.buffer.bytes[:] = 0
-            self._epoch = 0
-        self.num_merged, self._epoch = _merge(
-            self._num_segments, len(sources), self._sources.address, gradient_bytes, *self._rows, table, self._epoch,
-            self.merged_slots, self._offsets_address, self.heads, tails, self.nexts, self.addresses,
+        self.num_merged = _merge(
+            self._num_segments, len(sources), self._sources.address, gradient_bytes, *self._rows,
+            self._table.reserve(32 * max(num_entries, 16)), self.merged_slots, self._offsets_address, self.heads, tails,
+            self.nexts, self.addresses,
         )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Segment unique on a CPU: one small open-addressing hash table, reused by every segment.
 
-An entry is (key, epoch << 32 | position). Each segment has an epoch of its own, so the table is never cleared; it is
-sized to the segment and stays in the cache. A segment of few possible keys is addressed by the key itself: with the
-multiplier 2^(64−bits) the hash is key mod 2^bits, which has no collisions, and the loop stays the same.
+An entry is 8 bytes: the low half of the key, and the position of the unique id plus one; the rest of the key is
+compared where the unique ids stand. The table is sized to the segment, cleared before it, and stays in the cache. A
+segment of few possible keys is addressed by the key itself: with the multiplier 2^(64−bits) the hash is key mod
+2^bits, which has no collisions, and the loop stays the same.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.ops.memory import Scratch
-from rowmesh.ops.simd import kernel, load_i64, load_u32, store_i64, store_u32
+from rowmesh.ops.simd import FLOAT32, kernel, load_i64, load_u32, store_i64, store_row, store_u32, zero_row
 
 _FIBONACCI = 0x9E3779B97F4A7C15
-_DIRECT_ROWS = 1 << 13  # below this many rows a table is addressed directly (16 bytes an entry)
-_EPOCH_LIMIT = (1 << 31) - 1
+_DIRECT_ROWS = 1 << 13  # below this many rows a table is addressed directly
+_LOW = 0xFFFFFFFF
 
 
 @kernel
 def _segment_unique(
     ids, ranges, stride, segments, num_ranges, num_segments,
-    table, multipliers, bits, limits, epoch, unique, counts, inverse, unique_offsets,
+    table, multipliers, bits, limits, unique, counts, inverse, unique_offsets,
 ):  # fmt: skip
     """Ranges of ids, sorted by segment → unique ids, their counts and the inverse, in order of first appearance.
 
-    Returns the last epoch used, or −(segment + 1) where that segment needs a larger table.
+    Returns −1, or the first segment that needs a larger table.
     """
     found = 0
     segment = -1
@@ -35,35 +36,37 @@ def _segment_unique(
             segment += 1
             store_i64(unique_offsets + 8 * segment, found)
             if segment == next_segment:
-                epoch += 1
                 b = load_i64(bits + 8 * segment)
                 multiplier, shift = np.uint64(load_i64(multipliers + 8 * segment)), np.uint64(64 - b)
-                mask, full = (1 << b) - 1, found + load_i64(limits + 8 * segment)
+                mask, full = (8 << b) - 1, found + load_i64(limits + 8 * segment)
+                for line in range(table, table + (8 << b), 64):
+                    store_row(line, zero_row(16, FLOAT32), FLOAT32)
         for i in range(load_i64(ranges + stride * r), load_i64(ranges + stride * r + 8)):
             key = load_i64(ids + 8 * i)
-            entry = table + 16 * np.int64((np.uint64(key) * multiplier) >> shift)
+            half = key << 32
+            cell = table + 8 * np.int64((np.uint64(key) * multiplier) >> shift)
             while True:
-                meta = load_i64(entry + 8)
-                if (meta >> 32) != epoch:
+                entry = load_i64(cell)
+                if entry == 0:
                     if found >= full:
-                        return -(segment + 1)
-                    store_i64(entry, key)
-                    store_i64(entry + 8, (epoch << 32) | found)
+                        return segment
+                    store_i64(cell, half | (found + 1))
                     store_i64(unique + 8 * found, key)
                     store_u32(counts + 4 * found, 1)
                     store_u32(inverse + 4 * i, found)
                     found += 1
                     break
-                if load_i64(entry) == key:
-                    position = meta & 0xFFFFFFFF
-                    store_u32(inverse + 4 * i, position)
-                    store_u32(counts + 4 * position, load_u32(counts + 4 * position) + 1)
-                    break
-                entry = table + (entry - table + 16 & 16 * mask + 15)
+                if np.uint64(entry ^ half) <= np.uint64(_LOW):
+                    position = (entry & _LOW) - 1
+                    if load_i64(unique + 8 * position) == key:
+                        store_u32(inverse + 4 * i, position)
+                        store_u32(counts + 4 * position, load_u32(counts + 4 * position) + 1)
+                        break
+                cell = table + (cell - table + 8 & mask)
     while segment < num_segments:
         segment += 1
         store_i64(unique_offsets + 8 * segment, found)
-    return epoch
+    return -1
 
 
 class SegmentHash:
@@ -76,7 +79,6 @@ class SegmentHash:
 
     def __init__(self, num_rows: list[int]) -> None:
         self._table = Scratch()
-        self._epoch = 0
         count = len(num_rows)
         self._bits = np.full(count, 8, np.int64)
         self._limits = np.zeros(count, np.int64)
@@ -98,20 +100,14 @@ class SegmentHash:
         """Arguments are addresses, but for `num_ranges` and `stride`: range r begins at `ranges[r · stride]`, in
         bytes, and its end stands next to it.
         """
-        num_segments = len(self._bits)
         while True:
-            if self._epoch + num_segments >= _EPOCH_LIMIT:
-                self._table.buffer.bytes[:] = 0
-                self._epoch = 0
-            epoch = _segment_unique(
-                ids, ranges, stride, segments, num_ranges, num_segments,
-                self._table.buffer.address, *self._addresses, self._epoch, unique, counts, inverse, unique_offsets,
+            refused = _segment_unique(
+                ids, ranges, stride, segments, num_ranges, len(self._bits), self._table.buffer.address,
+                *self._addresses, unique, counts, inverse, unique_offsets,
             )  # fmt: skip
-            if epoch >= 0:
-                self._epoch = epoch
+            if refused < 0:
                 return
-            self._epoch += num_segments
-            self._grow(-epoch - 1)
+            self._grow(refused)
 
     def _grow(self, segment: int) -> None:
         if self._direct[segment]:  # keys outside the table: hash after all
@@ -123,10 +119,7 @@ class SegmentHash:
 
     def _set_limit(self, segment: int) -> None:
         size = 1 << int(self._bits[segment])
-        self._limits[segment] = size - 1 if self._direct[segment] else size * 5 // 8
+        self._limits[segment] = size - 1 if self._direct[segment] else size * 3 // 8
 
     def _reserve(self) -> None:
-        before = self._table.num_bytes
-        self._table.reserve(16 << int(self._bits.max(initial=8)))
-        if self._table.num_bytes != before:
-            self._epoch = 0  # fresh memory is zero
+        self._table.reserve(8 << int(self._bits.max(initial=8)))
