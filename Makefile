@@ -1,4 +1,4 @@
-# make train   set everything up, train a DLRM on two ranks, evaluate it
+# make train   set everything up, train a DLRM on two ranks, evaluate it (DATA=rows.tsv.gz, RANKS=2, RUN=folder, ARGS="key=value")
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
 # make bench   every benchmark, quickly
@@ -9,6 +9,7 @@ READY  := $(VENV)/.ready
 RANKS  ?= 2
 RUN    ?= runs/criteo
 DATA   ?=
+ARGS   ?=
 
 .PHONY: train test test-slow lint format bench clean
 
@@ -20,7 +21,7 @@ $(READY): pyproject.toml
 	touch $@
 
 train: $(READY)
-	PYTHON=$(CURDIR)/$(BIN)/python RANKS=$(RANKS) RUN=$(RUN) DATA=$(DATA) bash configs/train.sh
+	PYTHON="$(CURDIR)/$(BIN)/python" RANKS="$(RANKS)" RUN="$(RUN)" DATA="$(DATA)" ARGS="$(ARGS)" bash configs/train.sh
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

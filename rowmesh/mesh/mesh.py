@@ -118,6 +118,9 @@ class Mesh:
     def close(self) -> None:
         """Leaves the process group if `connect` joined it. May be called again."""
         if self._owns_group and dist.is_initialized():
+            # gloo's threads take the GIL to let go of the last call's tensors. Whoever drops the last reference to
+            # the group (DistributedDataParallel, say) joins those threads, holding the GIL: they must be done by then.
+            time.sleep(0.05)
             object.__setattr__(self, "group", None)  # the last reference ends the group's threads
             dist.destroy_process_group()
 
