@@ -44,9 +44,9 @@ def kernel(function: Any) -> Any:
     """Compiles a kernel at its first call, and keeps it on disk under a name that no other kernel has.
 
     Numba numbers the files of all specialisations of one name, and its index names a file before the file is there: of
-    ranks that compile at the same time, one could load what another wrote for another dim, or what an earlier version of
-    the sources left. So the constants and the sources of all kernels are part of the name. (Numba itself looks at the
-    time of the kernel's own file only, not at those of the functions inlined into it.)
+    ranks that compile at the same time, one could load what another wrote for another dim, or what an earlier version
+    of the sources left. So the constants and the sources of all kernels are part of the name. (Numba itself looks at
+    the time of the kernel's own file only, not at those of the functions inlined into it.)
     """
     constants = [cell.cell_contents for cell in function.__closure__ or ()]
     digest = hashlib.blake2b(f"{_sources()} {constants}".encode(), digest_size=8).hexdigest()

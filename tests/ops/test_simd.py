@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rowmesh.ops.simd import BFLOAT16, FLOAT32, load_row, store_row, sum_squares, uncached_kernel
+from rowmesh.ops.simd import BFLOAT16, FLOAT32, kernel, load_row, store_row, sum_squares, uncached_kernel
 
 SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, 1e-40, 2.0**-126]
 
@@ -45,3 +45,19 @@ def test_special_values_survive():
 def test_sum_of_squares():
     values = torch.randn(16)
     assert squares(values.data_ptr()) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+
+
+def test_kernels_never_share_a_file_on_disk():
+    """Ranks compile at the same time; one must never load what another wrote for other constants."""
+
+    def make(constant):
+        @kernel
+        def add_constant(x):
+            return x + constant
+
+        return add_constant
+
+    names = {constant: make(constant).py_func.__qualname__ for constant in (1, 2, 3)}
+    assert len(set(names.values())) == 3
+    assert make(1).py_func.__qualname__ == names[1]  # found again
+    assert make(2)(40) == 42

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.ops.simd import inlined, kernel
+from rowmesh.ops.simd import COMPUTE_BYTES, FLOAT32, FLOAT64, inlined, kernel, store_scalar
 
-_DISTRIBUTIONS = {"uniform": 0, "normal": 1, "constant": 2}
+UNIFORM, NORMAL, CONSTANT = 0, 1, 2
+_DISTRIBUTIONS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
 
 
 @inlined
@@ -61,12 +65,14 @@ def initialize(
         >>> bool((rows[1] == third[0]).all())
         True
     """
-    code = _DISTRIBUTIONS[distribution]
+    num_rows, dim = out.shape
+    rule = (stride, _DISTRIBUTIONS[distribution], float(a), float(b))
     if out.dtype != torch.bfloat16:
-        _fill(out.numpy(), np.uint64(key), first, stride, code, a, b)
+        fill = _kernel(FLOAT64 if out.dtype == torch.float64 else FLOAT32)
+        fill(out.data_ptr(), num_rows, dim, np.uint64(key), first, *rule)
         return
-    block = torch.empty(max(min(out.shape[0], 65536), 1), out.shape[1])
-    for begin in range(0, out.shape[0], len(block)):
-        part = out[begin : begin + len(block)]
-        _fill(block.numpy(), np.uint64(key), first + begin * stride, stride, code, a, b)
+    block = torch.empty(min(num_rows, 65536), dim)
+    for begin in range(0, num_rows, 65536):
+        part = out[begin : begin + 65536]
+        _kernel(FLOAT32)(block.data_ptr(), len(part), dim, np.uint64(key), first + begin * stride, *rule)
         part.copy_(block[: len(part)])
