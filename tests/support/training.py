@@ -53,7 +53,9 @@ class Head(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(scenario.seed)
         width = sum(table.dim for _, table in scenario.features)
-        self.first = torch.nn.Parameter(torch.randn(width, 4, generator=generator, dtype=scenario.dtype))
+        # Scaled: where tanh saturates, rounding errors grow from step to step.
+        first = torch.randn(width, 4, generator=generator, dtype=scenario.dtype)
+        self.first = torch.nn.Parameter(first * width**-0.5)
         self.second = torch.nn.Parameter(torch.randn(4, generator=generator, dtype=scenario.dtype))
 
     def forward(self, vectors: Tensor) -> Tensor:
