@@ -6,6 +6,7 @@ the others wait for a message meanwhile and use no processor. So A B A B rounds 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from benchmarks.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 ROUND_TIMEOUT_S = 900.0
+_TORCHRUN = "torch/distributed/elastic"  # where torchrun's own report of a failure begins
 # glibc would give the buffers of each step back to the system and fault them in again: up to half of a TorchRec step.
 TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
@@ -104,7 +106,8 @@ class Contestant:
 
     def _error(self, what: str) -> ContestantError:
         self._log.seek(0)
-        tail = self._log.read().strip().splitlines()[-12:]
+        lines = itertools.takewhile(lambda line: _TORCHRUN not in line, self._log.read().strip().splitlines())
+        tail = list(lines)[-6:]
         return ContestantError(f"{self.name} {what}; its last lines: " + " | ".join(tail))
 
     def close(self) -> None:
