@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step --dim 16,64 --peer-python PEER/bin/python
 
-Then the growth of memory over `--memory-steps` full steps.
+Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def run_case(options: Options, report: Report, workload: Workload) -> None:
             report.ratio(f"{workload.name}_{transport}", tax)
         if best is not None:
             report.ratio(f"{workload.name}_{best}", peer_tax[best])
-        report_memory(report, workload, own[0], 20 if options.quick else options.extra["memory_steps"])
+        for part in ("full", "sparse"):
+            report_memory(report, workload, own[0], part, 20 if options.quick else options.extra["memory_steps"])
 
 
 def report_tax(report: Report, workload: Workload, name: str, rounds: Answers, **beside: Any) -> float:
@@ -50,12 +51,12 @@ def report_tax(report: Report, workload: Workload, name: str, rounds: Answers, *
     return tax
 
 
-def report_memory(report: Report, workload: Workload, contestant: Contestant, steps: int) -> None:
-    """Reports how much memory the ranks gained over many steps."""
-    answers = contestant.ask("memory", steps=steps)
+def report_memory(report: Report, workload: Workload, contestant: Contestant, part: str, steps: int) -> None:
+    """Reports how much memory the ranks gained over many steps, full ones or of the sparse part alone."""
+    answers = contestant.ask("memory", part=part, steps=steps)
     resident = [[size / 2**20 for size in answer["resident_bytes"]] for answer in answers]
     report.line(
-        case=workload.name, contestant=contestant.name, memory_over_steps=steps,
+        case=workload.name, contestant=contestant.name, memory_of=part, steps=steps,
         growth_mib_by_rank=[round(after - before, 2) for before, _, after in resident],
         growth_mib_of_second_half=[round(after - halfway, 2) for _, halfway, after in resident],
         resident_mib_by_rank=[round(after) for _, _, after in resident],

@@ -40,11 +40,12 @@ class Commands:
         variants = {"full": self._full_step, "given": self._given_step}
         return {"seconds": rank_side.alternate(variants, self._workload, self._embeddings.barrier)}
 
-    def memory(self, steps: int) -> dict[str, Any]:
-        """Resident bytes of this rank before, halfway through and after so many full steps."""
+    def memory(self, part: str, steps: int) -> dict[str, Any]:
+        """Resident bytes of this rank before, halfway through and after so many steps, "full" or "sparse" ones."""
+        step = {"full": self._full_step, "sparse": self._sparse_step}[part]
         resident = [resident_bytes()]
         for number in range(steps):
-            self._full_step(number)
+            step(number)
             if number + 1 in (steps // 2, steps):
                 resident.append(resident_bytes())
         return {"resident_bytes": resident}
@@ -52,6 +53,12 @@ class Commands:
     def _full_step(self, number: int) -> None:
         dense, sparse, labels = self._batches[number % len(self._batches)]
         self._dense_step(dense, self._embeddings(sparse).stacked(), labels)
+        self._embedding_optimizer.step()
+
+    def _sparse_step(self, number: int) -> None:
+        _, sparse, _ = self._batches[number % len(self._batches)]
+        vectors = self._embeddings(sparse).stacked()
+        vectors.backward(self._given.detach())
         self._embedding_optimizer.step()
 
     def _given_step(self, number: int) -> None:
