@@ -84,7 +84,9 @@ class Buffer:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, 64)
         alignment = HUGE_PAGE if self.num_bytes >= HUGE_PAGE else 64
-        self._map = mmap.mmap(-1, round_up(self.num_bytes, mmap.PAGESIZE) + alignment)
+        # The default would be shared memory, which gets no huge pages and which a forked process writes into.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, round_up(self.num_bytes, mmap.PAGESIZE) + alignment, flags=flags)
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % alignment
         self.bytes = whole[start : start + self.num_bytes]

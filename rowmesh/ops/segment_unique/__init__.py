@@ -45,7 +45,7 @@ def segment_unique(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
     inverse = torch.empty(num_ids, dtype=torch.int32)
     unique_offsets = torch.zeros(num_segments + 1, dtype=torch.int64)
     segments = np.arange(num_segments)
-    SegmentHash([0] * num_segments)(
+    SegmentHash([0] * num_segments, offsets.diff().tolist())(
         ids.data_ptr(), offsets.data_ptr(), 8, segments.ctypes.data, num_segments,
         unique.data_ptr(), counts.data_ptr(), inverse.data_ptr(), unique_offsets.data_ptr(),
     )  # fmt: skip

@@ -75,12 +75,13 @@ class SegmentHash:
     Args:
         num_rows: for each segment, an upper bound on its keys where one is known, else 0. Keys past it are
             still told apart (they only cost a longer probe).
+        num_ids: for each segment, about how many ids it will have, where that is known.
     """
 
-    def __init__(self, num_rows: list[int]) -> None:
+    def __init__(self, num_rows: list[int], num_ids: list[int] | None = None) -> None:
         self._table = Scratch()
         count = len(num_rows)
-        self._bits = np.full(count, 8, np.int64)
+        self._bits = np.array([max(8, n.bit_length()) for n in num_ids or [0] * count], np.int64)
         self._limits = np.zeros(count, np.int64)
         self._multipliers = np.full(count, np.uint64(_FIBONACCI)).view(np.int64)
         self._direct = np.array([0 < n <= _DIRECT_ROWS for n in num_rows])
@@ -113,7 +114,7 @@ class SegmentHash:
         if self._direct[segment]:  # keys outside the table: hash after all
             self._direct[segment] = False
             self._multipliers[segment] = np.uint64(_FIBONACCI).view(np.int64)
-        self._bits[segment] += 1
+        self._bits[segment] += 2 if self._bits[segment] < 16 else 1
         self._set_limit(segment)
         self._reserve()
 
