@@ -10,7 +10,8 @@ every request for it; the same merge serves the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,8 +25,6 @@ from rowmesh.mesh import Mesh
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.simd import STORAGE
-
-_TAG = 0x726D  # apart from the user's own messages between ranks
 
 
 class Incoming:
@@ -52,7 +51,7 @@ class Incoming:
 
 
 class CollectiveTransport:
-    """torch.distributed, gloo or NCCL."""
+    """torch.distributed over gloo."""
 
     name = "collective"
 
@@ -114,7 +113,7 @@ class CollectiveTransport:
         out = _Parts(outbox.lists.bytes, outbox.slots_offset, group.owner_bounds, 4)
         self._wait(group, self._post(group, out, _Parts(requests.buffer.bytes, 0, incoming.bounds, 4)))
 
-    def _send_rows(self, index: int, group: RouteGroup) -> list[dist.Work]:
+    def _send_rows(self, index: int, group: RouteGroup) -> dist.Work:
         exchange, incoming, workspace = group.exchange, group.incoming, group.workspace
         merger, rank = exchange.merger, self._mesh.rank
         self._gathers[index].reply(
@@ -138,7 +137,7 @@ class CollectiveTransport:
             self._sources[index].apply(exchange, update)
             self._merged[index] = None
 
-    def _send_gradients(self, group: RouteGroup) -> list[dist.Work]:
+    def _send_gradients(self, group: RouteGroup) -> dist.Work:
         size, workspace = group.exchange.gradient_bytes, group.workspace
         out = _Parts(workspace.outbox.gradients.bytes, 0, group.owner_bounds, size)
         return self._post(group, out, _Parts(workspace.replies.buffer.bytes, 0, group.incoming.bounds, size))
@@ -169,26 +168,23 @@ class CollectiveTransport:
         self._sources[index] = sources
         self._merged[index] = groups[0] if len(groups) == 1 else None
 
-    def _post(self, group: RouteGroup, out: _Parts, into: _Parts) -> list[dist.Work]:
-        """One all-to-all, receives first: gloo then moves both directions at once."""
+    def _post(self, group: RouteGroup, out: _Parts, into: _Parts) -> dist.Work:
+        """One all-to-all. (On loopback a single call has half the median of a send and a receive per rank.)"""
         mesh, counters = self._mesh, group.exchange.counters
-        others = [rank for rank in range(mesh.world_size) if rank != mesh.rank]
-        operations = [dist.P2POp(dist.irecv, t, group=mesh.group, tag=_TAG, group_peer=r) for r, t in into.of(others)]
-        operations += [dist.P2POp(dist.isend, t, group=mesh.group, tag=_TAG, group_peer=r) for r, t in out.of(others)]
         counters.all_to_all_rounds += 1
-        counters.bytes_sent += out.num_bytes(others)
-        counters.bytes_received += into.num_bytes(others)
-        if not operations:
-            return []
+        counters.bytes_sent += out.num_bytes(mesh.rank)
+        counters.bytes_received += into.num_bytes(mesh.rank)
+        (to_send, sizes_out), (to_fill, sizes_in) = out.trimmed(mesh.rank), into.trimmed(mesh.rank)
         try:
-            return dist.batch_isend_irecv(operations)
+            work = dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=mesh.group, async_op=True)
         except RuntimeError as error:
             raise mesh.peer_error(f"exchanging group {group.exchange.group.name}", error) from error
+        assert work is not None
+        return work
 
-    def _wait(self, group: RouteGroup, work: Sequence[dist.Work]) -> None:
+    def _wait(self, group: RouteGroup, work: dist.Work) -> None:
         try:
-            for item in work:
-                item.wait()
+            work.wait()
         except RuntimeError as error:
             raise self._mesh.peer_error(f"exchanging group {group.exchange.group.name}", error) from error
 
@@ -211,14 +207,24 @@ class _Parts:
     def __init__(self, buffer: np.ndarray, begin: int, bounds: Sequence[int], item_bytes: int) -> None:
         self._bytes, self._begin, self._bounds, self._item = buffer, begin, bounds, item_bytes
 
-    def num_bytes(self, ranks: Sequence[int]) -> int:
-        """Bytes of the parts of these ranks."""
-        return self._item * sum(self._bounds[rank + 1] - self._bounds[rank] for rank in ranks)
+    def num_bytes(self, rank: int) -> int:
+        """Bytes of the parts of the ranks other than this one."""
+        return self._item * (self._bounds[-1] - self._bounds[0] - self._bounds[rank + 1] + self._bounds[rank])
 
-    def of(self, ranks: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The parts that are not empty, as bytes."""
-        for rank in ranks:
-            begin, end = self._bounds[rank], self._bounds[rank + 1]
-            if end > begin:
-                offset, count = self._begin + begin * self._item, (end - begin) * self._item
-                yield rank, torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count)
+    def trimmed(self, rank: int) -> tuple[Tensor, list[int]]:
+        """The bytes and the size of each rank's part; this rank's own is left out where it is the first or the last.
+
+        In the middle it stays, since an all-to-all wants one piece of memory; it is then copied within the rank, and
+        nobody reads the copy.
+        """
+        sizes = [self._item * (end - begin) for begin, end in pairwise(self._bounds)]
+        first, last = self._bounds[0], self._bounds[-1]
+        if rank == 0:
+            first, sizes[0] = self._bounds[1], 0
+        elif rank == len(sizes) - 1:
+            last, sizes[-1] = self._bounds[-2], 0
+        count = self._item * (last - first)
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), sizes
+        offset = self._begin + self._item * first
+        return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count), sizes
