@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RANKS  ?= 2
-RUN    ?= runs/criteo
+RUN    ?= runs/make_train
 DATA   ?=
 ARGS   ?=
 
@@ -15,7 +15,7 @@ ARGS   ?=
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
@@ -43,4 +43,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) runs data/generated
+	rm -rf $(VENV) data/generated runs/make_train

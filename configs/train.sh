@@ -3,7 +3,7 @@
 #
 #   PYTHON  the interpreter that has rowmesh installed
 #   RANKS   processes (2)
-#   RUN     the run's folder (runs/criteo); an earlier run in it is replaced
+#   RUN     the run's folder (runs/make_train); an earlier run in it is replaced
 #   DATA    raw Criteo rows (train.tsv, .gz); without it a data set of 1 M samples is drawn from a planted model
 #   ARGS    keys of the configuration, as in ARGS="train.epochs=2 tables.dim=32"
 set -euo pipefail
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
-RUN=${RUN:-runs/criteo}
+RUN=${RUN:-runs/make_train}
 DATA=${DATA:-}
 ARGS=${ARGS:-}
 GENERATED=data/generated

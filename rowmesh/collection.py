@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
@@ -98,12 +101,13 @@ class Embeddings:
 
 
 class Rows:
-    """The fetched rows of a route; stay valid until the next push."""
+    """The fetched rows of a route; valid until the next push, which `pool` checks."""
 
-    __slots__ = ("route",)
+    __slots__ = ("num_pushes", "route")
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, num_pushes: int) -> None:
         self.route = route
+        self.num_pushes = num_pushes
 
 
 class _Pool(torch.autograd.Function):
@@ -116,7 +120,9 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.collection._take_gradients(ctx.route, grads)
+        # The graph may live as long as a loss that somebody keeps; the route's buffers must not.
+        route, ctx.route = ctx.route, None
+        ctx.collection._take_gradients(route, grads)
         return None, None, None
 
 
@@ -124,7 +130,9 @@ class EmbeddingCollection(nn.Module):
     """Embedding tables, their rows dealt over the ranks.
 
     Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
-    them alone. Every rank must construct it, and call `forward` and the optimizer's `step`, equally often.
+    them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
+    construct it, and call `forward`, `backward` and the optimizer's `step`, equally often. As with `nn.EmbeddingBag`,
+    `eval()` changes nothing; `torch.no_grad()` does.
 
     Args:
         tables: what to store.
@@ -158,25 +166,46 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         self.tables = tuple(tables)
-        self.groups: tuple[TableGroup, ...] = fuse(tables)
+        self.groups: tuple[TableGroup, ...] = fuse(self.tables)
         self.mesh = mesh or Mesh()
+        self._check_agreement(seed, transport)
+        self._make_pooling()
         self._transport: Transport
         self._transport, self.transport_reason = choose_transport(transport, self.mesh, len(self.groups))
         self._exchanges = [self._make_exchange(group) for group in self.groups]
         self._initialize(seed)
         self._transport.connect(self._exchanges)
-        self._make_pooling()
-        self._anchor = torch.zeros((), requires_grad=True)  # gives the outputs a place in the graph
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
         self._inverses: list[Scratch] = []
         self._pending: list[Route] = []
+        self._num_fetches = self._num_pushes = 0
         self.step_count = 0
         logger.info("transport %s: %s", self.transport, self.transport_reason)
+
+    def _check_agreement(self, seed: int, transport: str) -> None:
+        """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
+        if self.mesh.group is None:
+            return
+        mine = [repr(table) for table in self.tables] + [f"seed {seed}", f"transport {transport!r}"]
+        everyone: list[list[str]] = [mine] * self.mesh.world_size
+        try:
+            dist.all_gather_object(everyone, mine, self.mesh.group)
+        except RuntimeError as error:
+            raise self.mesh.peer_error("comparing the tables of all ranks", error) from error
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
+                first, other = next((a, b) for a, b in pairs if a != b)
+                raise ConfigurationError(
+                    f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
+                )
 
     def _make_exchange(self, group: TableGroup) -> GroupExchange:
         placement = DealtPlacement(tuple(table.num_rows for table in group.tables), self.mesh.world_size)
         arena = DenseArena(group, placement.num_slots, self._transport.allocate)
         num_segments = len(group.tables)
-        return GroupExchange(group, placement, arena, self.mesh.rank, lambda: self._transport.make_outbox(num_segments))
+        make_outbox = partial(self._transport.make_outbox, num_segments)
+        return GroupExchange(group, placement, arena, self.mesh.rank, make_outbox)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -194,7 +223,10 @@ class EmbeddingCollection(nn.Module):
             width += dim
         groups = [GroupPooling(group.dim, group.dtype) for group in self.groups]
         if len({group.dtype for group in groups}) > 1:
-            raise ConfigurationError("float64 tables do not mix with others: make a collection of each")
+            double = sorted(table.name for table in self.tables if table.dtype == torch.float64)
+            raise ConfigurationError(
+                f"float64 tables do not mix with others: make a collection of {double} and one of the rest"
+            )
         self._pooling = Pooling(groups, [group.is_sequence for group in self.groups], width)
         self._layouts = Layouts(self.groups, columns, width)
 
@@ -240,20 +272,25 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
-        self._transport.fetch(route, compress if self._is_training() else _nothing)
-        return Rows(route)
+        self._num_fetches += 1
+        route.number = self._num_fetches
+        self._transport.fetch(route, compress if torch.is_grad_enabled() else _nothing)
+        return Rows(route, self._num_pushes)
 
     def pool(self, rows: Rows) -> Embeddings:
-        """The vectors of the batch; differentiable, without communication."""
+        """The vectors of the batch; differentiable, without communication.
+
+        Raises:
+            RowmeshError: rows were updated since they were fetched.
+        """
         route = rows.route
-        if self._is_training():
+        if rows.num_pushes != self._num_pushes:
+            raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+        if torch.is_grad_enabled():
             outputs = _Pool.apply(self._anchor, self, route)
         else:
             outputs = self._pooling.forward(route)
         return self._wrap(route, outputs)
-
-    def _is_training(self) -> bool:
-        return self.training and torch.is_grad_enabled()
 
     def _wrap(self, route: Route, outputs: tuple[Tensor, ...]) -> Embeddings:
         sequences: dict[str, JaggedRows] = {}
@@ -269,8 +306,8 @@ class EmbeddingCollection(nn.Module):
                 sequences[name] = JaggedRows(rows, offsets - offsets[0])
         return Embeddings(outputs[0], self.features, self.dims, sequences)
 
-    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
-        if route.is_pushed or route.has_gradients:
+    def _take_gradients(self, route: Route | None, gradients: Sequence[Tensor]) -> None:
+        if route is None or route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
         self._pooling.backward(route, gradients)
         route.has_gradients = True
@@ -282,18 +319,25 @@ class EmbeddingCollection(nn.Module):
         Args:
             routes: routes whose backward has run; the gradients of several add up.
             lrs: the learning rate of each group.
+
+        Raises:
+            RowmeshError: a route has no gradients, or they were pushed already.
         """
+        if len(lrs) != len(self.groups):
+            raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
+        waiting = {id(route) for route in self._pending}
+        if len({id(route) for route in routes} & waiting) != len(routes):
+            raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
+        routes = sorted(routes, key=lambda route: route.number)  # backward may run in another order on every rank
+        self._pending = [route for route in self._pending if all(route is not pushed for pushed in routes)]
         self.step_count += 1
+        self._num_pushes += 1
         scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
         self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
-        for route in routes:
-            route.is_pushed = True
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push."""
-        routes = self._pending.copy()
-        self._pending.clear()
-        self.push(routes, lrs)
+        self.push(self._pending, lrs)
 
     def discard_pending(self) -> None:
         """Forgets gradients that were not pushed."""

@@ -122,7 +122,7 @@ def test_vectors_that_a_user_keeps_are_not_overwritten(ranks, transport, world_s
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_memory_does_not_grow_over_500_steps(ranks, transport):
-    for before, after in on_ranks(ranks, behaviour.footprints, transport, 60, 500):
+    for before, after in on_ranks(ranks, behaviour.footprints, transport, 500, 500):
         assert after["files"] == before["files"]
         assert after["mapped"] == before["mapped"]
         assert after["resident"] - before["resident"] < 2**20
@@ -207,11 +207,61 @@ def test_backward_runs_once():
         loss.backward()
 
 
-@pytest.mark.parametrize("is_evaluating", [True, False])
-def test_no_graph_without_gradients(is_evaluating):
-    embeddings = EmbeddingCollection([a_table()]).train(not is_evaluating)
-    with torch.set_grad_enabled(is_evaluating):
-        assert not embeddings(SparseBatch.from_bags({"item": [[1]]})).values.requires_grad
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_graph_exactly_where_gradients_are_enabled(has_gradients):
+    """As nn.EmbeddingBag: eval() alone does not freeze it."""
+    embeddings = EmbeddingCollection([a_table()]).eval()
+    with torch.set_grad_enabled(has_gradients):
+        assert embeddings(SparseBatch.from_bags({"item": [[1]]})).values.requires_grad == has_gradients
+
+
+def routed(embeddings):
+    route = embeddings.route(SparseBatch.from_bags({"item": [[1]]}))
+    return route, embeddings.fetch(route)
+
+
+def test_the_verb_push_pushes_once():
+    embeddings = EmbeddingCollection([a_table()])
+    before = embeddings.local_rows("item").values[1].clone()
+    route, rows = routed(embeddings)
+    embeddings.pool(rows).values.sum().backward()
+    embeddings.push([route], [0.5])
+    after = embeddings.local_rows("item").values[1].clone()
+    assert torch.equal(after, before - 0.5)
+    EmbeddingOptimizer(embeddings).step()
+    assert torch.equal(embeddings.local_rows("item").values[1], after), "nothing is left to push"
+    with pytest.raises(RowmeshError, match="pushed before"):
+        embeddings.push([route], [0.5])
+
+
+def test_push_refuses_what_has_no_gradients():
+    embeddings = EmbeddingCollection([a_table()])
+    route, _ = routed(embeddings)
+    with pytest.raises(RowmeshError, match="after its backward"):
+        embeddings.push([route], [0.5])
+    with pytest.raises(RowmeshError, match="1 groups need as many learning rates, got 2"):
+        embeddings.push([], [0.5, 0.5])
+    assert embeddings.step_count == 0
+
+
+def test_rows_fetched_before_a_push_are_stale():
+    embeddings = EmbeddingCollection([a_table()])
+    (_, first), (_, second) = routed(embeddings), routed(embeddings)
+    embeddings.pool(first).values.sum().backward()
+    EmbeddingOptimizer(embeddings).step()
+    with pytest.raises(RowmeshError, match="stale"):
+        embeddings.pool(second)
+
+
+def test_a_kept_loss_keeps_no_buffers():
+    embeddings = EmbeddingCollection([a_table()])
+    optimizer = EmbeddingOptimizer(embeddings)
+    losses = []
+    for _ in range(5):
+        losses.append(embeddings(SparseBatch.from_bags({"item": [[1]]})).values.sum())
+        losses[-1].backward()
+        optimizer.step()
+    assert len(embeddings._exchanges[0].workspaces) == 1
 
 
 def test_expanded_and_transposed_gradients():
@@ -351,3 +401,16 @@ def test_a_dropped_collection_frees_its_memory():
     del embeddings
     gc.collect()
     assert behaviour.footprint()["resident"] - before < 8 * 2**20
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_ranks_with_other_tables_are_told_apart(ranks, transport):
+    """Their slots would mean other rows, or none, at the owner."""
+    for message in ranks.run(behaviour.with_tables_of_its_own, transport, world_size=2):
+        assert "rank 0 has TableSpec(name='item', num_rows=10" in message
+        assert "rank 1 has TableSpec(name='item', num_rows=11" in message
+
+
+def test_a_batch_on_another_device_is_refused():
+    with pytest.raises(DataError, match=r"ids of a SparseBatch are on meta.*\.cpu\(\)"):
+        SparseBatch.from_dense(["item"], torch.zeros(1, 2, dtype=torch.int64, device="meta"))

@@ -49,6 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output is gone, as in `rowmesh env | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
+    except OSError as error:  # a full disk, a folder without permission
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(
+            f"{where}{error.strerror or error}; make room or choose another place, what was written before is kept"
+        )
+        sys.exit(FAILED)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

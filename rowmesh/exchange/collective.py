@@ -71,7 +71,7 @@ class CollectiveTransport:
         self._exchanges = exchanges
         self._gathers = [gather.kernels(e.group.dim, STORAGE[e.group.dtype]) for e in exchanges]
         width = sum(2 * exchange.num_segments + 1 for exchange in exchanges)
-        self._counts_out = torch.zeros(self._mesh.world_size, width, dtype=torch.int64)
+        self._counts_out = torch.zeros(self._mesh.world_size, width, dtype=torch.int64, device="cpu")
         self._merged: list[RouteGroup | None] = [None] * len(exchanges)  # whose requests each merger holds
         self._sources: list[Sources] = [Sources(exchange.num_segments) for exchange in exchanges]
         self.barrier()

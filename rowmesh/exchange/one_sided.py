@@ -21,8 +21,8 @@ from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.ops.memory import Memory
 
-MAX_ROUTES = 16  # routes that one push may bring for a group
-_ENTRY = 8  # int64 values that announce an outbox
+MAX_ROUTES = 1024  # routes that one push may bring for a group
+_ENTRY = 6  # int64 values that announce an outbox
 
 
 class _Mapped:
@@ -49,7 +49,6 @@ class OneSidedTransport:
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
         self._mapped: dict[tuple[int, int, int], _Mapped] = {}
-        self._outbox_ids: dict[int, int] = {}
         # Of every rank: its barrier flag, then for each group how many outboxes it announces, and which.
         self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
         self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
@@ -123,7 +122,8 @@ class OneSidedTransport:
     def _announce(self, routes: Sequence[Route]) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
-                f"{len(routes)} forward passes were accumulated for one step; at most {MAX_ROUTES} can be"
+                f"rank {self._mesh.rank}: {len(routes)} forward passes were accumulated for one step; "
+                f"at most {MAX_ROUTES} can be"
             )
         for index, announced in enumerate(self._announced[self._mesh.rank]):
             announced[0] = len(routes)
@@ -134,7 +134,7 @@ class OneSidedTransport:
                 assert isinstance(gradients, SharedBuffer)
                 begin = 1 + _ENTRY * place
                 announced[begin : begin + 6] = (
-                    self._outbox_ids.setdefault(id(outbox), len(self._outbox_ids)), outbox.generation,
+                    outbox.number, outbox.generation,
                     lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes,
                 )  # fmt: skip
 

@@ -65,7 +65,7 @@ class Route:
     def __init__(self, batch: SparseBatch, groups: list[RouteGroup], inverse: Scratch, give_back: Callable) -> None:
         self.batch = batch
         self.groups = groups
-        self.is_pushed = False
+        self.number = 0  # of the fetch, the same on all ranks
         self.has_gradients = False
         self._inverse = inverse
         self._give_back = give_back
@@ -130,7 +130,7 @@ class GroupExchange:
         while (refused := self._sort(workspace, unique, counts, num_ids)) >= 0:
             try:
                 ids = self._mapped(ids, batch, layout)
-            except IdRangeError:
+            except BaseException:  # peers know this outbox: it must not be lost
                 self.workspaces.append(workspace)
                 raise
             self._unique_ids(ids, layout, unique, counts, inverse)

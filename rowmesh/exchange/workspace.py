@@ -5,11 +5,14 @@ A workspace is lent to a route and returns when the route is gone; as many exist
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
 from rowmesh.ops.memory import Buffer, Memory, Scratch, round_up
+
+_numbers = itertools.count()  # outboxes are told apart for as long as the process lives
 
 
 def slots_offset(world_size: int, num_segments: int) -> int:
@@ -25,6 +28,7 @@ class Outbox:
     """
 
     def __init__(self, allocate: Callable[[int], Memory], world_size: int, num_segments: int) -> None:
+        self.number = next(_numbers)
         self._allocate = allocate
         self._shape = (world_size, num_segments)
         self.slots_offset = slots_offset(world_size, num_segments)

@@ -144,7 +144,7 @@ class TensorPool:
         for size in shape:
             count *= size
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         buffer = self._find(count * itemsize)
         array = buffer.bytes[: count * itemsize]  # a new array object: its end is the end of the loan
         weakref.finalize(array, self._give_back, buffer).atexit = False

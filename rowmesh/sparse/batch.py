@@ -69,6 +69,10 @@ class SparseBatch:
             _check_offsets(self.jagged_offsets, num_bags, self.ids.numel())
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise DataError(f"{self.ids.numel()} ids need as many weights, got {tuple(self.weights.shape)}")
+        for name in ("ids", "jagged_offsets", "weights"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device.type != "cpu":
+                raise DataError(f"{name} of a SparseBatch are on {tensor.device}; look-ups run on the CPU: use .cpu()")
         for name in ("ids", "jagged_offsets", "weights"):  # kernels read addresses: no strided view may reach them
             tensor = getattr(self, name)
             if tensor is not None and not tensor.is_contiguous():
@@ -85,7 +89,7 @@ class SparseBatch:
         if self.jagged_offsets is not None:
             return self.jagged_offsets
         assert self.bag_size is not None
-        offsets = torch.arange(len(self.features) * self.batch_size + 1) * self.bag_size
+        offsets = torch.arange(len(self.features) * self.batch_size + 1, device="cpu") * self.bag_size
         object.__setattr__(self, "jagged_offsets", offsets)  # derived once
         return offsets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,11 +40,12 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
     ):
         trainer = Trainer(job)
         _announce(job, run, trainer.total_steps)
+        keep()
         if mesh.rank == 0:
             write_toml(config, run.config)
             write_json(run.environment, environment_report())
-        keep()
         trainer.run(run)
+        _say_mapped(job)
         metadata = {"steps": trainer.step, "data": config.data.folder}
         checkpoint.save(run.model, job.embeddings, trainer.state_dict(), metadata=metadata, group=mesh.group)
         _say(mesh, f"model     {run.model}, after {trainer.step} steps")
@@ -86,6 +88,19 @@ def _announce(job: Job, run: RunFolder, total_steps: int) -> None:
 def _say(mesh: Mesh, *lines: str) -> None:
     if mesh.rank == 0:
         print(*lines, sep="\n", flush=True)  # noqa: T201
+
+
+def _say_mapped(job: Job) -> None:
+    """Tells of ids that their tables' out_of_range mapped to another row, by feature, over all ranks."""
+    mine: Counter[str] = Counter()
+    for counters in job.embeddings.counters:
+        mine.update(counters.out_of_range)
+    everyone: list[Counter[str]] = [mine]
+    if job.mesh.group is not None:
+        everyone = everyone * job.mesh.world_size
+        dist.all_gather_object(everyone, mine, job.mesh.group)
+    for feature, count in sorted(sum(everyone, Counter()).items()):
+        _say(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
 
 
 @contextmanager

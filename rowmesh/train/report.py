@@ -43,7 +43,9 @@ def results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
     rows: list[tuple[str, Sequence[float]]] = [("trained", reached)]
     if known is not None and known.optimum is not None:
         optimum = known.optimum
-        rows.append(("planted optimum", [optimum["auc"], optimum["log_loss"] / entropy, optimum["log_loss"]]))
+        rows.append(
+            ("planted optimum", [optimum["auc"], optimum["log_loss"] / (entropy or math.nan), optimum["log_loss"]])
+        )
     rows.append(("base rate", [0.5, 1.0, entropy, 1.0]))
     header = f"{'':<18}{'AUC':>10}{'norm. entropy':>16}{'log-loss':>12}{'calibration':>14}"
     title = f"{split}: {metrics.samples:,} samples, base rate {metrics.base_rate:.4f}"

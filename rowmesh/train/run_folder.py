@@ -58,6 +58,7 @@ class Claim:
 
     def __init__(self, folder: RunFolder, *, overwrite: bool) -> None:
         self._path, self._overwrite, self._keep = folder.path, overwrite, False
+        self._is_held = False
 
     def __enter__(self) -> Self:
         self._made = not self._path.exists()
@@ -71,13 +72,14 @@ class Claim:
         except BaseException:
             self._lock.close()
             raise
+        self._is_held = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed_early = error is not None and not self._keep
-        if failed_early:
+        if failed_early and self._made:
             _clear(self._path)
         (self._path / LOCK).unlink(missing_ok=True)
         if failed_early and self._made:
@@ -85,8 +87,10 @@ class Claim:
         self._lock.close()
 
     def keep(self) -> None:
-        """From here on the folder stays, whatever happens."""
+        """From here on the folder is this run's and stays, whatever happens; only now is an earlier run removed."""
         self._keep = True
+        if self._is_held:  # only one rank holds the folder
+            _clear(self._path)
 
     def _take(self) -> None:
         try:
@@ -101,7 +105,6 @@ class Claim:
         if found - set(CONTENTS):
             strangers = ", ".join(sorted(found - set(CONTENTS))[:3])
             self._leave(f"{self._path} holds what no run wrote ({strangers}); give another run.folder=…")
-        _clear(self._path)
 
     def _leave(self, message: str) -> None:
         (self._path / LOCK).unlink(missing_ok=True)

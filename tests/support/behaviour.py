@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.errors import IdRangeError, RowmeshError
+from rowmesh.errors import ConfigurationError, IdRangeError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.sparse import SparseBatch
@@ -230,3 +230,12 @@ def leave_the_others(mesh: Mesh, timeout_s: float) -> tuple[str, str, float]:
         return type(error).__name__, str(error), time.monotonic() - began
     time.sleep(3 * timeout_s)  # alive all the while
     return "nothing", "", 0.0
+
+
+def with_tables_of_its_own(mesh: Mesh, transport: Any) -> str:
+    """The error of a rank whose table has another size than those of the others."""
+    try:
+        EmbeddingCollection([TableSpec(name="item", num_rows=10 + mesh.rank, dim=4)], mesh=mesh, transport=transport)
+    except ConfigurationError as error:
+        return str(error)
+    return ""

@@ -10,17 +10,17 @@ def folder(tmp_path):
 
 
 def write_and_fail(folder, claim=None):
-    folder.config.write_text("")
-    folder.model.mkdir()
     if claim:
         claim.keep()
+    folder.config.write_text("")
+    folder.model.mkdir()
     raise RowmeshError("too late")
 
 
 def test_a_finished_run_stays_and_is_not_overwritten_by_accident(folder):
     with Claim(folder, overwrite=False) as claim:
-        folder.metrics.write_text("{}")
         claim.keep()
+        folder.metrics.write_text("{}")
     assert [path.name for path in folder.path.iterdir()] == ["metrics.jsonl"]
     with (
         pytest.raises(RowmeshError, match=r"runs/a holds a run .*run.folder=….*--overwrite"),
@@ -28,7 +28,11 @@ def test_a_finished_run_stays_and_is_not_overwritten_by_accident(folder):
     ):
         pass
     assert folder.metrics.exists()
-    with Claim(folder, overwrite=True):
+    with pytest.raises(RowmeshError, match="no data"), Claim(folder, overwrite=True):
+        raise RowmeshError("no data")
+    assert folder.metrics.exists(), "a run that cannot start takes nothing away"
+    with Claim(folder, overwrite=True) as claim:
+        claim.keep()
         assert not folder.metrics.exists()
 
 
