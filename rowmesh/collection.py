@@ -364,7 +364,7 @@ class EmbeddingCollection(nn.Module):
         self._transport.barrier()
 
     def close(self) -> None:
-        """Gives shared memory back; the collection cannot be used any more."""
+        """Lets no further rank map this one's memory, which is freed with its last view; not to be used any more."""
         self._transport.close()
 
     def extra_repr(self) -> str:

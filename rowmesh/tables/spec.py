@@ -49,6 +49,10 @@ class TableSpec:
     out_of_range: Literal["error"] | int = "error"
 
     def __post_init__(self) -> None:
+        if isinstance(self.features, str):
+            raise ConfigurationError(
+                f"table {self.name!r}: features must be a tuple of names; write ({self.features!r},) for one"
+            )
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
         object.__setattr__(self, "features", tuple(self.features))

@@ -60,3 +60,9 @@ def test_blocks_of_bfloat16_join():
     """More rows than the block that bfloat16 passes through."""
     mine, expected = both(torch.bfloat16, 65536 + 5, 1, 9, 7, 3, "uniform", -1.0, 1.0)
     assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("out", [torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.float16)])
+def test_refuses_what_its_kernel_would_write_wrongly(out):
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        initialize(out, 7, first=0, stride=1, distribution="constant", a=0.0, b=0.0)

@@ -54,3 +54,8 @@ def test_from_torchrec():
 def test_refuses(change, message):
     with pytest.raises(ConfigurationError, match=f"table 'item'.*{message}"):
         TableSpec(**({"name": "item", "num_rows": 9, "dim": 4} | change))
+
+
+def test_features_are_names_not_letters():
+    with pytest.raises(ConfigurationError, match=r"table 'item': features must be a tuple.*\('user',\)"):
+        TableSpec(name="item", num_rows=3, dim=4, features="user")  # type: ignore[arg-type]

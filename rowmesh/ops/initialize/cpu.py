@@ -65,6 +65,8 @@ def initialize(
         >>> bool((rows[1] == third[0]).all())
         True
     """
+    if not out.is_contiguous() or out.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ValueError(f"out must be contiguous float32, float64 or bfloat16, got {out.dtype} {out.stride()}")
     num_rows, dim = out.shape
     rule = (stride, _DISTRIBUTIONS[distribution], float(a), float(b))
     if out.dtype != torch.bfloat16:
