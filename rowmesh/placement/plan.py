@@ -1,0 +1,305 @@
+"""Plan: which ranks hold each row, as a value that can be printed, saved, compared and run.
+
+A table's rows are cut into a few ranges. Each range has a rule instead of a list of owners, so a plan of billions of
+rows is a few kilobytes:
+
+    dealt        one copy; row r lives on rank (r − start + shift) mod W
+    node         one copy on every node, on the rank that has the same place in its node as the home has
+    replicated   a copy on every rank
+    fixed        one copy, on one rank
+
+Every row has one *home*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
+rank (r − start + shift) mod W for rows with copies, whose homes thereby share the work of keeping copies equal.
+
+Source: OPER §3.2 (placement and fetch path of every row), §5.1. Differs: rules instead of an address for every row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.tables import TableSpec
+from rowmesh.tables.arena import compute_dtype
+
+RuleName = Literal["dealt", "node", "replicated", "fixed"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """What placement needs to know of a table.
+
+    Attributes:
+        name: of the table.
+        num_rows: rows.
+        value_bytes: of a row, which is what a fetch moves.
+        gradient_bytes: of a row, which is what a push moves.
+        state_bytes: optimizer state of a row, which every copy has too.
+    """
+
+    name: str
+    num_rows: int
+    value_bytes: int
+    gradient_bytes: int
+    state_bytes: int = 0
+
+    @staticmethod
+    def of(table: TableSpec) -> TableShape:
+        """The shape of a table.
+
+        Example:
+            >>> TableShape.of(TableSpec(name="item", num_rows=10, dim=16))
+            TableShape(name='item', num_rows=10, value_bytes=64, gradient_bytes=64, state_bytes=4)
+        """
+        item = compute_dtype(table.dtype).itemsize
+        state = sum(item * (1 if extent == "row" else table.dim) for extent in table.optimizer.state.values())
+        return TableShape(table.name, table.num_rows, table.dim * table.dtype.itemsize, table.dim * item, state)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory that one copy of a row takes."""
+        return self.value_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows start … stop − 1 of a table, and the rule for who holds them.
+
+    Attributes:
+        start: the first row.
+        stop: one past the last.
+        rule: see the module.
+        shift: what the deal is shifted by, 0 … W − 1 (not for `fixed`).
+        rank: the holder (for `fixed` alone).
+        two_hop: requests and gradients for other nodes are merged within the node first.
+    """
+
+    start: int
+    stop: int
+    rule: RuleName = "dealt"
+    shift: int = 0
+    rank: int = 0
+    two_hop: bool = False
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def home(self, row: int, world_size: int) -> int:
+        """The rank where the gradients of a row meet."""
+        return self.rank if self.rule == "fixed" else (row - self.start + self.shift) % world_size
+
+    def holders(self, row: int, world_size: int, ranks_per_node: int) -> tuple[int, ...]:
+        """The ranks that hold a copy of a row, in order."""
+        if self.rule == "replicated":
+            return tuple(range(world_size))
+        home = self.home(row, world_size)
+        if self.rule == "node":
+            return tuple(range(home % ranks_per_node, world_size, ranks_per_node))
+        return (home,)
+
+    def num_slots(self, rank: int, world_size: int, ranks_per_node: int) -> int:
+        """Slots that a rank keeps for the range; a deal may leave the last of them unused."""
+        if self.rule == "fixed":
+            return len(self) if rank == self.rank else 0
+        return -(-len(self) // {"dealt": world_size, "node": ranks_per_node, "replicated": 1}[self.rule])
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """The ranges of one table, in order, without gaps."""
+
+    shape: TableShape
+    ranges: tuple[RowRange, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.shape.name
+
+    def range_of(self, row: int) -> RowRange:
+        """The range a row is in."""
+        for part in self.ranges:
+            if part.start <= row < part.stop:
+                return part
+        raise ConfigurationError(f"table {self.name!r} has rows 0 to {self.shape.num_rows - 1}, no row {row}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement of all tables on all ranks.
+
+    Attributes:
+        tables: one entry a table.
+        world_size: W.
+        ranks_per_node: G; ranks n·G … (n + 1)·G − 1 are one node.
+        strategy: what made it.
+        notes: why it is as it is: what was chosen, from what, by which number.
+
+    Example:
+        >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
+        >>> plan = Plan.dealt([shape], world_size=4)
+        >>> plan.check()
+        >>> plan.memory_bytes
+        (204, 204, 204, 204)
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    tables: tuple[TablePlan, ...]
+    world_size: int
+    ranks_per_node: int
+    strategy: str = "dealt"
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def dealt(shapes: Sequence[TableShape], world_size: int, ranks_per_node: int | None = None) -> Plan:
+        """Every table dealt over all ranks: what runs where nothing was planned.
+
+        The shift by the number of the table keeps the most frequent rows of all tables from meeting on one rank.
+        """
+        tables = tuple(
+            TablePlan(shape, (RowRange(0, shape.num_rows, shift=index % world_size),))
+            for index, shape in enumerate(shapes)
+        )
+        return Plan(tables, world_size, ranks_per_node or world_size)
+
+    @property
+    def num_nodes(self) -> int:
+        """H."""
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Rows and optimizer state that each rank holds."""
+        return tuple(
+            sum(
+                table.shape.row_bytes * part.num_slots(rank, self.world_size, self.ranks_per_node)
+                for table in self.tables
+                for part in table.ranges
+            )
+            for rank in range(self.world_size)
+        )
+
+    def table(self, name: str) -> TablePlan:
+        """The plan of one table."""
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise ConfigurationError(f"the plan has no table {name!r}; it has {[table.name for table in self.tables]}")
+
+    def check(self, memory_limit_bytes: int | None = None) -> None:
+        """Makes sure that every row has a home that exists, and that memory fits.
+
+        Raises:
+            ConfigurationError: names the table and rows, or the rank and how much is missing.
+        """
+        if self.world_size < 1 or self.world_size % self.ranks_per_node:
+            raise ConfigurationError(
+                f"a plan for {self.world_size} ranks cannot have {self.ranks_per_node} ranks a node: "
+                "all nodes must have equally many"
+            )
+        names = [table.name for table in self.tables]
+        if len(set(names)) < len(names):
+            raise ConfigurationError(
+                f"the plan names a table twice: {sorted({n for n in names if names.count(n) > 1})}"
+            )
+        for table in self.tables:
+            _check_ranges(table, self.world_size)
+        if memory_limit_bytes is not None:
+            for rank, needed in enumerate(self.memory_bytes):
+                if needed > memory_limit_bytes:
+                    raise ConfigurationError(
+                        f"rank {rank} would hold {needed:,} bytes of rows and optimizer state, "
+                        f"{needed - memory_limit_bytes:,} more than the limit of {memory_limit_bytes:,}; replicate "
+                        f"less, or use more ranks"
+                    )
+
+    def to_json(self) -> str:
+        """Readable, one line a range."""
+        head = {
+            "format": FORMAT, "strategy": self.strategy, "world_size": self.world_size,
+            "ranks_per_node": self.ranks_per_node, "notes": dict(self.notes),
+        }  # fmt: skip
+        tables = ",\n".join(
+            f'  {{"shape": {json.dumps(asdict(table.shape))}, "ranges": [\n'
+            + ",\n".join(f"    {json.dumps(_compact(part))}" for part in table.ranges)
+            + "]}"
+            for table in self.tables
+        )
+        return f'{json.dumps(head, indent=1)[:-2]},\n "tables": [\n{tables}\n ]}}\n'
+
+    @staticmethod
+    def from_json(text: str, source: str = "plan") -> Plan:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ConfigurationError: it is no plan, or one of another format; `source` is named.
+        """
+        try:
+            fields = json.loads(text)
+            if (found := fields.pop("format")) != FORMAT:
+                raise ConfigurationError(f"{source}: format {found}, this rowmesh reads {FORMAT}; make the plan again")
+            tables = tuple(
+                TablePlan(TableShape(**entry["shape"]), tuple(RowRange(**part) for part in entry["ranges"]))
+                for entry in fields.pop("tables")
+            )
+            plan = Plan(tables, **fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"{source}: not a plan ({error}); make it with `rowmesh plan`") from error
+        plan.check()
+        return plan
+
+    def save(self, path: Path) -> None:
+        """Writes the plan as JSON."""
+        path.write_text(self.to_json())
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            ConfigurationError: the file is missing or no plan.
+        """
+        try:
+            return Plan.from_json(path.read_text(), str(path))
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the plan {path}: {error.strerror}") from error
+
+
+def _compact(part: RowRange) -> dict[str, Any]:
+    """The fields that say something."""
+    values = asdict(part)
+    defaults = asdict(RowRange(part.start, part.stop, part.rule))
+    return {key: v for key, v in values.items() if key in ("start", "stop", "rule") or v != defaults[key]}
+
+
+def _check_ranges(table: TablePlan, world_size: int) -> None:
+    name, parts = table.name, table.ranges
+    if not parts or parts[0].start != 0 or parts[-1].stop != table.shape.num_rows:
+        covered = f"{parts[0].start} to {parts[-1].stop - 1}" if parts else "none"
+        raise ConfigurationError(
+            f"table {name!r} has rows 0 to {table.shape.num_rows - 1}, but the plan covers {covered}; plan it again"
+        )
+    for first, second in pairwise(parts):
+        if first.stop != second.start:
+            raise ConfigurationError(
+                f"table {name!r}: rows {first.stop} to {second.start - 1} are in no range of the plan"
+                if first.stop < second.start
+                else f"table {name!r}: rows {second.start} to {first.stop - 1} are in two ranges of the plan"
+            )
+    for part in parts:
+        where = f"table {name!r}, rows {part.start} to {part.stop - 1}"
+        if part.rule not in get_args(RuleName):
+            raise ConfigurationError(f"{where}: no rule {part.rule!r}; there are {list(get_args(RuleName))}")
+        if len(part) < 1:
+            raise ConfigurationError(f"{where}: the range is empty")
+        if not (0 <= part.rank < world_size and 0 <= part.shift < world_size):
+            raise ConfigurationError(f"{where}: rank {part.rank} or shift {part.shift} is not below {world_size} ranks")

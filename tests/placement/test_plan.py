@@ -1,0 +1,104 @@
+"""A plan covers every row once, survives JSON, and says what does not fit."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+
+SHAPE = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
+
+
+@st.composite
+def plans(draw):
+    ranks_per_node = draw(st.integers(1, 4))
+    world_size = ranks_per_node * draw(st.integers(1, 3))
+    tables = []
+    for index in range(draw(st.integers(1, 3))):
+        num_rows = draw(st.integers(1, 40))
+        cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
+        ranges = tuple(
+            RowRange(
+                start, stop, draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                shift=draw(st.integers(0, world_size - 1)), rank=draw(st.integers(0, world_size - 1)),
+                two_hop=draw(st.booleans()),
+            )
+            for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
+        )  # fmt: skip
+        tables.append(TablePlan(TableShape(f"t{index}", num_rows, 8, 8, 4), ranges))
+    return Plan(tuple(tables), world_size, ranks_per_node, "random", {"seed": 1})
+
+
+@given(plans())
+def test_a_plan_survives_json(plan):
+    plan.check()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(plans())
+def test_every_row_has_one_home_that_holds_it_and_slots_suffice(plan):
+    world_size, per_node = plan.world_size, plan.ranks_per_node
+    for table in plan.tables:
+        for part in table.ranges:
+            held = Counter()
+            for row in range(part.start, part.stop):
+                home, holders = part.home(row, world_size), part.holders(row, world_size, per_node)
+                assert 0 <= home < world_size
+                assert home in holders
+                if part.rule == "node":
+                    assert sorted(rank // per_node for rank in holders) == list(range(plan.num_nodes))
+                held.update(holders)
+            for rank in range(world_size):
+                assert held[rank] <= part.num_slots(rank, world_size, per_node) <= held[rank] + 1
+
+
+def test_every_rank_reads_its_memory_from_the_rules():
+    ranges = (RowRange(0, 1, "replicated"), RowRange(1, 4, "node"), RowRange(4, 9), RowRange(9, 10, "fixed", rank=2))
+    plan = Plan((TablePlan(SHAPE, ranges),), world_size=4, ranks_per_node=2)
+    assert plan.memory_bytes == (5 * 68, 5 * 68, 6 * 68, 5 * 68)
+    with pytest.raises(ConfigurationError, match=r"rank 2 would hold 408 bytes .* 8 more than the limit of 400"):
+        plan.check(memory_limit_bytes=400)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ((), "covers none"),
+        ((RowRange(0, 9),), "covers 0 to 8"),
+        ((RowRange(0, 3), RowRange(4, 10)), "rows 3 to 3 are in no range"),
+        ((RowRange(0, 5), RowRange(4, 10)), "rows 4 to 4 are in two ranges"),
+        ((RowRange(0, 10, "fixed", rank=2),), "rank 2 or shift 0 is not below 2 ranks"),
+        ((RowRange(0, 10, "spread"),), "no rule 'spread'"),  # type: ignore[arg-type]
+        ((RowRange(0, 0), RowRange(0, 10)), "the range is empty"),
+    ],
+)
+def test_a_plan_that_is_not_one_is_refused(ranges, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Plan((TablePlan(SHAPE, ranges),), 2, 2).check()
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(ConfigurationError, match=r"cannot read the plan .*plan\.json"):
+        Plan.load(path)
+    for text in ("", "[]", "{}", '{"format": 1, "tables": 3}'):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=r"plan\.json: not a plan"):
+            Plan.load(path)
+    path.write_text(Plan.dealt([SHAPE], 2).to_json().replace('"format": 1', '"format": 7'))
+    with pytest.raises(ConfigurationError, match="format 7, this rowmesh reads 1"):
+        Plan.load(path)
+
+
+def test_nodes_are_equal_and_tables_are_named_once():
+    plan = Plan.dealt([SHAPE], 4)
+    with pytest.raises(ConfigurationError, match="cannot have 3 ranks a node"):
+        replace(plan, ranks_per_node=3).check()
+    with pytest.raises(ConfigurationError, match=r"names a table twice: \['item'\]"):
+        replace(plan, tables=plan.tables * 2).check()
+    with pytest.raises(ConfigurationError, match="no table 'items'"):
+        plan.table("items")
