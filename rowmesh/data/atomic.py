@@ -1,45 +1,56 @@
-"""Writing a folder so that it appears whole or not at all."""
+"""Writing a folder so that it appears whole or not at all, and replaces nothing but its own kind."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from rowmesh.data.lock import exclusive
+from rowmesh.data.manifest import MANIFEST, Manifest, contents
 from rowmesh.errors import RowmeshError
 
 
 @contextlib.contextmanager
-def replacing_folder(target: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
+def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `target`, which takes its place if the block ends without an error.
 
     On any error or interruption the temporary folder is removed and what stood at `target` stays. After a
-    crash the next writer removes what was left. Two writers of one target exclude each other.
+    crash the next writer removes what was left. Two writers of one target exclude each other. Where `target`
+    is a link, the link stays and the folder that it leads to is written.
+
+    Only a folder whose manifest says that it is of this kind, and that holds nothing else, is ever removed.
 
     Args:
         target: the folder.
-        marker: a file that every such folder holds; no other folder is ever replaced.
+        kind: what the folder is, for its manifest.
+        request: what was asked for, for its manifest.
         overwrite: replace a folder that is not empty.
 
     Raises:
-        RowmeshError: the target is not empty and `overwrite` is not given or it holds no marker, another
+        RowmeshError: the target is not empty and `overwrite` is not given or something else is in it, another
             process writes it, or the disk is full.
     """
-    target = Path(os.path.abspath(target))  # noqa: PTH100 - resolve() would follow a link and replace its goal
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target):
+    lock = target.parent / f".{target.name}.lock"
+    refusal = f"{target} is being written by another process (it holds {lock}); wait for it to end"
+    with exclusive(lock, refusal):
         partial, old = target.parent / f".{target.name}.partial", target.parent / f".{target.name}.old"
         _restore(old, target)
-        _check_free(target, marker, overwrite)
-        for stale in (partial, old):
-            shutil.rmtree(stale, ignore_errors=True)
+        _check_free(target, kind, overwrite)
+        for left in (partial, old):
+            _remove_left(left)
         try:
             partial.mkdir()
+            Manifest(kind=kind).write(partial)
             yield partial
+            Manifest(kind=kind, request=request, files=tuple(contents(partial))).write(partial)
+            _check_free(target, kind, overwrite)  # much time may have passed
             if target.exists():
                 target.rename(old)
             partial.rename(target)
@@ -55,21 +66,47 @@ def replacing_folder(target: Path, *, marker: str, overwrite: bool) -> Iterator[
 
 def _restore(old: Path, target: Path) -> None:
     """Undoes the first of the two renames where the second did not happen."""
-    if old.exists() and not target.exists():
+    if not os.path.lexists(target) and not old.is_symlink() and Manifest.read(old) is not None:
         old.rename(target)
 
 
-def _check_free(target: Path, marker: str, overwrite: bool) -> None:
-    if target.is_dir():
-        if any(target.iterdir()) and not overwrite:
-            raise RowmeshError(f"{target} exists and is not empty; choose another folder or pass --overwrite")
-        if any(target.iterdir()) and not (target / marker).is_file():
-            raise RowmeshError(
-                f"{target} holds other things than this command writes (it has no {marker}), so --overwrite "
-                "does not replace it; choose another folder or remove it yourself"
-            )
-    elif target.exists():
+def _check_free(target: Path, kind: str, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
         raise RowmeshError(f"{target} exists and is not a folder; choose another output folder")
+    found = contents(target)
+    if not found and not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise RowmeshError(f"{target} exists and is not empty; choose another folder or pass --overwrite")
+    if obstacle := _obstacle(target, kind, found):
+        raise RowmeshError(
+            f"{target} {obstacle}, so --overwrite does not replace it; choose another folder or remove it yourself"
+        )
+
+
+def _obstacle(target: Path, kind: str, found: list[str]) -> str | None:
+    """Why a folder that is not empty must not be removed; None where it may be."""
+    manifest = Manifest.read(target)
+    if manifest is None:
+        return f"was not written by rowmesh (it has no {MANIFEST} of rowmesh)"
+    if manifest.kind != kind:
+        return f"holds {manifest.kind}, not {kind}"
+    strangers = sorted(set(found) - {*manifest.files, MANIFEST})
+    if strangers:
+        return f"holds other files too ({', '.join(strangers[:3])}{', …' if strangers[3:] else ''})"
+    return None
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes a temporary folder that a crash left."""
+    if not os.path.lexists(folder):
+        return
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    if not is_folder or (any(folder.iterdir()) and Manifest.read(folder) is None):
+        raise RowmeshError(f"{folder} is in the way, and rowmesh did not write it; move it elsewhere")
+    shutil.rmtree(folder)
 
 
 def _disk_full(target: Path) -> RowmeshError:
@@ -78,23 +115,3 @@ def _disk_full(target: Path) -> RowmeshError:
         f"no space left while writing {target} ({free:.1f} GiB free there now that the partial output is "
         "removed); nothing was changed. Free some space or write to another disk"
     )
-
-
-@contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    """Holds `.<name>.lock` beside the target; a crash releases it."""
-    path = target.parent / f".{target.name}.lock"
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have removed the file since it was opened here: then it locks nothing.
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise RowmeshError(
-                f"{target} is being written by another process (it holds {path}); wait for it to end"
-            ) from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)

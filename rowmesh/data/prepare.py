@@ -21,7 +21,7 @@ from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
 from rowmesh.data.prepared import (
     BLOCK_SAMPLES,
-    METADATA,
+    PREPARED,
     SPLITS,
     Prepared,
     Split,
@@ -32,6 +32,7 @@ from rowmesh.data.prepared import (
 )
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.request import preparation_request
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
@@ -78,7 +79,16 @@ def prepare(
     """
     _check_arguments(files, splitter, min_count, max_bad_rows)
     out = out.absolute()
-    with replacing_folder(out, marker=METADATA, overwrite=overwrite) as folder:
+    request = preparation_request(
+        files,
+        schema,
+        splitter=splitter,
+        min_count=min_count,
+        max_bad_rows=max_bad_rows,
+        optimum=optimum,
+        block_samples=block_samples,
+    )
+    with replacing_folder(out, kind=PREPARED, request=request, overwrite=overwrite) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
         with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
             coder = Coder(schema, quarantine, progress)

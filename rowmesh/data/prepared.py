@@ -15,6 +15,9 @@ from rowmesh.data.schema import Schema, nearest
 from rowmesh.errors import DataError
 
 METADATA = "metadata.json"
+PREPARED = "prepared data"
+"""What the manifest of a prepared folder says that it is."""
+
 FORMAT_VERSION = 1
 BLOCK_SAMPLES = 16_384
 SPLITS = ("train", "validation", "test")

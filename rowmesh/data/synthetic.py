@@ -19,12 +19,15 @@ from rowmesh.data.inputs import OPTIMUM_FILE, SCHEMA_FILE
 from rowmesh.data.planted import PlantedConfig, PlantedModel, Samples
 from rowmesh.data.prepared import SPLITS
 from rowmesh.data.progress import Progress, silent
+from rowmesh.data.request import drawing_request
 from rowmesh.data.schema import Schema, criteo_schema
 from rowmesh.data.scores import Scores
 from rowmesh.errors import ConfigurationError
 
 CHUNK_SAMPLES = 65_536
 SHARD_CHUNKS = 64
+DRAWN = "drawn data"
+"""What the manifest of a drawn folder says that it is."""
 
 Optimum = dict[str, dict[str, float]]
 
@@ -63,7 +66,8 @@ def synthesize(
         raise ConfigurationError(f"unknown splits {sorted(unknown)}; there are {', '.join(SPLITS)}")
     schema = criteo_schema(len(config.num_rows), file_format)
     total, done = sum(samples.values()), 0
-    with replacing_folder(out, marker=OPTIMUM_FILE, overwrite=overwrite) as folder:
+    request = drawing_request(samples, config, file_format)
+    with replacing_folder(out, kind=DRAWN, request=request, overwrite=overwrite) as folder:
         model = PlantedModel(config)
         optimum: Optimum = {}
         for split, count in samples.items():

@@ -1,12 +1,12 @@
 """Folders appear whole or not at all."""
 
 import errno
-import fcntl
 from pathlib import Path
 
 import pytest
 
 from rowmesh.data.atomic import replacing_folder
+from rowmesh.data.manifest import Manifest
 from rowmesh.errors import RowmeshError
 
 
@@ -14,8 +14,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def put(target, content, overwrite=False, error=None):
-    with replacing_folder(target, marker="file", overwrite=overwrite) as folder:
+def put(target, content, overwrite=False, error=None, kind="test data"):
+    with replacing_folder(target, kind=kind, request={"content": content}, overwrite=overwrite) as folder:
         (folder / "file").write_text(content)
         if error is not None:
             raise error
@@ -45,12 +45,95 @@ def test_a_file_is_not_replaced(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+FOREIGN = {
+    "nothing of ours": {"thesis.tex": "mine"},
+    "our names": {"metadata.json": "{}", "train.arrow": "mine", "counts": "mine"},
+    "a manifest of something else": {"manifest.json": '{"name": "my web application", "icons": []}'},
+    "a list as a manifest": {"manifest.json": "[]"},
+}
+
+
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path, files):
+    (tmp_path / "out").mkdir()
+    for name, content in files.items():
+        (tmp_path / "out" / name).write_text(content)
+    with pytest.raises(RowmeshError, match=r"was not written by rowmesh.*so --overwrite does not replace it"):
+        put(tmp_path / "out", "one", overwrite=True)
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == files
+
+
+def test_a_folder_of_another_kind_is_not_replaced(tmp_path):
+    put(tmp_path / "out", "one", kind="drawn data")
+    with pytest.raises(RowmeshError, match="holds drawn data, not test data"):
+        put(tmp_path / "out", "two", overwrite=True)
+    assert (tmp_path / "out" / "file").read_text() == "one"
+
+
+def test_what_someone_put_beside_our_files_is_not_removed(tmp_path):
+    put(tmp_path / "out", "one")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "notes").mkdir()
+    (tmp_path / "out" / "notes" / "findings.txt").write_text("mine")
+    (tmp_path / "out" / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RowmeshError, match=r"holds other files too \(link, notes/findings\.txt\)"):
+        put(tmp_path / "out", "two", overwrite=True)
+    assert (tmp_path / "out" / "notes" / "findings.txt").read_text() == "mine"
+
+
+def test_what_appears_at_the_target_meanwhile_is_not_removed(tmp_path):
+    writing = replacing_folder(tmp_path / "out", kind="test data", request={}, overwrite=False)
+    writing.__enter__()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    with pytest.raises(RowmeshError, match=r"it has no file\), so --overwrite does not replace it"):
-        put(tmp_path / "out", "one", overwrite=True)
+    with pytest.raises(RowmeshError, match="exists and is not empty"):
+        writing.__exit__(None, None, None)
     assert names(tmp_path / "out") == ["thesis.tex"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_link_stays_and_its_goal_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "data")
+    for content in ("one", "two"):
+        put(tmp_path / "out", content, overwrite=True)
+        assert (tmp_path / "disk" / "data" / "file").read_text() == content
+    assert (tmp_path / "out").is_symlink()
+    assert (names(tmp_path), names(tmp_path / "disk")) == (["disk", "out"], ["data"])
+
+
+def test_a_link_to_something_else_replaces_nothing(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "thesis.tex").touch()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(RowmeshError, match="was not written by rowmesh"):
+        put(tmp_path / "out", "one", overwrite=True)
+    with pytest.raises(RowmeshError, match="not a folder"):
+        put(tmp_path / "loop", "one", overwrite=True)
+    assert names(tmp_path / "disk") == ["thesis.tex"]
+
+
+def test_a_link_among_our_files_is_removed_and_its_goal_stays(tmp_path):
+    put(tmp_path / "out", "one")
+    (tmp_path / "out" / "file").rename(tmp_path / "moved")
+    (tmp_path / "out" / "file").symlink_to(tmp_path / "moved")
+    put(tmp_path / "out", "two", overwrite=True)
+    assert (tmp_path / "moved").read_text() == "one"
+
+
+@pytest.mark.parametrize("name", [".out.partial", ".out.old"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_only_has_the_name_of_our_temporary_folders_stays(tmp_path, name, is_link):
+    mine = tmp_path / ("mine" if is_link else name)
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    if is_link:
+        (tmp_path / name).symlink_to(mine)
+    with pytest.raises(RowmeshError, match=rf"{name} is in the way, and rowmesh did not write it"):
+        put(tmp_path / "out", "one", overwrite=True)
+    assert names(mine) == ["thesis.tex"]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt(), SystemExit()])
@@ -87,9 +170,10 @@ def test_an_interruption_between_the_renames_is_undone(tmp_path, monkeypatch):
 
 def test_what_a_crash_left_is_cleared(tmp_path):
     """A crash in the middle of writing, and one between the two renames."""
+    put(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
     (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.old").mkdir()
-    (tmp_path / ".out.old" / "file").write_text("old")
+    Manifest(kind="test data").write(tmp_path / ".out.partial")
     with pytest.raises(RowmeshError, match="not empty"):
         put(tmp_path / "out", "new")
     assert (tmp_path / "out" / "file").read_text() == "old"
@@ -98,16 +182,9 @@ def test_what_a_crash_left_is_cleared(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    with replacing_folder(tmp_path / "out", marker="file", overwrite=False) as folder:
+    with replacing_folder(tmp_path / "out", kind="test data", request={}, overwrite=False) as folder:
         (folder / "file").write_text("first")
         with pytest.raises(RowmeshError, match="being written by another process"):
             put(tmp_path / "out", "second", overwrite=True)
     assert (tmp_path / "out" / "file").read_text() == "first"
-    assert names(tmp_path) == ["out"]
-
-
-def test_a_lock_that_a_crash_left_does_not_block(tmp_path):
-    with (tmp_path / ".out.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    put(tmp_path / "out", "new")
     assert names(tmp_path) == ["out"]

@@ -64,7 +64,14 @@ def test_ids_become_frequency_ranks(tmp_path):
     assert read_split(prepared, "test")["b"] == ["<rare>", None, "u"]
     assert a.rare_share == {"train": 0.5, "test": 1.0}
     assert prepared.splits["test"].positive_rate == 2 / 3
-    assert names(tmp_path / "out") == ["counts", "metadata.json", "test.arrow", "train.arrow", "vocabulary"]
+    assert names(tmp_path / "out") == [
+        "counts",
+        "manifest.json",
+        "metadata.json",
+        "test.arrow",
+        "train.arrow",
+        "vocabulary",
+    ]
 
 
 @hypothesis.given(
@@ -141,7 +148,7 @@ def test_equal_input_gives_equal_files(tmp_path):
     splitter = Splitter(how="random", seed=1)
     folders = [prepare({"train": [train]}, tmp_path / n, SCHEMA, splitter=splitter).folder for n in "ab"]
     files = [sorted(path for path in folder.rglob("*") if path.is_file()) for folder in folders]
-    assert len(files[0]) == 8
+    assert len(files[0]) == 9
     for one, other in zip(*files, strict=True):
         assert one.read_bytes() == other.read_bytes()
 
