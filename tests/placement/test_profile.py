@@ -1,0 +1,126 @@
+"""Profile: runs of equal counts, chances that batches contain rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement import profile as module
+from rowmesh.placement.plan import TableShape
+from rowmesh.placement.profile import Profile, TableProfile
+
+
+def shape(num_rows, name="item"):
+    return TableShape(name, num_rows, value_bytes=64, gradient_bytes=64, state_bytes=4)
+
+
+def rows(table, values):
+    """The value of every row."""
+    return np.repeat(values, table.lengths)
+
+
+counted = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=60)
+
+
+@given(counted, st.integers(1, 7))
+def test_runs_stand_for_every_row(pairs, chunk_rows):
+    counts = np.array([count for count, _ in pairs], np.int32)
+    batches = np.array([contained for _, contained in pairs])
+    kept, module.CHUNK_ROWS = module.CHUNK_ROWS, chunk_rows
+    try:
+        table = TableProfile.of_counts(shape(len(pairs)), counts, batches)
+    finally:
+        module.CHUNK_ROWS = kept
+    assert rows(table, table.accesses).tolist() == counts.tolist()
+    assert np.all(np.diff(table.accesses) != 0)
+    assert table.starts[-1] == len(pairs)
+    assert table.batches is not None
+    assert table.lengths @ table.batches == pytest.approx(batches.sum())
+    for first, stop, mean in zip(table.starts[:-1], table.starts[1:], table.batches, strict=True):
+        assert mean == pytest.approx(batches[first:stop].mean())
+
+
+def test_memory_mapped_counts_are_not_copied_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1000)
+    np.save(tmp_path / "counts.npy", np.repeat(np.arange(50, 0, -1), 100))
+    table = TableProfile.of_counts(shape(5000), np.load(tmp_path / "counts.npy", mmap_mode="r"))
+    assert table.lengths.tolist() == [100] * 50
+    assert table.is_falling
+    assert table.total_accesses == 100 * 50 * 51 / 2
+
+
+def test_presence_of_independent_draws():
+    one_hot = Profile.from_counts({"item": [5, 3, 0]}, [shape(3)], num_samples=8)
+    assert one_hot.is_one_hot(0)
+    assert one_hot.presence(0, 3).tolist() == pytest.approx([1 - (3 / 8) ** 3, 1 - (5 / 8) ** 3, 0.0])
+    bags = Profile.from_counts({"item": [20, 3, 0]}, [shape(3)], num_samples=8)
+    assert not bags.is_one_hot(0)
+    assert bags.presence(0, 2).tolist() == pytest.approx([1 - np.exp(-5), 1 - np.exp(-0.75), 0.0])
+    always = Profile.from_counts({"item": [8, 0]}, [shape(2)], num_samples=8)
+    assert always.presence(0, 1).tolist() == [1.0, 0.0]
+
+
+def test_presence_where_batches_were_counted():
+    profile = Profile.from_counts(
+        {"item": [70, 20, 10, 0]}, [shape(4)], num_samples=100, batches={"item": [10, 5, 1, 0]}, batch_size=10
+    )
+    assert profile.num_batches == 10
+    assert profile.presence(0, 10).tolist() == pytest.approx([1.0, 0.5, 0.1, 0.0])
+    assert profile.presence(0, 20).tolist() == pytest.approx([1.0, 0.75, 0.19, 0.0])
+    # The first row was in every batch of 10: of smaller ones nothing is known but its rate.
+    assert profile.presence(0, 1).tolist() == pytest.approx([0.7, 1 - 0.5**0.1, 1 - 0.9**0.1, 0.0])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 64))
+def test_presence_equals_what_batches_hold_on_average(seed, batch_size):
+    rng = np.random.default_rng(seed)
+    drawn = rng.zipf(1.5, (20, batch_size)).clip(1, 30) - 1
+    counts = np.bincount(drawn.ravel(), minlength=30)
+    contained = sum(np.bincount(np.unique(batch), minlength=30) for batch in drawn)
+    profile = Profile.from_counts(
+        {"item": counts}, [shape(30)], drawn.size, batches={"item": contained}, batch_size=batch_size
+    )
+    assert profile.uniques(0, batch_size)[-1] == pytest.approx(np.mean([len(np.unique(batch)) for batch in drawn]))
+    u = [profile.presence(0, samples) for samples in (1, batch_size, 4 * batch_size)]
+    assert np.all(u[0] <= u[1] + 1e-12)
+    assert np.all(u[1] <= u[2] + 1e-12)
+    assert np.all((u[0] >= 0) & (u[2] <= 1))
+
+
+def test_save_and_load(tmp_path):
+    profile = Profile.from_counts(
+        {"a": [4, 2, 2, 0], "b": [9, 1]}, [shape(4, "a"), shape(2, "b")], 8, batches={"a": [2, 1, 2, 0]}, batch_size=4
+    )
+    profile.save(tmp_path / "profile.npz")
+    again = Profile.load(tmp_path / "profile.npz")
+    assert (again.shapes, again.num_samples, again.batch_size) == (profile.shapes, 8, 4)
+    for one, two in zip(again.tables, profile.tables, strict=True):
+        for name in ("lengths", "accesses", "batches"):
+            assert np.array_equal(getattr(one, name), getattr(two, name)), name
+    assert again.tables[1].batches is None
+
+
+def test_errors_name_the_table_and_the_values(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"'item' has 3 rows, but counts of shape \(2,\)"):
+        Profile.from_counts({"item": [1, 2]}, [shape(3)], 4)
+    with pytest.raises(ConfigurationError, match=r"without counts: \['item'\], counts without a table: \['user'\]"):
+        Profile.from_counts({"user": [1]}, [shape(1)], 4)
+    with pytest.raises(ConfigurationError, match=r"'item' has 3 rows, but the runs of its profile 2"):
+        TableProfile(shape(3), np.array([2]), np.array([1.0]))
+    with pytest.raises(ConfigurationError, match=r"accesses must be finite and 0 or more"):
+        TableProfile(shape(2), np.array([2]), np.array([np.nan]))
+    with pytest.raises(ConfigurationError, match=r"in 3 batches, but 4 samples make 2 batches of 2"):
+        Profile.from_counts({"item": [1]}, [shape(1)], 4, batches={"item": [3]}, batch_size=2)
+    with pytest.raises(ConfigurationError, match=r"batch_size is not given"):
+        Profile.from_counts({"item": [1]}, [shape(1)], 4, batches={"item": [3]})
+    with pytest.raises(ConfigurationError, match=r"needs samples, got 0"):
+        Profile((), 0)
+    with pytest.raises(ConfigurationError, match=r"\['item'\] are in the profile more than once"):
+        Profile.from_counts({"item": [1]}, [shape(1)] * 2, 4)
+    with pytest.raises(ConfigurationError, match=r"cannot read the profile .*none\.npz"):
+        Profile.load(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("text")
+    with pytest.raises(ConfigurationError, match=r"text\.npz: not a profile"):
+        Profile.load(tmp_path / "text.npz")
