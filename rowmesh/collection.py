@@ -14,16 +14,17 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.choice import TransportName, choose_transport
+from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Transport, TransportName, Update, choose_transport
+from rowmesh.exchange.transport import Transport, Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import DealtPlacement
 from rowmesh.sparse import SparseBatch
@@ -184,14 +185,8 @@ class EmbeddingCollection(nn.Module):
 
     def _check_agreement(self, seed: int, transport: str) -> None:
         """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
-        if self.mesh.group is None:
-            return
         mine = [repr(table) for table in self.tables] + [f"seed {seed}", f"transport {transport!r}"]
-        everyone: list[list[str]] = [mine] * self.mesh.world_size
-        try:
-            dist.all_gather_object(everyone, mine, self.mesh.group)
-        except RuntimeError as error:
-            raise self.mesh.peer_error("comparing the tables of all ranks", error) from error
+        everyone = gather_objects(self.mesh, mine, "comparing the tables of all ranks")
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
@@ -239,6 +234,11 @@ class EmbeddingCollection(nn.Module):
     def counters(self) -> list[GroupCounters]:
         """What each group moved since the start, on this rank."""
         return [exchange.counters for exchange in self._exchanges]
+
+    @property
+    def common_counters(self) -> CommonCounters:
+        """What the messages that serve all groups at once moved since the start, on this rank."""
+        return self._transport.common
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -316,12 +316,15 @@ class EmbeddingCollection(nn.Module):
     def push(self, routes: Sequence[Route], lrs: Sequence[float]) -> None:
         """Sends the gradients of routes to the owners, which update their rows; collective.
 
+        Ranks need not push the same routes: one without gradients adds nothing.
+
         Args:
             routes: routes whose backward has run; the gradients of several add up.
             lrs: the learning rate of each group.
 
         Raises:
             RowmeshError: a route has no gradients, or they were pushed already.
+            PeerError: a rank died, or did not call forward and push as the others did; names it.
         """
         if len(lrs) != len(self.groups):
             raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
@@ -334,6 +337,8 @@ class EmbeddingCollection(nn.Module):
         self._num_pushes += 1
         scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
         self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
+        for exchange in self._exchanges:
+            exchange.counters.pushes += 1
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push."""

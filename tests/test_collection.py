@@ -95,20 +95,68 @@ def check_local_counters(scenario, rank, counters):
         assert counters[name].routes == len(passes)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_and_rounds(ranks, world_size):
-    """What is sent is received; both transports move the same rows; rounds do not grow with tables."""
-    scenario = Scenario(tables=COUNTED, batch_sizes=(30,) * world_size, bag_sizes=(1, 3))
-    received = {}
-    for transport in TRANSPORTS:
-        trained = ranks.run(train, scenario, transport, world_size=world_size)
-        received[transport] = [{name: c.bytes_received for name, c in part.counters.items()} for part in trained]
-    assert received["collective"] == received["one_sided"]
+def count(ranks, transport, world_size, **options):
+    """The counters of every rank after a job."""
+    scenario = Scenario(tables=COUNTED, batch_sizes=(30,) * world_size, bag_sizes=(1, 3), **options)
+    if world_size == 1:
+        return scenario, [train(Mesh(), scenario)]
+    return scenario, ranks.run(train, scenario, transport, world_size=world_size)
+
+
+def of_group(trained, name, *fields):
+    return [[getattr(part.counters[name], field) for field in fields] for part in trained]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_transports_count_the_same(ranks, world_size, accumulate):
+    """Bytes are those of slots, rows and gradients, whether they are sent or read."""
+    fields = ("routes", "pushes", "ids", "unique_ids", "bytes_received", "table_accesses", "table_distinct")
+    _, one_sided = count(ranks, "one_sided", world_size, accumulate=accumulate)
+    scenario, collective = count(ranks, "collective", world_size, accumulate=accumulate)
+    for name in one_sided[0].counters:
+        assert of_group(one_sided, name, *fields) == of_group(collective, name, *fields)
+        assert {part.counters[name].pushes for part in one_sided} == {scenario.num_steps}
+        assert sum(part.counters[name].bytes_sent for part in collective) == sum(
+            part.counters[name].bytes_received for part in collective
+        )
+        assert of_group(one_sided, name, "bytes_sent", "all_to_all_rounds") == [[0, 0]] * world_size
+
+
+def test_one_rank_counts_like_several(ranks):
+    fields = ("routes", "pushes", "all_to_all_rounds", "bytes_sent", "bytes_received")
+    scenario, trained = count(ranks, "auto", 1)
     for name in trained[0].counters:
-        sent = sum(part.counters[name].bytes_sent for part in trained)
-        assert sent == sum(part.counters[name].bytes_received for part in trained) > 0
-        # slots, rows and gradients: three a step, however many tables
-        assert {part.counters[name].all_to_all_rounds for part in trained} == {3 * scenario.num_steps}
+        assert of_group(trained, name, *fields) == [[scenario.num_steps, scenario.num_steps, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_rounds_do_not_grow_with_tables(ranks, evaluates):
+    """Slots, rows and gradients of each group; for all groups together, counts and what is pushed."""
+    world_size, width = 2, 1 + (2 * 3 + 1) + (2 * 1 + 1)
+    scenario, trained = count(ranks, "collective", world_size, evaluates=evaluates)
+    fetches = scenario.num_steps * (2 if evaluates else 1)
+    for name in trained[0].counters:
+        assert of_group(trained, name, "all_to_all_rounds") == [[2 * fetches + scenario.num_steps]] * world_size
+    for part in trained:
+        assert part.common.all_to_all_rounds == fetches + scenario.num_steps
+        num_bytes = part.common.all_to_all_rounds * 8 * width * (world_size - 1)
+        assert part.common.bytes_sent == part.common.bytes_received == num_bytes
+    _, one_sided = count(ranks, "one_sided", world_size, evaluates=evaluates)
+    assert {part.common.all_to_all_rounds for part in one_sided} == {0}
+
+
+def test_slots_of_look_ups_without_an_update(ranks):
+    """The one difference: under the collective transport owners hear of them, under one-sided they never do."""
+    (_, plain), (_, collective) = (count(ranks, "collective", 2, evaluates=e) for e in (False, True))
+    _, one_sided = count(ranks, "one_sided", 2, evaluates=True)
+    for name in plain[0].counters:
+        assert of_group(plain, name, "table_accesses") == of_group(collective, name, "table_accesses")
+        slots = [
+            mine.counters[name].bytes_received - theirs.counters[name].bytes_received
+            for mine, theirs in zip(collective, one_sided, strict=True)
+        ]
+        assert all(num_bytes > 0 and num_bytes % 4 == 0 for num_bytes in slots)
 
 
 # What stays, what goes
@@ -152,6 +200,18 @@ def test_trains_the_same(ranks, function, transport, world_size):
     plain = on_ranks(ranks, function, transport, False, world_size=world_size)
     other = on_ranks(ranks, function, transport, True, world_size=world_size)
     assert same_rows(plain, other)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_need_not_use_every_look_up(ranks, world_size):
+    """A look-up without a backward on some ranks, or on all, adds nothing; ranks agree about what is sent."""
+    unused = ((1,), (), (0, 1, 2), (0,), (0, 2), ())
+    zeros = on_ranks(ranks, behaviour.use_some_look_ups, "one_sided", unused, False, world_size=world_size)
+    for transport in TRANSPORTS:
+        parts = on_ranks(ranks, behaviour.use_some_look_ups, transport, unused, True, world_size=world_size)
+        for (rows, pushes), (expected, _) in zip(parts, zeros, strict=True):
+            assert same_rows([rows], [expected])
+            assert pushes == [len(unused)] * 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -6,7 +6,7 @@ import pytest
 
 from rowmesh import EmbeddingCollection, Mesh
 from rowmesh.errors import ConfigurationError, PeerError
-from rowmesh.exchange.transport import choose_transport
+from rowmesh.exchange.choice import choose_transport
 from tests.support import behaviour
 from tests.support.ranks import RankError, RankPool, is_running
 
@@ -41,14 +41,39 @@ def test_a_rank_that_dies_in_a_step(transport, where):
     assert shared_files() == before
 
 
-def test_a_rank_that_does_not_come(ranks):
-    absent, present = ranks.run(behaviour.leave_the_others, 0.5)[::-1]
-    assert absent[0] == "nothing"
-    assert present[0] == "PeerError"
-    assert "rank 0: waited" in present[1]
-    assert "for rank 1 (process" in present[1]
-    assert "which is alive; every rank must call forward and step equally often" in present[1]
-    assert 0.5 <= present[2] < 10
+@pytest.mark.parametrize("transport, where", [("one_sided", "step"), ("collective", "step"), ("auto", "start")])
+def test_a_rank_that_does_not_come(transport, where):
+    """Whoever waits names the rank that is missing, and no rank that waits as well."""
+    pool = RankPool()
+    try:
+        left = pool.run(behaviour.leave_the_others, transport, 1.0, where, world_size=3)
+    finally:
+        pool.close()
+    assert left[1][0] == "nothing"
+    for rank in (0, 2):
+        name, message, elapsed_s = left[rank]
+        assert name == "PeerError"
+        assert message.startswith(f"rank {rank}: waited in vain for rank 1 (process")
+        assert ", alive); every rank must call forward and step equally often, and within the timeout of 1 s" in message
+        assert 1.0 <= elapsed_s < 10
+
+
+@pytest.mark.parametrize(
+    "transport, verb, who",
+    [
+        ("collective", "forward", "rank 0 is in step 2, rank 1 is in forward 3, rank 2 is in step 2"),
+        ("collective", "step", "rank 0 is in forward 2, rank 1 is in step 2, rank 2 is in forward 2"),
+        ("one_sided", "forward", "before step 2 rank 0 made 2, rank 1 made 3, rank 2 made 2 forward passes"),
+        ("one_sided", "step", "before step 2 rank 0 made 2, rank 1 made 1, rank 2 made 2 forward passes"),
+    ],
+)
+def test_ranks_out_of_step(ranks, transport, verb, who):
+    """They are told at once, on every rank, who did what."""
+    for rank, message in enumerate(ranks.run(behaviour.fall_out_of_step, transport, verb, world_size=3)):
+        assert message == (
+            f"PeerError: rank {rank}: ranks are out of step: {who}; every rank must call forward and step equally "
+            "often and in the same order"
+        )
 
 
 def test_shared_memory_across_hosts_is_refused():

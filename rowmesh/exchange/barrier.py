@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 from rowmesh.errors import PeerError
@@ -57,11 +58,14 @@ class Barrier:
                 raise PeerError(f"rank {mesh.rank}: {names} died while the others waited; its own output says why")
             waited = time.monotonic() - began
             if waited > mesh.timeout_s:
-                raise PeerError(
-                    f"rank {mesh.rank}: waited {waited:.0f} s for rank {missing} (process {mesh.pids[missing]}), which "
-                    f"is alive; every rank must call forward and step equally often (timeout: {mesh.timeout_s:.0f} s)"
-                )
+                raise PeerError(f"rank {mesh.rank}: {mesh.not_come(self._absent() or [missing])}")
 
     def _missing(self) -> int:
         """Waits a little; −1 once all have come, else a rank that has not."""
         return _wait(self._flags, self._mesh.rank, self._mesh.world_size, self._generation)
+
+    def _absent(self) -> list[int]:
+        """All ranks that have not come."""
+        addresses = (ctypes.c_int64 * self._mesh.world_size).from_address(self._flags)
+        flags = [ctypes.c_int64.from_address(address).value for address in addresses]
+        return [rank for rank, generation in enumerate(flags) if generation < self._generation]

@@ -1,4 +1,4 @@
-"""Counters: what the exchange of a group moved, cumulative since the start."""
+"""Counters: what the exchange moved, cumulative since the start."""
 
 from __future__ import annotations
 
@@ -8,17 +8,36 @@ import numpy as np
 
 
 @dataclass
+class CommonCounters:
+    """Totals of the messages that serve all groups at once, on one rank: the counts of every look-up, and what ranks
+    tell each other before an update. All 0 where no messages are sent (one-sided, or one rank).
+
+    Attributes:
+        all_to_all_rounds: collective rounds.
+        bytes_sent, bytes_received: to and from other ranks.
+    """
+
+    all_to_all_rounds: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass
 class GroupCounters:
     """Totals of one group on one rank.
+
+    Training counts the same under every transport, but for `all_to_all_rounds` and `bytes_sent`: under one-sided
+    nothing is sent, since peers read. A look-up that no update follows is counted as far as it goes: its rows are
+    received, and under the collective transport its slots too, which one-sided owners never see.
 
     Attributes:
         group: the group's name.
         routes: batches routed.
-        pushes: updates applied.
+        pushes: updates in which the group took part, with or without gradients for rows of this rank.
         ids: ids looked up.
         unique_ids: of these, distinct within their batch and table.
-        all_to_all_rounds: collective rounds for this group (the round of the counts is the collection's).
-        bytes_sent, bytes_received: to and from other ranks; one-sided reads count as received.
+        all_to_all_rounds: collective rounds for this group alone (`CommonCounters` has those for all groups).
+        bytes_sent, bytes_received: to and from other ranks: slots, rows and gradients, whether they are sent or read.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
     """
@@ -40,12 +59,12 @@ class GroupCounters:
 
     @property
     def table_accesses(self) -> dict[str, int]:
-        """Table → ids of all ranks that fell on rows this rank owns."""
+        """Table → ids of all ranks that fell on rows this rank owns; counted at updates."""
         return dict(zip(self.tables, self._accesses.tolist(), strict=True))
 
     @property
     def table_distinct(self) -> dict[str, int]:
-        """Table → distinct rows among them, batch by batch."""
+        """Table → distinct rows among them, update by update."""
         return dict(zip(self.tables, self._distinct.tolist(), strict=True))
 
     def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:

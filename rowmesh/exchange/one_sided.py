@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch.distributed as dist
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.barrier import Barrier
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Sources, Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
+from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import Memory
 
 MAX_ROUTES = 1024  # routes that one push may bring for a group
@@ -45,11 +46,14 @@ class OneSidedTransport:
     name = "one_sided"
 
     def __init__(self, mesh: Mesh, num_groups: int) -> None:
+        self.common = CommonCounters()
         self._mesh = mesh
+        self._num_fetches = self._num_pushes = 0
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
         self._mapped: dict[tuple[int, int, int], _Mapped] = {}
-        # Of every rank: its barrier flag, then for each group how many outboxes it announces, and which.
+        # Of every rank: its barrier flag, how many fetches it made, then for each group how many outboxes it announces,
+        # and which.
         self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
         self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
 
@@ -70,9 +74,8 @@ class OneSidedTransport:
         for buffer in self._keep:
             buffer.settle()
         mine = [(b.descriptor, b.num_bytes) for b in (self._board, *self._keep)]
-        everyone: list[list[tuple[int, int]]] = [mine] * mesh.world_size
-        dist.all_gather_object(everyone, mine, mesh.group)
-        boards = []
+        everyone = gather_objects(mesh, mine, "mapping shared memory")
+        boards, mapped = [], []
         for rank, segments in enumerate(everyone):
             if rank == mesh.rank:
                 boards.append(self._board)
@@ -84,7 +87,7 @@ class OneSidedTransport:
             for exchange, arena in zip(exchanges, arenas, strict=True):
                 arena.settle()
                 exchange.arenas[rank] = arena.address
-            self._keep.extend(arenas)
+            mapped.extend(arenas)
         for exchange in exchanges:
             exchange.has_remote = False
         self._boards = boards
@@ -92,20 +95,26 @@ class OneSidedTransport:
         self._announced = [
             board.array(np.int64, self._num_groups, 1 + _ENTRY * MAX_ROUTES, offset=128) for board in boards
         ]
+        self._fetches = [board.array(np.int64, 1, offset=64) for board in boards]
         self._barrier = Barrier(mesh, self._flags.ctypes.data)
-        dist.barrier(mesh.group)  # nobody may close a descriptor before all have mapped it
-        self._barrier.wait()
+        barrier(mesh, "mapping shared memory")
+        for buffer in (self._board, *self._keep):  # all have mapped it
+            buffer.close()
+        self._keep.extend(mapped)
 
     def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Nothing to do: routing has put the addresses of the rows in place."""
+        self._num_fetches += 1
         for group in route.groups:
             remote = group.num_unique - (group.owner_bounds[self._mesh.rank + 1] - group.owner_bounds[self._mesh.rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
         """Announces the outboxes, waits, merges what all ranks put out for this one, updates, waits."""
+        self._num_pushes += 1
         self._announce(routes)
         self._barrier.wait()
+        self._check_fetches()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange.num_segments)
             for rank in range(self._mesh.world_size):
@@ -125,6 +134,7 @@ class OneSidedTransport:
                 f"rank {self._mesh.rank}: {len(routes)} forward passes were accumulated for one step; "
                 f"at most {MAX_ROUTES} can be"
             )
+        self._fetches[self._mesh.rank][0] = self._num_fetches
         for index, announced in enumerate(self._announced[self._mesh.rank]):
             announced[0] = len(routes)
             for place, route in enumerate(routes):
@@ -137,6 +147,17 @@ class OneSidedTransport:
                     outbox.number, outbox.generation,
                     lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes,
                 )  # fmt: skip
+
+    def _check_fetches(self) -> None:
+        """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
+        fetches = [int(value[0]) for value in self._fetches]
+        if fetches.count(fetches[0]) != len(fetches):
+            names = ", ".join(f"rank {rank} made {count}" for rank, count in enumerate(fetches))
+            self._barrier.wait()  # all have read
+            raise PeerError(
+                f"rank {self._mesh.rank}: ranks are out of step: before step {self._num_pushes} {names} forward "
+                f"passes; every rank must call forward and step equally often and in the same order"
+            )
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]

@@ -7,10 +7,11 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
@@ -70,6 +71,13 @@ class Route:
         self._inverse = inverse
         self._give_back = give_back
 
+    @classmethod
+    def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:
+        """A route that asks for no row."""
+        ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        batch = SparseBatch((), ids, 0, bag_size=0)
+        return cls(batch, [exchange.nothing() for exchange in exchanges], Scratch(), lambda _: None)
+
     def __del__(self) -> None:
         self._give_back(self._inverse)
         for group in self.groups:
@@ -121,7 +129,7 @@ class GroupExchange:
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
-        workspace = self.workspaces.pop() if self.workspaces else Workspace(self._make_outbox())
+        workspace = self._borrow()
         num_ids = layout.num_ids
         unique = self._unique.reserve(8 * num_ids)
         counts = workspace.counts.reserve(4 * num_ids)
@@ -140,6 +148,16 @@ class GroupExchange:
         self.counters.ids += num_ids
         self.counters.unique_ids += found
         return RouteGroup(self, workspace, layout, inverse, found)
+
+    def nothing(self) -> RouteGroup:
+        """The group's part of a route that asks for no row."""
+        workspace = self._borrow()
+        workspace.outbox.segment_offsets[:] = 0
+        workspace.outbox.accesses[:] = 0
+        return RouteGroup(self, workspace, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), 0, 0)
+
+    def _borrow(self) -> Workspace:
+        return self.workspaces.pop() if self.workspaces else Workspace(self._make_outbox())
 
     def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
         self._hash(

@@ -1,33 +1,39 @@
-"""Transport: the contract between routing and the wires, and the choice of one.
+"""Transport: the contract between routing and the wires.
 
     fetch(route)   afterwards every `addresses[u]` of every group can be read
     push(routes)   owners merge the gradients of all ranks and update their rows
 
-Both are collective. All transports give the same results to the bit: requests are merged in the order of the ranks by
-one kernel, whatever brought them.
+Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
+who did what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a look-up has
+none to push, and adds nothing.
+
+All transports give the same results to the bit: requests are merged in the order of the ranks by one kernel, whatever
+brought them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.workspace import Outbox, private_outbox
-from rowmesh.mesh import Mesh
-from rowmesh.mesh.shared_memory import is_supported
-from rowmesh.ops.memory import Buffer, Memory
-
-TransportName = Literal["auto", "collective", "one_sided"]
+from rowmesh.exchange.workspace import Outbox
+from rowmesh.ops.memory import Memory
 
 
 class Transport(Protocol):
-    """How rows and gradients reach other ranks."""
+    """How rows and gradients reach other ranks.
+
+    Attributes:
+        name: as it is asked for.
+        common: what the messages that serve all groups moved.
+    """
 
     name: str
+    common: CommonCounters
 
     def allocate(self, num_bytes: int) -> Memory:
         """Memory for an arena."""
@@ -98,68 +104,4 @@ class Sources:
     def apply(self, exchange: GroupExchange, update: Update) -> None:
         """Updates the rows of a merged group."""
         exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
-        exchange.counters.pushes += 1
         exchange.counters.count_tables(self.accesses, exchange.merger.merged_offsets)
-
-
-class LocalTransport:
-    """One rank: rows are read and updated in place."""
-
-    name = "local"
-
-    def allocate(self, num_bytes: int) -> Memory:
-        """Private memory."""
-        return Buffer(num_bytes)
-
-    def make_outbox(self, num_segments: int) -> Outbox:
-        """Private memory."""
-        return private_outbox(1, num_segments)
-
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
-        """Nobody to connect to."""
-        self._exchanges = exchanges
-
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
-        """All rows are here."""
-
-    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
-        """Merges the routes' gradients and updates."""
-        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
-            sources = Sources(exchange.num_segments)
-            for route in routes:
-                sources.add_own(route.groups[index])
-            if sources.num_entries:
-                sources.merge(exchange)
-                sources.apply(exchange, update)
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:
-    """The transport for a mesh, and why.
-
-    Raises:
-        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work.
-    """
-    from rowmesh.exchange.collective import CollectiveTransport
-    from rowmesh.exchange.one_sided import OneSidedTransport
-
-    if name not in ("auto", "collective", "one_sided"):
-        raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
-    if mesh.world_size == 1:
-        return LocalTransport(), "there is one rank"
-    obstacle = None
-    if not mesh.is_one_host:
-        obstacle = f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
-    elif not is_supported():
-        obstacle = "this system has no memfd_create (Linux has)"
-    if name == "one_sided" and obstacle:
-        raise ConfigurationError(f"transport 'one_sided' cannot work: {obstacle}; use 'collective' or 'auto'")
-    if name == "one_sided" or (name == "auto" and obstacle is None):
-        reason = "asked for" if name == "one_sided" else f"all {mesh.world_size} ranks share a host's memory"
-        return OneSidedTransport(mesh, num_groups), reason
-    return CollectiveTransport(mesh), "asked for" if name == "collective" else str(obstacle)

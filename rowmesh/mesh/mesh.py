@@ -6,14 +6,17 @@ import importlib
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.mesh.roll_call import RollCall
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,7 +54,8 @@ class Mesh:
         Every rank must call it; it blocks until all have. Uses an initialised default process group if there is one.
 
         Raises:
-            ConfigurationError: some of the variables are set and others are not.
+            ConfigurationError: some of the variables are set and others are not, or the process group that is there
+                cannot move memory of the CPU.
             PeerError: not all ranks came within the timeout.
         """
         owns_group = False
@@ -74,9 +78,16 @@ class Mesh:
                     f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:.0f} s: {error}"
                 ) from error
         group = dist.group.WORLD
+        _check_backend(group)
         world_size = dist.get_world_size(group)
         identities: list[Any] = [None] * world_size
-        dist.all_gather_object(identities, (_host_identity(), os.getpid()), group)
+        try:
+            dist.all_gather_object(identities, (_host_identity(), os.getpid()), group)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {dist.get_rank(group)} of {world_size}: the ranks met but not all of them told their host "
+                f"within {timeout_s:.0f} s; every rank must call Mesh.connect: {error}"
+            ) from error
         names = [identity for identity, _ in identities]
         first_seen = list(dict.fromkeys(names))
         return Mesh(
@@ -104,15 +115,32 @@ class Mesh:
         ]
 
     def peer_error(self, doing: str, cause: BaseException) -> PeerError:
-        """The error for a collective that failed; names the ranks that died, as far as this host can see."""
-        for _ in range(20):  # a broken connection is seen before the process is gone
+        """The error for a collective that failed; names the ranks that died, else those that did not come to it."""
+        calls, absent = RollCall(self.rank, self.world_size, self.group), None
+        calls.answer()
+        for _ in range(30):  # a broken connection is seen before the process is gone, and not by all at once
             if dead := self.dead_ranks():
                 names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
                 return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
+            absent = calls.absent()
             time.sleep(0.05)
+        if absent:
+            return PeerError(f"rank {self.rank}: {self.not_come(absent)} while {doing}: {cause}")
         return PeerError(
             f"rank {self.rank}: {doing} failed; the ranks of this host are alive, so one elsewhere died or did not "
             f"answer within {self.timeout_s:.0f} s: {cause}"
+        )
+
+    def not_come(self, absent: Sequence[int]) -> str:
+        """Which ranks others wait for in vain, and what to do about it; a part of a message."""
+        here = self.hosts[self.rank]
+        names = ", ".join(
+            f"rank {rank} (process {self.pids[rank]}{', alive' if self.hosts[rank] == here else ' on another host'})"
+            for rank in absent
+        )
+        return (
+            f"waited in vain for {names}; every rank must call forward and step equally often, and within the timeout "
+            f"of {self.timeout_s:.0f} s"
         )
 
     def close(self) -> None:
@@ -139,6 +167,18 @@ def _launched() -> bool:
             f"{', '.join(present)} are set but {', '.join(missing)} are not; launch with torchrun, or unset them"
         )
     return len(present) == len(_VARIABLES)
+
+
+def _check_backend(group: Any) -> None:
+    try:
+        name = group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        name = "nothing"
+    if name != "gloo":
+        raise ConfigurationError(
+            f"the default process group moves CPU tensors with {name}, and rowmesh needs gloo there: start it with "
+            'init_process_group("cpu:gloo,cuda:nccl"), or call Mesh.connect before there is a process group'
+        )
 
 
 def _host_identity() -> str:

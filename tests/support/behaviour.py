@@ -151,6 +151,46 @@ def drive_by_verbs(mesh: Mesh, transport: Any, uses_verbs: bool) -> dict[str, to
     return rows
 
 
+def use_some_look_ups(
+    mesh: Mesh, transport: Any, unused: tuple[tuple[int, ...], ...], drops: bool
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Trains with two look-ups a step; `unused[step]` names the ranks whose loss leaves the second one out.
+
+    It is left out by not running its backward (or either of them, on rank 1), or else by a factor of 0 in the loss.
+    Returns the rows, and the updates that were counted.
+    """
+    collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport)
+    optimizer = EmbeddingOptimizer(collection)
+    for step, ranks in enumerate(unused):
+        optimizer.zero_grad()
+        for part in range(2):
+            vectors = collection(batch_of(mesh.rank, 2 * step + part, batch_size=20 + mesh.rank)).values
+            is_unused = mesh.rank in ranks and (part == 1 or mesh.rank == 1)
+            if not (is_unused and drops):
+                (vectors.square().sum() * (0.0 if is_unused else 1.0)).backward()
+            del vectors
+        optimizer.step()
+    rows, pushes = rows_of(collection), [counters.pushes for counters in collection.counters]
+    collection.close()
+    return rows, pushes
+
+
+def fall_out_of_step(mesh: Mesh, transport: Any, verb: str) -> str:
+    """The error where rank 1 looks up once more than the others, or steps once more."""
+    collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport)
+    optimizer = EmbeddingOptimizer(collection)
+    one_step(collection, optimizer, batch_of(mesh.rank, 0))
+    try:
+        if mesh.rank == 1 and verb == "forward":
+            collection(batch_of(mesh.rank, 1))
+        if mesh.rank == 1 and verb == "step":
+            optimizer.step()
+        one_step(collection, optimizer, batch_of(mesh.rank, 2))
+    except RowmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class Model(torch.nn.Module):
     """A collection inside a model that is wrapped as a whole."""
 
@@ -218,17 +258,20 @@ def outlive_a_peer(mesh: Mesh, transport: Any, victim: int, where: str) -> tuple
     return "nothing", "trained to the end", 0.0
 
 
-def leave_the_others(mesh: Mesh, timeout_s: float) -> tuple[str, str, float]:
-    """Rank 1 stays alive but takes one step less."""
-    collection = EmbeddingCollection(TABLES, mesh=replace(mesh, timeout_s=timeout_s), transport="one_sided")
-    optimizer = EmbeddingOptimizer(collection)
+def leave_the_others(mesh: Mesh, transport: Any, timeout_s: float, where: str) -> tuple[str, str, float]:
+    """Rank 1 stays alive but takes one step less (or does not even make the collection)."""
     began = time.monotonic()
+    mesh = replace(mesh, timeout_s=timeout_s)
     try:
-        for step in range(2 - (mesh.rank == 1)):
-            one_step(collection, optimizer, batch_of(mesh.rank, step))
+        if mesh.rank != 1 or where == "step":
+            collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport)
+            optimizer = EmbeddingOptimizer(collection)
+            began = time.monotonic()
+            for step in range(2 - (mesh.rank == 1)):
+                one_step(collection, optimizer, batch_of(mesh.rank, step))
     except RowmeshError as error:
         return type(error).__name__, str(error), time.monotonic() - began
-    time.sleep(3 * timeout_s)  # alive all the while
+    time.sleep(timeout_s + 2.5)  # alive all the while
     return "nothing", "", 0.0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
@@ -34,6 +34,7 @@ class Trained:
         owned: table → which rows this rank holds.
         head: the dense layers' parameters.
         counters: group → what it moved, on this rank.
+        common: what the messages that serve all groups moved, on this rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Trained:
     owned: dict[str, range] = field(default_factory=dict)
     head: list[Tensor] = field(default_factory=list)
     counters: dict[str, GroupCounters] = field(default_factory=dict)
+    common: CommonCounters = field(default_factory=CommonCounters)
     transport: str = ""
 
 
@@ -124,6 +126,7 @@ def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None
         trained.rows[table.name] = local.values.clone()
         trained.state[table.name] = {name: tensor.clone() for name, tensor in local.state.items()}
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
+    trained.common = collection.common_counters
     trained.counters = {counters.group: counters for counters in collection.counters}
 
 

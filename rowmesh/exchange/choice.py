@@ -1,0 +1,38 @@
+"""The choice of a transport: what a mesh allows, and what was asked for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.collective import CollectiveTransport
+from rowmesh.exchange.local import LocalTransport
+from rowmesh.exchange.one_sided import OneSidedTransport
+from rowmesh.exchange.transport import Transport
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.shared_memory import is_supported
+
+TransportName = Literal["auto", "collective", "one_sided"]
+
+
+def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:
+    """The transport for a mesh, and why.
+
+    Raises:
+        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work.
+    """
+    if name not in ("auto", "collective", "one_sided"):
+        raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
+    if mesh.world_size == 1:
+        return LocalTransport(), "there is one rank"
+    obstacle = None
+    if not mesh.is_one_host:
+        obstacle = f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
+    elif not is_supported():
+        obstacle = "this system has no memfd_create (Linux has)"
+    if name == "one_sided" and obstacle:
+        raise ConfigurationError(f"transport 'one_sided' cannot work: {obstacle}; use 'collective' or 'auto'")
+    if name == "one_sided" or (name == "auto" and obstacle is None):
+        reason = "asked for" if name == "one_sided" else f"all {mesh.world_size} ranks share a host's memory"
+        return OneSidedTransport(mesh, num_groups), reason
+    return CollectiveTransport(mesh), "asked for" if name == "collective" else str(obstacle)

@@ -1,0 +1,39 @@
+"""Roll call: which ranks wait for the others. A collective that failed says only that it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+class RollCall:
+    """Answers of the ranks of a process group, in the store through which they met."""
+
+    def __init__(self, rank: int, world_size: int, group: Any) -> None:
+        self._group = group
+        name = getattr(group, "group_name", "")
+        self._keys = [f"rowmesh/waiting/{name}/{other}" for other in range(world_size)]
+        self._own_key = self._keys[rank]
+
+    def answer(self) -> None:
+        """Says that this rank waits."""
+        self._ask(lambda store: store.set(self._own_key, ""))
+
+    def withdraw(self) -> None:
+        """Takes that back."""
+        self._ask(lambda store: store.delete_key(self._own_key))
+
+    def absent(self) -> list[int] | None:
+        """Ranks that do not wait; None where the store cannot be reached (the process that holds it is gone)."""
+        found = self._ask(lambda store: [store.check([key]) for key in self._keys])
+        return None if found is None else [rank for rank, is_there in enumerate(found) if not is_there]
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        if self._group is None:
+            return None
+        try:
+            return question(_get_default_store())
+        except (RuntimeError, ValueError):
+            return None

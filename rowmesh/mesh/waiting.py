@@ -1,0 +1,92 @@
+"""Waiting for collectives, so that whoever waits in vain can name the ranks that did not come.
+
+A rank that has waited for a while answers a roll call. When time is up, the ranks that gave no answer are those that
+are missing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.mesh.mesh import Mesh
+from rowmesh.mesh.roll_call import RollCall
+
+
+class Waiting:
+    """Waits for collectives of a mesh; they must have been posted with `async_op=True`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._soon = timedelta(seconds=min(1.0, mesh.timeout_s / 4))
+
+    def __call__(self, work: dist.Work | None, doing: str) -> None:
+        """Blocks until the collective is done.
+
+        Raises:
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+        """
+        assert work is not None
+        try:
+            work.wait(self._soon)
+        except RuntimeError:
+            self._wait_long(work, doing)
+
+    def _wait_long(self, work: dist.Work, doing: str) -> None:
+        mesh = self._mesh
+        calls = RollCall(mesh.rank, mesh.world_size, mesh.group)
+        calls.answer()
+        deadline = time.monotonic() + mesh.timeout_s - self._soon.total_seconds()
+        while True:
+            is_over = work.is_completed()  # asked first: an error that follows is then the collective's own
+            try:
+                work.wait(self._soon)
+            except RuntimeError as error:
+                if is_over or time.monotonic() >= deadline:
+                    raise mesh.peer_error(doing, error) from error
+            else:
+                calls.withdraw()
+                return
+
+
+def gather_objects(mesh: Mesh, value: Any, doing: str) -> list[Any]:
+    """The values of all ranks, in their order. Collective and blocking; for a few kilobytes, seldom.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    if mesh.group is None:
+        return [value]
+    wait = Waiting(mesh)
+    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+    own = torch.full((1,), mine.size, dtype=torch.int64, device="cpu")
+    sizes = [int(size) for size in _gather(mesh, wait, own, doing)]
+    padded = torch.from_numpy(np.pad(mine, (0, max(sizes) - mine.size)))
+    everyone = _gather(mesh, wait, padded, doing)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+
+
+def barrier(mesh: Mesh, doing: str) -> None:
+    """Waits for all ranks. Collective and blocking.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    gather_objects(mesh, None, doing)
+
+
+def _gather(mesh: Mesh, wait: Waiting, own: Tensor, doing: str) -> list[Tensor]:
+    parts = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    try:
+        work = dist.all_gather(parts, own, group=mesh.group, async_op=True)
+    except RuntimeError as error:
+        raise mesh.peer_error(doing, error) from error
+    wait(work, doing)
+    return parts
