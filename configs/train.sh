@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
 # The whole job: data, training on several ranks, evaluation. `make train` calls it.
 #
-#   PYTHON  the interpreter that has rowmesh installed
-#   RANKS   processes (2)
-#   RUN     the run's folder (runs/make_train); an earlier run in it is replaced
-#   DATA    raw Criteo rows (train.tsv, .gz); without it a data set of 1 M samples is drawn from a planted model
-#   ARGS    keys of the configuration, as in ARGS="train.epochs=2 tables.dim=32"
+#   PYTHON   the interpreter that has rowmesh installed
+#   RANKS    processes (2)
+#   RUN      the run's folder (runs/make_train); an earlier run in it is replaced
+#   DATA     raw Criteo rows (train.tsv, .gz), or a folder of train*, validation* and test* files; without it a
+#            data set is drawn from a planted model
+#   SAMPLES  training samples that are drawn (1,000,000)
+#   STORE    where drawn and prepared data are kept for the next time (data)
+#   ARGS     keys of the configuration, as in ARGS="train.epochs=2 tables.dim=32"
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
 RUN=${RUN:-runs/make_train}
 DATA=${DATA:-}
+SAMPLES=${SAMPLES:-1000000}
+STORE=${STORE:-data}
 ARGS=${ARGS:-}
-GENERATED=data/generated
 
 # One thread a rank, and no memory given back to the system between steps: see docs/command_line.md.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -25,14 +28,19 @@ export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}
 rowmesh() { "$PYTHON" -m rowmesh.cli "$@"; }
 on_ranks() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" -m rowmesh.cli "$@"; }
 
-# Both commands make their folder whole or not at all, so a folder that exists is complete.
+cd "$(dirname "$0")/.."
+
+# With --reuse both commands keep what is there, and make it again where the files or the options have changed.
 if [[ -n $DATA ]]; then
-    prepared=data/prepared/$(basename "$DATA" | cut -d. -f1)-$(cksum <<<"$(realpath "$DATA") $(stat -c %Y "$DATA")" | cut -d' ' -f1)
-    [[ -d $prepared ]] || rowmesh data prepare "$DATA" --schema criteo --out "$prepared"
+    path=$(realpath "$DATA")
+    prepared=$STORE/prepared/$(basename "$path" | cut -d. -f1)-$(cksum <<<"$path" | cut -d' ' -f1)
+    schema=(--schema criteo)
+    [[ -f $DATA/schema.toml ]] && schema=() # the folder describes itself
+    rowmesh data prepare "$DATA" ${schema[@]+"${schema[@]}"} --out "$prepared" --reuse
 else
-    prepared=$GENERATED/criteo
-    [[ -d $GENERATED/raw ]] || rowmesh data synthesize "$GENERATED/raw" --samples 1000000
-    [[ -d $prepared ]] || rowmesh data prepare "$GENERATED/raw" --out "$prepared" --min-count 100
+    prepared=$STORE/generated/criteo
+    rowmesh data synthesize "$STORE/generated/raw" --samples "$SAMPLES" --reuse
+    rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 100 --reuse
 fi
 
 # A hundred steps at least: a small data set gets small batches.

@@ -13,6 +13,8 @@ from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA_FILE = "schema.toml"
 OPTIMUM_FILE = "optimum.json"
+OTHER_NAMES = {"dev": "validation", "val": "validation", "eval": "validation", "holdout": "test", "held": "test"}
+"""How files of splits are called elsewhere, and what they are called here."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class DataSource:
 
         Raises:
             ConfigurationError: no schema.
-            DataError: no such file or folder, or a folder without training files.
+            DataError: no such file or folder, a folder without training files, or one whose files are named
+                after splits that do not exist.
         """
         for path in (*inputs, *validation, *test):
             if not path.exists():
@@ -64,6 +67,13 @@ class DataSource:
 
 def _split_files(folder: Path) -> dict[str, list[Path]]:
     files = {split: sorted(path for path in folder.glob(f"{split}*") if path.is_file()) for split in SPLITS}
+    read = {path for paths in files.values() for path in paths}
+    for path in sorted(set(folder.iterdir()) - read):
+        if split := next((split for name, split in OTHER_NAMES.items() if path.name.lower().startswith(name)), None):
+            raise DataError(
+                f"{path} would not be read: in a folder, names of files begin with {', '.join(SPLITS)}. "
+                f"Rename it to {split}… or move it away, or list files and options: TRAIN_FILES --{split} {path}"
+            )
     if not files["train"]:
         raise DataError(f"{folder}: no file whose name begins with 'train'")
     return _without_empty(files)

@@ -61,7 +61,7 @@ class PlantedConfig:
     max_rows: int | None = None
     exponents: tuple[float, float] = (1.05, 1.35)
     signal: float = 1.3
-    head: int = 20
+    head: int = 50
     base_rate: float = 0.25
     bag_sizes: Mapping[int, int] = field(default_factory=dict)
 

@@ -3,7 +3,9 @@
 import pytest
 
 from rowmesh.cli.data import app
-from rowmesh.data import Prepared
+from rowmesh.data import PlantedConfig, Prepared
+from rowmesh.data.manifest import Manifest
+from rowmesh.data.planted import CRITEO_ROWS
 from rowmesh.errors import ConfigurationError, RowmeshError
 
 
@@ -46,6 +48,42 @@ def test_files_and_options(tmp_path, capsys):
     prepared = Prepared.open(tmp_path / "given")
     assert {name: split.samples for name, split in prepared.splits.items()} == {"train": 100, "validation": 100}
     assert "unknown" in capsys.readouterr().out
+
+
+def test_reuse(tmp_path, capsys):
+    file, out = tmp_path / "[one].csv", tmp_path / "out"
+    file.write_text("y,a\n" + "1,p\n0,q\n" * 50)
+    (tmp_path / "schema.toml").write_text('label = "y"\ncategorical = ["a"]\n')
+    command = ("prepare", file, "--schema", tmp_path / "schema.toml", "--out", out, "--reuse")
+    run(*command)
+    capsys.readouterr()
+    before = (out / "train.arrow").stat().st_ino
+    run(*command)
+    assert capsys.readouterr().out == f"reused {out}: made from the same files with the same options\n"
+    assert (out / "train.arrow").stat().st_ino == before
+    run(*command, "--min-count", 3, "--seed", 5)
+    assert f"making {out} again: split.seed was 0, is 5; min_count was 2, is 3\n" in capsys.readouterr().out
+    assert Prepared.open(out).min_count == 3
+    file.write_text("y,a\n" + "1,p\n0,q\n" * 60)
+    run(*command, "--min-count", 3, "--seed", 5)
+    assert f"again: files.train.1 was {file}, 404 bytes of " in capsys.readouterr().out
+    assert sum(split.samples for split in Prepared.open(out).splits.values()) == 120
+
+
+def test_reuse_replaces_nothing_but_its_own_kind(tmp_path):
+    run("synthesize", tmp_path / "raw", "--samples", 100, "--held-out", 0, "--max-rows", 10)
+    with pytest.raises(RowmeshError, match="holds drawn data, not prepared data"):
+        run("prepare", tmp_path / "raw", "--out", tmp_path / "raw", "--reuse")
+    assert (tmp_path / "raw" / "train-00000.parquet").exists()
+
+
+def test_defaults_are_those_of_the_library(tmp_path):
+    run("synthesize", tmp_path / "raw", "--samples", 10, "--held-out", 0)
+    manifest = Manifest.read(tmp_path / "raw")
+    assert manifest is not None
+    assert PlantedConfig() == PlantedConfig(
+        **manifest.request["model"] | {"num_rows": CRITEO_ROWS, "exponents": PlantedConfig().exponents}
+    )
 
 
 def test_mistakes(tmp_path):

@@ -98,3 +98,15 @@ def test_sources(tmp_path):
     (tmp_path / "raw" / "schema.toml").unlink()
     with pytest.raises(ConfigurationError, match=r"has no schema\.toml"):
         DataSource.find([tmp_path / "raw"])
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("dev.tsv.gz", "validation"), ("Val.tsv", "validation"), ("holdout", "test")]
+)
+def test_files_named_after_splits_of_others_are_not_ignored(tmp_path, name, split):
+    for file in ("train.tsv", "README", name):
+        (tmp_path / file).touch()
+    with pytest.raises(DataError, match=rf"{name} would not be read.*Rename it to {split}.*--{split}"):
+        DataSource.find([tmp_path], "criteo")
+    (tmp_path / name).unlink()
+    assert list(DataSource.find([tmp_path], "criteo").files) == ["train"]

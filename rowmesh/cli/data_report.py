@@ -1,0 +1,127 @@
+"""What `rowmesh data` prints: progress, what was reused or is made again, and what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from rowmesh.data import progress
+from rowmesh.data.manifest import why_stale
+from rowmesh.data.prepared import SPLITS, Prepared
+
+PLAIN_INTERVAL_S = 5.0
+MAX_REASONS = 5
+
+
+def is_current(console: Console, folder: Path, kind: str, request: Mapping[str, Any]) -> bool:
+    """Whether a folder is what is asked for; says so, or says why it is not."""
+    reasons = why_stale(folder, kind, request)
+    if reasons == []:
+        say(console, f"reused {folder}: made from the same files with the same options")
+        return True
+    if reasons:
+        more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+        say(console, f"making {folder} again: {'; '.join(reasons[:MAX_REASONS])}{more}")
+    return False
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is, whatever its length and characters."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def showing_progress(console: Console) -> Iterator[progress.Progress]:
+    """A bar for each thing that is done; a plain line now and then where there is no terminal."""
+    if not console.is_terminal:
+        yield _plain_progress(console)
+        return
+    bars = Progress(
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    tasks = {}
+
+    def show(what: str, share: float) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=1.0)
+        bars.update(tasks[what], completed=share)
+
+    with bars:
+        yield show
+
+
+def _plain_progress(console: Console) -> progress.Progress:
+    last = time.monotonic()
+
+    def show(what: str, share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PLAIN_INTERVAL_S:
+            last = now
+            console.print(f"{what}: {share:.0%}")
+
+    return show
+
+
+def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, float]]) -> None:
+    """What was drawn, and the scores that no model can beat."""
+    table = _table("split", "samples", "positive rate", "best AUC", "best log-loss")
+    for split, values in optimum.items():
+        table.add_row(split, f"{values['samples']:,.0f}", f"{values['positive_rate']:.4f}", *_best(values))
+    say(console, f"drawn into {out}")
+    console.print(table)
+
+
+def print_prepared(console: Console, prepared: Prepared) -> None:
+    """The splits and tables of a prepared data set."""
+    say(console, f"prepared {prepared.folder}")
+    console.print(_splits(prepared))
+    say(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
+    console.print(_tables(prepared))
+    where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
+    say(console, f"bad rows: {prepared.bad_rows}{where}")
+
+
+def _splits(prepared: Prepared) -> Table:
+    table = _table("split", "samples", "positive rate", "best AUC", "best log-loss")
+    for name, split in prepared.splits.items():
+        table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *_best(split.optimum or {}))
+    return table
+
+
+def _tables(prepared: Prepared) -> Table:
+    names = [split for split in SPLITS if split in prepared.splits]
+    table = _table("table", "rows", "distinct ids", *(f"rare, {split}" for split in names))
+    for entry in prepared.tables:
+        table.add_row(
+            Text(f"{entry.name} (multi-hot)" if entry.multi_hot else entry.name),
+            f"{entry.num_rows:,}",
+            f"{entry.num_distinct:,}",
+            *(f"{entry.rare_share[split]:.2%}" for split in names),
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    """A table whose first column is words and whose other columns are numbers."""
+    table = Table()
+    table.add_column(first)
+    for column in others:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _best(scores: Mapping[str, float]) -> Sequence[str]:
+    return [f"{scores[name]:.4f}" if name in scores else "unknown" for name in ("auc", "log_loss")]
