@@ -71,19 +71,19 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
 
 def _fill(table: str, local: LocalRows, entry: TableEntry, files: Path, optimizer_state: bool) -> None:
     targets = {"values": local.values, **(local.state if optimizer_state else {})}
-    rows = np.arange(local.rows.start, local.rows.stop, local.rows.step)
-    missing = len(rows)
+    missing = len(local.rows)
     for part in entry.parts:
         sources = {kind: _map(files, table, kind, part, target) for kind, target in targets.items()}
-        for begin in range(0, len(rows), CHUNK_ROWS):
+        for begin in range(0, len(local.rows), CHUNK_ROWS):
             chunk = slice(begin, begin + CHUNK_ROWS)
-            positions = _positions(part, rows[chunk])
+            rows = local.rows[chunk]
+            positions = _positions(part, np.arange(rows.start, rows.stop, rows.step))
             here = np.flatnonzero(positions >= 0)
             for kind, target in targets.items():
                 as_numpy(target)[chunk][here] = sources[kind][positions[here]]
             missing -= len(here)
     if missing:
-        raise CheckpointError(f"table {table!r}: {missing} of {len(rows)} rows are in no file of {files}")
+        raise CheckpointError(f"table {table!r}: {missing} of {len(local.rows)} rows are in no file of {files}")
 
 
 def _positions(part: Part, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

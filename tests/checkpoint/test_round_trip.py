@@ -1,6 +1,7 @@
 import json
 import resource
 import signal
+import tracemalloc
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -94,6 +95,19 @@ def test_chunks_do_not_change_what_is_read(saved, monkeypatch):
     actual = Dealt(TABLES, 1, 2)
     load(saved, actual)
     assert actual.equals(Dealt(TABLES, 1, 2).fill())
+
+
+def test_reading_needs_no_memory_for_the_whole_table(tmp_path, monkeypatch):
+    monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 10_000)
+    table = TableSpec(name="large", num_rows=1_000_000, dim=1, optimizer=SGD())
+    save(tmp_path, Dealt([table]), {})
+    target = Dealt([table])
+    tracemalloc.start()
+    try:
+        load(tmp_path, target)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000, "8 MB hold the numbers of all rows"
+    finally:
+        tracemalloc.stop()
 
 
 def test_rows_without_optimizer_state(saved):
