@@ -13,7 +13,7 @@ from benchmarks.ranks.setup import sparse_batch, table_specs
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
 from rowmesh.models import DLRM
-from rowmesh.observe.progress import resident_bytes
+from rowmesh.observe.memory import resident_bytes
 
 
 class Commands:

@@ -24,6 +24,10 @@ class DLRM(nn.Module):
     implementation. Without dense features a learned vector stands in for the bottom output, so that
     every embedding still has a first-order term.
 
+    Attributes:
+        bottom_widths: of all layers, from the dense features to D; only D without dense features.
+        top_widths: of all layers, from what the interactions give to the logit.
+
     Args:
         num_dense: number of dense features, 0 or more.
         num_features: F, the number of embeddings a sample has.
@@ -57,12 +61,14 @@ class DLRM(nn.Module):
         super().__init__()
         _check_sizes(num_dense, num_features, dim, bottom, top)
         self.num_dense, self.num_features, self.dim = num_dense, num_features, dim
-        self.bottom = _mlp([num_dense, *bottom, dim], relu_last=True) if num_dense else None
-        self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
         num_vectors = num_features + 1
         rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
-        self.top = _mlp([dim + self.pairs.numel(), *top, 1], relu_last=False)
+        self.bottom_widths = (num_dense, *bottom, dim) if num_dense else (dim,)
+        self.top_widths = (dim + self.pairs.numel(), *top, 1)
+        self.bottom = _mlp(self.bottom_widths, relu_last=True) if num_dense else None
+        self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
+        self.top = _mlp(self.top_widths, relu_last=False)
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         """Logits `[B]` from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""

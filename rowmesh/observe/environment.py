@@ -57,7 +57,7 @@ def _hardware() -> dict[str, Any]:
         "memory_available_bytes": memory.available,
         "transparent huge pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "shared memory huge pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
-        "shared_memory_bytes": _shared_memory_bytes(),
+        "shared memory between ranks": _shared_memory(),
     }
 
 
@@ -101,12 +101,9 @@ def _chosen(path: Path) -> str | None:
     return text.partition("[")[2].partition("]")[0] or text.strip()
 
 
-def _shared_memory_bytes() -> int | None:
-    """Room for arenas in POSIX shared memory."""
-    try:
-        return psutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
+def _shared_memory() -> str:
+    """How ranks of a host can share tables: in anonymous files, bound by memory, not by the size of /dev/shm."""
+    return "memfd" if sys.platform == "linux" and hasattr(os, "memfd_create") else "none"
 
 
 def _plain(value: Any) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from types import TracebackType
 from typing import Self, TextIO
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 PLAIN_INTERVAL_S = 5.0
+BAR_INTERVAL_S = 0.1
 
 
 class Progress:
@@ -28,7 +27,8 @@ class Progress:
 
     Example:
         >>> with Progress(100, enabled=False) as progress:
-        ...     progress.update(10, loss=0.4, samples_per_s=1e5)
+        ...     progress.advance(9)
+        ...     progress.update(10, loss=0.4, samples_per_s=1e5, memory_bytes=3e9)
     """
 
     def __init__(
@@ -40,24 +40,27 @@ class Progress:
         stream: TextIO | None = None,
         interval_s: float = PLAIN_INTERVAL_S,
     ) -> None:
-        self._total, self._title, self._interval_s = total, title, interval_s
+        self._total, self._title, self._facts = total, title, ""
         self._console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
         self._live = enabled and self._console.is_terminal
-        self._started_s = self._printed_s = time.perf_counter()
+        self._interval_s = BAR_INTERVAL_S if self._live else interval_s
+        self._started_s = self._shown_s = time.perf_counter()
         if self._live:
             self._bar = _make_bar(self._console)
             self._task = self._bar.add_task(title, total=total, facts="")
 
-    def update(self, step: int, *, loss: float, samples_per_s: float) -> None:
-        """Shows the state after `step` steps of the run."""
+    def advance(self, step: int) -> None:
+        """Shows that `step` steps of the run are done, now and then: call it after every step."""
         now_s = time.perf_counter()
-        if self._live:
-            self._bar.update(self._task, completed=step, facts=_facts(loss, samples_per_s))
-        elif now_s - self._printed_s >= self._interval_s or step == self._total:
-            self._printed_s = now_s
-            left = f"{self._seconds_left(step, now_s):.0f} s left"
-            position = f"{self._title} step {step}/{self._total}"
-            self._console.print(f"{position}, {_facts(loss, samples_per_s)}, {left}", markup=False)
+        if now_s - self._shown_s >= self._interval_s:
+            self._show(step, now_s)
+
+    def update(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float) -> None:
+        """Like `advance`, with new facts about the last interval, which are shown until the next."""
+        self._facts = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_bytes / 1e9:.2f} GB"
+        now_s = time.perf_counter()
+        if self._live or now_s - self._shown_s >= self._interval_s or step == self._total:
+            self._show(step, now_s)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -74,13 +77,14 @@ class Progress:
         if self._live:
             self._bar.stop()
 
-    def _seconds_left(self, step: int, now_s: float) -> float:
-        return (now_s - self._started_s) / step * (self._total - step)
-
-
-def resident_bytes() -> int:
-    """Memory that this process has in use, its share of shared memory included."""
-    return psutil.Process(os.getpid()).memory_info().rss
+    def _show(self, step: int, now_s: float) -> None:
+        self._shown_s = now_s
+        if self._live:
+            self._bar.update(self._task, completed=step, facts=self._facts)
+            return
+        left_s = (now_s - self._started_s) / step * (self._total - step)
+        parts = [f"{self._title} step {step}/{self._total}", self._facts, f"{left_s:.0f} s left"]
+        self._console.print(", ".join(part for part in parts if part), markup=False)
 
 
 def _make_bar(console: Console) -> Bar:
@@ -93,8 +97,3 @@ def _make_bar(console: Console) -> Bar:
         TextColumn("left"),
         console=console,
     )
-
-
-def _facts(loss: float, samples_per_s: float) -> str:
-    memory_gb = resident_bytes() / 1e9
-    return f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_gb:.2f} GB on rank 0"

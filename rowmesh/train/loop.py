@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rowmesh.data import Batch
-from rowmesh.observe.progress import resident_bytes
+from rowmesh.observe import MemoryGauge
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
@@ -57,11 +57,13 @@ class Trainer:
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
+        self._memory = MemoryGauge()
+        self._lrs: dict[str, float] = {}
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
         """Trains, evaluating on the validation split now and then. Collective: every rank calls it."""
-        with RunLog(self.job, run, self.total_steps) as log, naming_lost_peers(self.job.mesh):
+        with RunLog(self.job, run, self.total_steps) as log, naming_lost_peers(self.job.mesh, "training"):
             interval = Interval()
             for batch in self._batches():
                 interval.loss += self.train_step(batch)
@@ -85,6 +87,7 @@ class Trainer:
         self._embedding_optimizer.zero_grad()
         self.local_loss(total).backward()
         self._gradients.average()
+        self._lrs = self._current_lrs()
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             optimizer.step()
             scheduler.step()
@@ -120,7 +123,7 @@ class Trainer:
         """Sums an interval over ranks and writes it."""
         elapsed_s = time.perf_counter() - interval.started_s
         waited_s = interval.waited_s + self._loader.waited_s
-        sums = torch.tensor([interval.loss, interval.samples, resident_bytes(), waited_s], dtype=torch.float64)
+        sums = torch.tensor([interval.loss, interval.samples, self._memory.read(), waited_s], dtype=torch.float64)
         if self.job.mesh.group is not None:
             dist.all_reduce(sums, group=self.job.mesh.group)
         loss, samples, memory_bytes, all_waited_s = sums.tolist()
@@ -130,9 +133,16 @@ class Trainer:
             samples_per_s=samples / elapsed_s,
             memory_bytes=int(memory_bytes),
             waited_for_data_share=all_waited_s / (self.job.mesh.world_size * elapsed_s),
-            lr=self._dense_optimizer.param_groups[0]["lr"],
-            embedding_lr=self._embedding_optimizer.param_groups[0]["lr"],
+            **self._lrs,
         )
+
+    def _current_lrs(self) -> dict[str, float]:
+        """The learning rates of the next update: of the network and of every group of tables."""
+        groups = zip(self.job.embeddings.groups, self._embedding_optimizer.param_groups, strict=True)
+        return {
+            "lr": self._dense_optimizer.param_groups[0]["lr"],
+            **{f"embedding_lr/{group.name}": parameters["lr"] for group, parameters in groups},
+        }
 
     def _validate(self, log: RunLog) -> float:
         """Evaluates the validation split; returns how long it took."""

@@ -30,6 +30,18 @@ def describe(job: Job) -> list[str]:
     return [f"{name:<10}{text}" for name, text in facts]
 
 
+def describe_training(job: Job, total_steps: int) -> list[str]:
+    """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
+    data, train, optimizer = job.config.data, job.config.train, job.config.optimizer
+    facts = [
+        ("optimizer", f"{optimizer.name} lr {optimizer.lr:g} for the network, {job.config.schedule.name} schedule"),
+        ("steps", f"{total_steps:,} of {data.batch_size:,} samples each, {train.epochs} epoch(s) at most"),
+    ]
+    if data.test not in job.data.splits:
+        facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
+    return [f"{name:<10}{text}" for name, text in facts]
+
+
 def results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
     """A small table: what training reached, beside the best that can be reached and the base rate alone.
 
@@ -87,11 +99,9 @@ def _group(group: Any) -> str:
 
 def _network(job: Job) -> str:
     parameters = sum(parameter.numel() for parameter in job.network.parameters())
-    model, optimizer = job.config.model, job.config.optimizer
-    return (
-        f"{model.name}: {parameters:,} parameters, bottom {model.bottom}, top {model.top}, "
-        f"{optimizer.name} lr {optimizer.lr:g}, {job.config.schedule.name} schedule"
-    )
+    bottom, top = ("→".join(map(str, w)) for w in (job.network.bottom_widths, job.network.top_widths))
+    dtype = str(next(job.network.parameters()).dtype).removeprefix("torch.")
+    return f"{job.config.model.name}: bottom {bottom}, top {top}, {parameters:,} parameters, {dtype}, on every rank"
 
 
 def _sizes(sizes: dict[str, int]) -> str:
@@ -99,7 +109,8 @@ def _sizes(sizes: dict[str, int]) -> str:
 
 
 def _memory_of_every_rank(job: Job) -> list[dict[str, int]]:
-    own = dict(job.embeddings.memory_bytes)
+    network = sum(parameter.nbytes for parameter in job.network.parameters())
+    own = {**job.embeddings.memory_bytes, "network": network}
     if job.mesh.group is None:
         return [own]
     gathered: list[Any] = [None] * job.mesh.world_size

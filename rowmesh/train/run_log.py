@@ -32,15 +32,16 @@ class RunLog:
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
 
     def step(self, step: int) -> None:
-        """Notes the counters of a step."""
+        """Notes the counters of a step, and moves the progress."""
         self._counters.record(step)
+        self.progress.advance(step)
 
-    def interval(self, step: int, *, loss: float, samples_per_s: float, **record: Any) -> None:
+    def interval(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: int, **record: Any) -> None:
         """Writes the means of an interval that ends with `step`. Collective: every rank calls it."""
         self._counters.flush()
-        record = {"loss": loss, "samples_per_s": samples_per_s, **record}
-        self._write("train", step, record)
-        self.progress.update(step, loss=loss, samples_per_s=samples_per_s)
+        facts = {"loss": loss, "samples_per_s": samples_per_s, "memory_bytes": memory_bytes}
+        self._write("train", step, {**facts, **record})
+        self.progress.update(step, **facts)
 
     def evaluation(self, step: int, split: str, record: dict[str, Any]) -> None:
         """Writes the metrics of a split after `step`, and leaves its look-ups out of the counters."""

@@ -74,3 +74,11 @@ def test_sizes_that_cannot_work(wrong):
     sizes = {"num_dense": 2, "num_features": 3, "dim": 4, "bottom": [4], "top": [4]} | wrong
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         DLRM(**sizes)
+
+
+@pytest.mark.parametrize("num_dense", [0, 13])
+def test_widths_are_those_of_the_layers(num_dense):
+    model = DLRM(num_dense=num_dense, num_features=3, dim=4, bottom=[8], top=[16, 5])
+    layers = [part for part in model.top if isinstance(part, torch.nn.Linear)]
+    assert model.top_widths == (layers[0].in_features, *(layer.out_features for layer in layers))
+    assert model.bottom_widths == ((13, 8, 4) if num_dense else (4,))

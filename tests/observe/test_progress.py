@@ -14,11 +14,11 @@ def test_plain_lines_where_there_is_no_terminal():
     with Progress(3, stream=stream, interval_s=0.0) as progress:
         progress.say("transport: [collective]")
         for step in (1, 2, 3):
-            progress.update(step, loss=0.5 / step, samples_per_s=12345.6)
+            progress.update(step, loss=0.5 / step, samples_per_s=12345.6, memory_bytes=3.21e9)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "transport: [collective]"
     assert len(lines) == 4
-    expected = r"train step 2/3, loss 0.2500, 12,346 samples/s, \d+\.\d\d GB on rank 0, \d+ s left"
+    expected = r"train step 2/3, loss 0.2500, 12,346 samples/s, 3\.21 GB, \d+ s left"
     assert re.fullmatch(expected, lines[2])
 
 
@@ -26,7 +26,8 @@ def test_plain_lines_come_once_an_interval_and_at_the_end():
     stream = io.StringIO()
     with Progress(50, stream=stream, interval_s=1000.0) as progress:
         for step in range(1, 51):
-            progress.update(step, loss=0.5, samples_per_s=1.0)
+            progress.advance(step)
+            progress.update(step, loss=0.5, samples_per_s=1.0, memory_bytes=1e9)
     assert len(stream.getvalue().splitlines()) == 1
 
 
@@ -35,14 +36,32 @@ def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
     with Progress(2, stream=stream) as progress:
-        progress.update(2, loss=0.25, samples_per_s=1000.0)
+        progress.update(2, loss=0.25, samples_per_s=1000.0, memory_bytes=1e9)
     assert "2/2" in stream.getvalue()
     assert "loss 0.2500, 1,000 samples/s" in stream.getvalue()
+
+
+def test_every_step_moves_it(monkeypatch):
+    stream = io.StringIO()
+    with Progress(9, stream=stream, interval_s=0.0) as progress:
+        progress.advance(1)
+        progress.update(2, loss=0.25, samples_per_s=1000.0, memory_bytes=1e9)
+        progress.advance(3)
+    lines = stream.getvalue().splitlines()
+    assert re.fullmatch(r"train step 1/9, \d+ s left", lines[0])
+    assert re.fullmatch(r"train step 3/9, loss 0.2500, 1,000 samples/s, 1.00 GB, \d+ s left", lines[2])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("rowmesh.observe.progress.BAR_INTERVAL_S", 0.0)
+    stream = Terminal()
+    with Progress(9, stream=stream) as progress:
+        progress.advance(4)
+    assert "4/9" in stream.getvalue()
 
 
 def test_other_ranks_are_silent():
     stream = io.StringIO()
     with Progress(1, stream=stream, enabled=False) as progress:
         progress.say("hello")
-        progress.update(1, loss=0.5, samples_per_s=1.0)
+        progress.advance(1)
+        progress.update(1, loss=0.5, samples_per_s=1.0, memory_bytes=1e9)
     assert stream.getvalue() == ""
