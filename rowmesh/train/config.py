@@ -5,13 +5,20 @@ Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
-Positive = Annotated[int, Field(ge=1)]
+_LARGEST = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
+"""A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
 
 
 class Section(BaseModel):
@@ -27,7 +34,7 @@ class RunConfig(Section):
         folder: the run's folder, made by the run. Empty: `runs/` and the name of the configuration file.
     """
 
-    folder: str = ""
+    folder: Folder = ""
 
 
 class DataConfig(Section):
@@ -42,7 +49,7 @@ class DataConfig(Section):
         test: the split evaluated at the end.
     """
 
-    folder: str
+    folder: Folder
     batch_size: Positive = 4096
     shuffle: bool = True
     train: str = "train"
@@ -80,8 +87,8 @@ class UpdateRuleConfig(Section):
     lr: Rate = 0.01
     eps: Rate | None = None
     initial_accumulator: Rate | None = None
-    beta1: float | None = None
-    beta2: float | None = None
+    beta1: Decay | None = None
+    beta2: Decay | None = None
 
 
 class InitializerConfig(Section):
@@ -96,10 +103,10 @@ class InitializerConfig(Section):
     """
 
     name: Literal["uniform", "normal", "constant"] = "uniform"
-    bound: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    value: float | None = None
+    bound: Rate | None = None
+    mean: Number | None = None
+    std: Rate | None = None
+    value: Number | None = None
 
 
 class TableConfig(Section):
@@ -117,7 +124,7 @@ class TableConfig(Section):
     dim: Positive = 16
     pooling: Literal["sum", "mean"] = "sum"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    out_of_range: Literal["error"] | Annotated[int, Field(ge=0)] = "error"
+    out_of_range: Literal["error"] | Annotated[int, Field(ge=0, lt=2**63)] = "error"
     optimizer: UpdateRuleConfig = UpdateRuleConfig()
     initializer: InitializerConfig = InitializerConfig()
 
@@ -183,8 +190,8 @@ class ScheduleConfig(Section):
     """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    warmup_steps: Count = 0
+    final: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.0
 
 
 class TrainConfig(Section):
@@ -200,9 +207,9 @@ class TrainConfig(Section):
     """
 
     epochs: Positive = 1
-    steps: Annotated[int, Field(ge=0)] = 0
-    seed: Annotated[int, Field(ge=0)] = 0
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    steps: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    eval_every: Count = 0
     log_every: Positive = 50
     tensorboard: bool = False
 
@@ -212,11 +219,11 @@ class ParallelConfig(Section):
 
     Attributes:
         transport: how rows and gradients travel; auto takes one-sided where all ranks share a host.
-        timeout_s: how long a rank waits for a peer before it gives up.
+        timeout_s: how long a rank waits for a peer before it gives up, in seconds.
     """
 
     transport: Literal["auto", "collective", "one_sided"] = "auto"
-    timeout_s: Annotated[float, Field(gt=0.0)] = 300.0
+    timeout_s: Annotated[float, Field(ge=1.0, le=1e7, allow_inf_nan=False)] = 300.0
 
 
 class Config(Section):

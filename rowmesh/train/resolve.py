@@ -51,9 +51,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read the configuration {path}: {reason}") from None
 
 
-def write_toml(config: Config, path: Path) -> None:
-    """Writes every key and its value, defaults included; `resolve` reads the same configuration back."""
-    path.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+def anchored(config: Config) -> Config:
+    """The same configuration with absolute folders: it means the same wherever it is read."""
+    run, data = (
+        section.model_copy(update={"folder": str(Path(section.folder).absolute())})
+        for section in (config.run, config.data)
+    )
+    return config.model_copy(update={"run": run, "data": data})
+
+
+def to_toml(config: Config) -> str:
+    """Every key and its value, defaults included; `resolve` reads the same configuration back from a file."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from rowmesh.data.prepared import Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim.rules import RULES, UpdateRule
+from rowmesh.optim.rules import RULES
 from rowmesh.tables import TableSpec
-from rowmesh.tables.initializer import INITIALIZERS, Initializer
-from rowmesh.train.config import InitializerConfig, TableConfig, TablesConfig, UpdateRuleConfig
+from rowmesh.tables.initializer import INITIALIZERS
+from rowmesh.train.config import TablesConfig
 from rowmesh.train.mistakes import nearest
 
 
@@ -29,7 +29,7 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
             raise ConfigurationError(
                 f"tables.{name}: {data.folder} has no table of this name; {nearest(name, data.features)}"
             )
-    return tuple(_table_spec(table.name, table.num_rows, config.of(table.name)) for table in data.tables)
+    return tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
 
 
 def common_dim(tables: Sequence[TableSpec]) -> int:
@@ -45,7 +45,8 @@ def common_dim(tables: Sequence[TableSpec]) -> int:
     return next(iter(dims))
 
 
-def _table_spec(name: str, num_rows: int, config: TableConfig) -> TableSpec:
+def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
+    config = tables.of(name)
     try:
         return TableSpec(
             name=name,
@@ -54,19 +55,17 @@ def _table_spec(name: str, num_rows: int, config: TableConfig) -> TableSpec:
             pooling=config.pooling,
             dtype=getattr(torch, config.dtype),
             out_of_range=config.out_of_range,
-            optimizer=_update_rule(config.optimizer),
-            initializer=_initializer(config.initializer),
+            optimizer=_choose(_key(tables, name, "optimizer"), RULES, config.optimizer),
+            initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
         )
     except TypeError as error:
         raise ConfigurationError(f"table {name!r}: {error}") from None
 
 
-def _update_rule(config: UpdateRuleConfig) -> UpdateRule:
-    return _choose("tables.optimizer", RULES, config)
-
-
-def _initializer(config: InitializerConfig) -> Initializer:
-    return _choose("tables.initializer", INITIALIZERS, config)
+def _key(tables: TablesConfig, name: str, section: str) -> str:
+    """Where the section of a table stands in the configuration: under its own name, or among the defaults."""
+    is_own = getattr(tables.of(name), section) != getattr(tables, section)
+    return f"tables.{name}.{section}" if is_own else f"tables.{section}"
 
 
 def _choose(key: str, kinds: dict[str, Any], config: BaseModel) -> Any:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.train.resolve import parse_override, resolve, write_toml
+from rowmesh.train.resolve import anchored, parse_override, resolve, to_toml
 
 MINIMAL = '[data]\nfolder = "data/criteo"\n'
 
@@ -62,8 +62,18 @@ def test_a_table_inherits_what_it_does_not_say(write):
 
 def test_the_resolved_file_reads_back_equal(write, tmp_path):
     config = resolve(write(MINIMAL), ["tables.dim=8", "tables.C3.optimizer.lr=0.1", "tables.optimizer.eps=1e-3"])
-    write_toml(config, tmp_path / "resolved.toml")
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert resolve(tmp_path / "resolved.toml") == config
+
+
+def test_folders_mean_the_same_from_everywhere(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = resolve(write(MINIMAL), ["run.folder=~/runs/a"])
+    assert config.run.folder == "/home/ada/runs/a"
+    assert config.data.folder == "data/criteo"
+    monkeypatch.chdir(tmp_path)
+    assert anchored(config).data.folder == str(tmp_path / "data/criteo")
+    assert anchored(anchored(config)) == anchored(config)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +96,22 @@ def test_the_resolved_file_reads_back_equal(write, tmp_path):
         ("train", "section.key=value, got 'train'"),
         ("a..b=3", "section.key=value"),
         ("data.folder.x=3", "data.folder is a value, not a section"),
+        ("parallel.timeout_s=inf", "parallel.timeout_s: should be"),
+        ("parallel.timeout_s=nan", "parallel.timeout_s: should be"),
+        ("parallel.timeout_s=1e300", "parallel.timeout_s: should be less than or equal to 10000000"),
+        ("parallel.timeout_s=0", "parallel.timeout_s: should be greater than or equal to 1"),
+        ("tables.initializer.bound=nan", "tables.initializer.bound: should be a finite number, got nan"),
+        ("tables.initializer.bound=-1", "tables.initializer.bound: should be greater than or equal to 0"),
+        ("tables.initializer.mean=inf", "tables.initializer.mean: should be a finite number"),
+        ("tables.initializer.std=nan", "tables.initializer.std: should be a finite number"),
+        ("tables.initializer.value=-inf", "tables.initializer.value: should be a finite number"),
+        ("tables.optimizer.beta1=nan", "tables.optimizer.beta1: should be"),
+        ("tables.optimizer.beta2=1", "tables.optimizer.beta2: should be less than 1"),
+        ("tables.optimizer.lr=inf", "tables.optimizer.lr: should be a finite number"),
+        ("schedule.final=nan", "schedule.final: should be"),
+        ("train.seed=9223372036854775808", "train.seed: should be less than 9223372036854775808"),
+        ("train.steps=1e3", "train.steps: should be a valid integer, got 1000.0"),
+        ("data.batch_size=9999999999", "data.batch_size: should be less than or equal to 2147483647"),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(write, override, message):
