@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 
-def evaluate(run: Path, /, *overrides: str, split: str | None = None) -> None:
+def evaluate(
+    run: Path,
+    /,
+    *overrides: str,
+    split: str | None = None,
+    other_vocabulary: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
     """Evaluate the model of a finished run, on any number of ranks.
 
     Prints the metrics and writes them to evaluation/SPLIT.json in the run's folder.
@@ -18,7 +27,9 @@ def evaluate(run: Path, /, *overrides: str, split: str | None = None) -> None:
         Keys that replace those the run was trained with, as in `data.folder=elsewhere`.
     split
         Which split; the run's test split by default.
+    other_vocabulary
+        Accept data whose ids or dense features have another meaning than those the model was trained on.
     """
     from rowmesh.train.commands import run_evaluation
 
-    run_evaluation(run, overrides, split)
+    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from rowmesh.data import Batch
-from rowmesh.errors import DataError, PeerError, RowmeshError
+from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.train.metrics import check_labels
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|broken pipe", re.IGNORECASE)
-_NOTICE_S = 2.0
 
 
 class DivergedError(RowmeshError, ArithmeticError):
@@ -55,8 +53,13 @@ def check_loss(loss: Tensor, where: str) -> None:
 
 
 @contextmanager
-def naming_lost_peers(mesh: Mesh) -> Iterator[None]:
-    """Turns the error of a broken connection into a PeerError that names the rank that is gone."""
+def naming_lost_peers(mesh: Mesh, doing: str) -> Iterator[None]:
+    """Turns the error of a broken connection into a PeerError that names the rank that is gone.
+
+    Args:
+        mesh: the ranks.
+        doing: what is interrupted, for the message.
+    """
     try:
         yield
     except RowmeshError:
@@ -64,15 +67,4 @@ def naming_lost_peers(mesh: Mesh) -> Iterator[None]:
     except RuntimeError as error:
         if mesh.world_size == 1 or not _LOST.search(str(error)):
             raise
-        dead = _wait_for_dead(mesh)
-        who = f"rank {', '.join(map(str, dead))} died" if dead else "another rank stopped answering"
-        reason = str(error).partition("\n")[0]
-        raise PeerError(f"{who}, so this run cannot go on (its own message tells why); seen as: {reason}") from error
-
-
-def _wait_for_dead(mesh: Mesh) -> list[int]:
-    """A connection may break a moment before its process is gone."""
-    deadline_s = time.monotonic() + _NOTICE_S
-    while not (dead := mesh.dead_ranks()) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return dead
+        raise mesh.peer_error(doing, error) from error

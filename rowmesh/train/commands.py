@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 import torch.distributed as dist
 
 from rowmesh import checkpoint
+from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.observe import environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
+from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.config import Config
 from rowmesh.train.evaluate import evaluate
+from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
-from rowmesh.train.report import describe, results
-from rowmesh.train.resolve import resolve, write_toml
-from rowmesh.train.run_folder import Claim, RunFolder, write_json
+from rowmesh.train.report import describe, describe_training, results
+from rowmesh.train.resolve import anchored, resolve, to_toml
+from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, Claim, RunFolder, write_json
+from rowmesh.train.splits import check_split, check_training_splits
+from rowmesh.train.together import on_rank_0
 
 
 def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
@@ -32,57 +38,115 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
     """
     if config.train.tensorboard:
         require_tensorboard()
+    data = Prepared.open(config.data.folder)
+    check_training_splits(config, data)
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
-        _claimed(mesh, run, overwrite) as keep,
-        _job(config, mesh) as job,
+        naming_lost_peers(mesh, "setting up"),
+        _claimed(mesh, run, overwrite) as claim,
+        _job(config, mesh, data) as job,
     ):
         trainer = Trainer(job)
-        _announce(job, run, trainer.total_steps)
-        keep()
-        if mesh.rank == 0:
-            write_toml(config, run.config)
-            write_json(run.environment, environment_report())
+        _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
+        meaning = on_rank_0(mesh.group, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
+        on_rank_0(mesh.group, lambda: _begin(claim, config))
         trainer.run(run)
-        _say_mapped(job)
-        metadata = {"steps": trainer.step, "data": config.data.folder}
-        checkpoint.save(run.model, job.embeddings, trainer.state_dict(), metadata=metadata, group=mesh.group)
-        _say(mesh, f"model     {run.model}, after {trainer.step} steps")
-        return _evaluate(job, run, config.data.test) if config.data.test in job.data.splits else None
+        _save(job, trainer, run, meaning)
+        return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
 
 
-def run_evaluation(folder: Path, overrides: Sequence[str] = (), split: str | None = None) -> Metrics:
+def run_evaluation(
+    folder: Path, overrides: Sequence[str] = (), split: str | None = None, *, other_vocabulary: bool = False
+) -> Metrics:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
     Collective and blocking, on any number of ranks.
+
+    Args:
+        folder: the run's.
+        overrides: keys of the configuration that differ from the run's.
+        split: which split.
+        other_vocabulary: accept data whose ids have another meaning than those of the training.
+
+    Raises:
+        RowmeshError: there is no model, no such data or split, or the data have another vocabulary.
     """
     run = RunFolder(folder)
     if not run.config.exists():
         raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
     config = resolve(run.config, overrides)
-    checkpoint.read_manifest(run.model)
-    with Mesh.connect(config.parallel.timeout_s) as mesh, _job(config, mesh) as job:
-        state = checkpoint.load(run.model, job.embeddings, optimizer_state=False)
+    manifest = checkpoint.read_manifest(run.model)
+    data = Prepared.open(config.data.folder)
+    split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
+    with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, "setting up"):
+        _say(mesh, *on_rank_0(mesh.group, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
+        with _job(config, mesh, data) as job:
+            _load(job, run)
+            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
+            return _evaluate(job, run, split)
+
+
+def _begin(claim: Claim, config: Config) -> None:
+    """Leaves what the run is. Folders are kept absolute beside what was given."""
+    given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
+    files = {CONFIG: to_toml(anchored(config)), ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n"}
+    claim.begin(given, files)
+
+
+def _save(job: Job, trainer: Trainer, run: RunFolder, meaning: Fingerprint) -> None:
+    with naming_lost_peers(job.mesh, "saving the model"):
+        _say_mapped(job)
+        metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
+        checkpoint.save(run.model, job.embeddings, trainer.state_dict(), metadata=metadata, group=job.mesh.group)
+    _say(job.mesh, f"model     {run.model}, after {trainer.step} steps")
+
+
+def _load(job: Job, run: RunFolder) -> None:
+    """Reads the rows of this rank and the network."""
+    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False)
+    try:
         job.network.load_state_dict(state["network"])
-        job.embeddings.barrier()
-        return _evaluate(job, run, split or config.data.test)
+    except RuntimeError as error:
+        raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
+    job.embeddings.barrier()
+
+
+def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: bool) -> list[str]:
+    """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
+    if "fingerprint" not in metadata:
+        raise RowmeshError(f"{run.model} does not say what it was trained on; train again with this version")
+    differing = differences(metadata["fingerprint"], fingerprint(data))
+    if not differing:
+        return []
+    what = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if differing[3:] else "")
+    if accept:
+        return [f"data      differ from those of the training in {what}; accepted"]
+    raise RowmeshError(
+        f"the model in {run.path} was trained on {metadata['data']}, and {data.folder.absolute()} differs from it in "
+        f"{what}: the same ids and values mean something else. Prepare the data as for the training, or give "
+        "--other-vocabulary to evaluate nevertheless"
+    )
 
 
 def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
+    """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
     metrics = evaluate(job, split)
     known = job.data.splits[split]
-    if job.mesh.rank == 0:
-        record: dict[str, Any] = {"split": split, "data": str(job.data.folder), **metrics.as_record()}
-        write_json(run.evaluation(split), record | {"planted_optimum": known.optimum})
     _say(job.mesh, *results(split, metrics, known))
+    record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
+    record["planted_optimum"] = known.optimum
+    with naming_lost_peers(job.mesh, f"writing the metrics of {split}"):
+        on_rank_0(job.mesh.group, lambda: _write_metrics(run.evaluation(split), record))
     return metrics
 
 
-def _announce(job: Job, run: RunFolder, total_steps: int) -> None:
-    config = job.config
-    steps = f"{total_steps:,} of {config.data.batch_size:,} samples each, {config.train.epochs} epoch(s) at most"
-    _say(job.mesh, *describe(job), f"steps     {steps}", f"run       {run.path}")
+def _write_metrics(path: Path, record: dict[str, Any]) -> None:
+    try:
+        write_json(path, record)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RowmeshError(f"cannot write {path}: {reason}; the metrics are printed above and nowhere else") from None
 
 
 def _say(mesh: Mesh, *lines: str) -> None:
@@ -104,8 +168,8 @@ def _say_mapped(job: Job) -> None:
 
 
 @contextmanager
-def _job(config: Config, mesh: Mesh) -> Iterator[Job]:
-    job = build(config, mesh)
+def _job(config: Config, mesh: Mesh, data: Prepared) -> Iterator[Job]:
+    job = build(config, mesh, data)
     try:
         yield job
     finally:
@@ -113,18 +177,13 @@ def _job(config: Config, mesh: Mesh) -> Iterator[Job]:
 
 
 @contextmanager
-def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Callable[[], None]]:
-    """Rank 0 takes the folder; the others learn whether it could. Yields what keeps the folder."""
+def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Claim]:
+    """Rank 0 takes the folder; the others learn whether it could."""
     with ExitStack() as stack:
         claim = Claim(run, overwrite=overwrite)
-        refusal: list[str | None] = [None]
-        if mesh.rank == 0:
-            try:
-                stack.enter_context(claim)
-            except RowmeshError as error:
-                refusal = [str(error)]
-        if mesh.group is not None:
-            dist.broadcast_object_list(refusal, group=mesh.group, group_src=0)
-        if refusal[0] is not None:
-            raise RowmeshError(refusal[0])
-        yield claim.keep
+
+        def take() -> None:
+            stack.enter_context(claim)
+
+        on_rank_0(mesh.group, take)
+        yield claim

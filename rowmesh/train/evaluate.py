@@ -20,7 +20,7 @@ def evaluate(job: Job, split: str) -> Metrics:
     predictions = Predictions()
     was_training = job.network.training
     job.network.eval()
-    with torch.no_grad(), naming_lost_peers(job.mesh):
+    with torch.no_grad(), naming_lost_peers(job.mesh, f"evaluating {split}"):
         for number, batch in enumerate(job.loader(split)):
             check_batch(batch, job.data.schema.dense, f"{split} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels)

@@ -54,16 +54,14 @@ class Job:
         )
 
 
-def build(config: Config, mesh: Mesh) -> Job:
-    """Opens the data set and makes the tables and the network.
+def build(config: Config, mesh: Mesh, data: Prepared) -> Job:
+    """Makes the tables and the network for a data set.
 
     Collective and blocking: every rank calls it, with the same configuration.
 
     Raises:
         ConfigurationError: tables or sizes that cannot work.
-        DataError: `data.folder` holds no prepared data set.
     """
-    data = Prepared.open(config.data.folder)
     tables = table_specs(config.tables, data)
     seed = config.train.seed
     torch.manual_seed(seed)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import DataError
+from rowmesh.train.together import on_rank_0
 
 Logits = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.uint8]
@@ -65,11 +66,20 @@ class Predictions:
         self._labels: list[Labels] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1."""
-        if not bool(torch.isfinite(logits).all()):
-            raise DataError(f"{_count_bad(logits)} of {logits.numel()} logits are not finite: training diverged")
+        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1.
+
+        Raises:
+            DataError: a logit is not finite, or too large for float32; a label is neither 0 nor 1.
+        """
+        kept = logits.detach().to("cpu", torch.float32)
+        if not bool(torch.isfinite(kept).all()):
+            first = logits[~torch.isfinite(kept)][0].item()
+            raise DataError(
+                f"{_count_bad(kept)} of {kept.numel()} logits are not finite or past ±3.4e38, the first of them "
+                f"{first}: training diverged"
+            )
         check_labels(labels)
-        self._logits.append(logits.detach().to("cpu", torch.float32).numpy().copy())
+        self._logits.append(kept.numpy().copy())
         self._labels.append(labels.to("cpu", torch.uint8).numpy())
 
     def metrics(self, group: dist.ProcessGroup | None = None) -> Metrics:
@@ -77,16 +87,16 @@ class Predictions:
 
         Collective and blocking: every rank of the group calls it, all get the same result. Moves 5 bytes
         a sample to rank 0.
+
+        Raises:
+            DataError: on every rank, where there are no samples.
         """
         logits = np.concatenate([np.empty(0, np.float32), *self._logits])
         labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
         if group is None:
             return compute(logits, labels)
         logits, labels = _gather(logits, group), _gather(labels, group)
-        result: list[Metrics | None] = [compute(logits, labels) if dist.get_rank(group) == 0 else None]
-        dist.broadcast_object_list(result, group=group, group_src=0)
-        assert result[0] is not None
-        return result[0]
+        return on_rank_0(group, lambda: compute(logits, labels))
 
 
 def compute(logits: Logits, labels: Labels) -> Metrics:

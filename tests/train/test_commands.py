@@ -1,18 +1,22 @@
 import json
 import math
+import os
+import re
 import shutil
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, checkpoint
-from rowmesh.data import Prepared
+from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
+from rowmesh.train.schedule import factor
 from rowmesh.train.tables import table_specs
 
 
@@ -41,6 +45,7 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
         "counters.jsonl",
         "environment.json",
         "evaluation",
+        "manifest.json",
         "metrics.jsonl",
         "model",
     ]
@@ -62,12 +67,24 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
     assert "transport local: there is one rank" in out
     assert "planted optimum" in out
     assert "train step 16/16, loss" in out
+    assert re.search(r"^network   dlrm: bottom 13→8→4, top 19→16→1, 485 parameters, float32", out, re.MULTILINE)
+    assert re.search(r"^memory    rank 0: rows .* MB, .* network 0.0 MB$", out, re.MULTILINE)
 
 
 def test_the_loss_falls(config_file, tmp_path):
     run_training(resolve(config_file, ["train.epochs=15"]))
     losses = [line["loss"] for line in records(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_learning_rates_are_those_of_the_step(config_file, tmp_path):
+    options = ["schedule.name=linear", "schedule.warmup_steps=6", "train.log_every=1", "tables.optimizer.lr=0.1"]
+    config = resolve(config_file, options)
+    run_training(config)
+    for line in records(tmp_path / "run" / "metrics.jsonl"):
+        expected = factor(config.schedule, line["step"] - 1, 16)
+        assert line["lr"] == pytest.approx(config.optimizer.lr * expected)
+        assert line["embedding_lr/dim4_row_wise_adagrad"] == pytest.approx(0.1 * expected)
 
 
 def test_evaluation_repeats_what_training_measured(config_file, tmp_path, clicks):
@@ -79,6 +96,43 @@ def test_evaluation_repeats_what_training_measured(config_file, tmp_path, clicks
     moved = shutil.copytree(clicks.folder, tmp_path / "elsewhere")
     again = run_evaluation(tmp_path / "run", [f"data.folder={moved}", "data.batch_size=64"])
     assert again.auc == pytest.approx(metrics.auc, abs=1e-9)
+
+
+def test_evaluation_prints_what_it_runs_on_and_the_result(config_file, tmp_path, capsys):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    trained = capsys.readouterr().out
+    run_evaluation(tmp_path / "run")
+    out = capsys.readouterr().out
+    for name in ("ranks", "device", "data", "transport", "group", "network", "memory"):
+        line = next(line for line in out.splitlines() if line.startswith(f"{name:<10}"))
+        assert line in trained
+    assert "after 2 steps" in out
+    assert out.endswith(trained[trained.index("test: 501 samples") :])
+
+
+def test_metrics_that_cannot_be_written_are_printed(config_file, tmp_path, capsys, monkeypatch):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    before = (tmp_path / "run" / "evaluation" / "test.json").read_text()
+    capsys.readouterr()
+    monkeypatch.setattr(Path, "replace", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    with pytest.raises(RowmeshError, match=r"cannot write .*test.json: No space left.*; the metrics are printed above"):
+        run_evaluation(tmp_path / "run")
+    assert "norm. entropy" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run" / "evaluation").iterdir()] == ["test.json"]
+    assert (tmp_path / "run" / "evaluation" / "test.json").read_text() == before
+
+
+def test_a_model_knows_its_vocabulary(config_file, tmp_path, clicks, capsys):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    source = DataSource.find([clicks.folder.parent / "raw"], None, validation=(), test=())
+    random = Splitter(how="random", seed=5)
+    files = {"train": source.files["train"]}
+    other = prepare(files, tmp_path / "other", source.schema, splitter=random, min_count=1).folder
+    options = [f"data.folder={other}"]
+    with pytest.raises(RowmeshError) as error:
+        run_evaluation(tmp_path / "run", options)
+    assert f"was trained on {clicks.folder}, and {other} differs from it in vocabulary of C1" in str(error.value)
+    assert "--other-vocabulary" in str(error.value)
 
 
 def test_a_model_of_one_rank_is_evaluated_on_several(config_file, tmp_path, command):
@@ -122,10 +176,18 @@ def test_a_diverging_run_names_the_step(config_file, tmp_path):
         (["tables.C9.dim=4"], r"tables.C9: .* has no table of this name; known: C1, C2"),
         (["tables.C1.dim=8"], r"one dim must do: tables.C1.dim = 8, tables.C\d.dim = 4"),
         (["tables.C1.dtype=float64"], "tables C1 are float64 and others are not"),
-        (["tables.optimizer.beta1=0.5"], "row_wise_adagrad has no beta1; its options: .*lr, eps"),
-        (["tables.initializer.std=0.5"], "uniform has no std; its options: bound"),
+        (["tables.optimizer.beta1=0.5"], "tables.optimizer: row_wise_adagrad has no beta1; its options: .*lr, eps"),
+        (["tables.C3.optimizer.beta1=0.5"], "tables.C3.optimizer: row_wise_adagrad has no beta1"),
+        (["tables.initializer.std=0.5", "tables.C1.pooling=mean"], "tables.initializer: uniform has no std"),
+        (["tables.C2.initializer.std=0.5"], "tables.C2.initializer: uniform has no std; its options: bound"),
         (["tables.out_of_range=9999"], "table 'C1': out_of_range must be 'error' or a row below"),
-        (["model.top=[]", "data.train=trian"], "has no split 'trian'"),
+        (
+            ["model.top=[]", "data.train=trian"],
+            "data.train: .*prepared has no split 'trian', only: train, .*; did you mean 'train'?",
+        ),
+        (["data.test=tset"], "data.test: .*prepared has no split 'tset', .*; did you mean 'test'?"),
+        (["data.validation=valid"], "data.validation: .* has no split 'valid', .*; did you mean 'validation'?"),
+        (["data.validation=qqq"], "data.validation: .* has no split 'qqq', only: train, validation, test"),
     ],
 )
 def test_what_the_data_do_not_allow(config_file, tmp_path, options, message):
@@ -140,10 +202,12 @@ def test_missing_data_and_runs(config_file, tmp_path):
     with pytest.raises(RowmeshError, match=r"is no run: config.toml is missing"):
         run_evaluation(tmp_path)
     run_training(resolve(config_file, ["train.steps=1"]))
-    with pytest.raises(RowmeshError, match=r"holds a run .*--overwrite"):
+    with pytest.raises(RowmeshError, match=r"holds a run; .*--overwrite"):
         run_training(resolve(config_file))
     with pytest.raises(RowmeshError, match=r"dim is 4 in the checkpoint and 8 here"):
         run_evaluation(tmp_path / "run", ["tables.dim=8"])
+    with pytest.raises(RowmeshError, match=r"the network in .*model is another; leave model.… as it was trained"):
+        run_evaluation(tmp_path / "run", ["model.top=[9]"])
     shutil.rmtree(tmp_path / "run" / "model")
     with pytest.raises(RowmeshError, match=r"no model in .*did training finish"):
         run_evaluation(tmp_path / "run")
@@ -154,8 +218,15 @@ def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tm
     prepared = Prepared.open(folder)
     replace(prepared, splits={"train": prepared.splits["train"]}).save()
     assert run_training(resolve(config_file, [f"data.folder={folder}", "train.steps=2"])) is None
-    with pytest.raises(DataError, match="has no split 'validation'"):
+    with pytest.raises(DataError, match=r"data.validation: .* has no split 'validation'"):
         run_training(resolve(config_file, [f"data.folder={folder}", "train.eval_every=2"]), overwrite=True)
+    with pytest.raises(DataError, match=r"data.test: .* has no split 'test', only: train$"):
+        run_evaluation(tmp_path / "run")
+    with pytest.raises(DataError, match=r"--split: .* has no split 'tset'"):
+        run_evaluation(tmp_path / "run", [f"data.folder={clicks.folder}"], split="tset")
+    replace(prepared, splits={"train": replace(prepared.splits["train"], samples=0)}).save()
+    with pytest.raises(DataError, match=r"data.train: split 'train' of .* has no samples"):
+        run_training(resolve(config_file, [f"data.folder={folder}"]), overwrite=True)
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "one_sided"), (3, "collective")])

@@ -73,10 +73,24 @@ def test_extreme_logits_stay_finite():
     assert metrics.auc == 1.0
 
 
+def no_samples(mesh):
+    try:
+        Predictions().metrics(mesh.group)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def test_an_error_of_the_metrics_is_raised_on_every_rank(ranks):
+    assert ranks.run(no_samples, world_size=3) == ["no samples to evaluate: the split is empty"] * 3
+
+
 def test_what_cannot_be_evaluated():
     with pytest.raises(DataError, match="no samples"):
         Predictions().metrics()
     with pytest.raises(DataError, match="1 of 2 logits are not finite"):
         Predictions().add(torch.tensor([0.0, math.nan]), torch.zeros(2))
+    with pytest.raises(DataError, match=r"1 of 2 logits are not finite or past ±3.4e38, the first of them -1e\+300"):
+        Predictions().add(torch.tensor([0.0, -1e300], dtype=torch.float64), torch.zeros(2))
     with pytest.raises(DataError, match=r"neither 0 nor 1, the first of them 2.0 at sample 1"):
         Predictions().add(torch.zeros(2), torch.tensor([0.0, 2.0]))

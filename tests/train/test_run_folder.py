@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from rowmesh.errors import RowmeshError
-from rowmesh.train.run_folder import Claim, RunFolder
+from rowmesh.train.run_folder import Claim, RunFolder, write_json, write_text
 
 
 @pytest.fixture
@@ -9,43 +11,62 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "runs" / "a")
 
 
-def write_and_fail(folder, claim=None):
-    if claim:
-        claim.keep()
-    folder.config.write_text("")
-    folder.model.mkdir()
-    raise RowmeshError("too late")
+def begin(folder, **files):
+    """A run that has written some files."""
+    with Claim(folder, overwrite=False) as claim:
+        claim.begin({"data.folder": "data"}, {"config.toml": "", **files})
+
+
+def names(path):
+    return sorted(each.name for each in path.iterdir())
 
 
 def test_a_finished_run_stays_and_is_not_overwritten_by_accident(folder):
-    with Claim(folder, overwrite=False) as claim:
-        claim.keep()
-        folder.metrics.write_text("{}")
-    assert [path.name for path in folder.path.iterdir()] == ["metrics.jsonl"]
+    begin(folder)
+    assert names(folder.path) == ["config.toml", "manifest.json"]
     with (
-        pytest.raises(RowmeshError, match=r"runs/a holds a run .*run.folder=….*--overwrite"),
+        pytest.raises(RowmeshError, match=r"runs/a holds a run; .*run.folder=….*--overwrite"),
         Claim(folder, overwrite=False),
     ):
         pass
-    assert folder.metrics.exists()
+    assert folder.config.exists()
     with pytest.raises(RowmeshError, match="no data"), Claim(folder, overwrite=True):
         raise RowmeshError("no data")
-    assert folder.metrics.exists(), "a run that cannot start takes nothing away"
+    assert folder.config.exists(), "a run that cannot start takes nothing away"
     with Claim(folder, overwrite=True) as claim:
-        claim.keep()
-        assert not folder.metrics.exists()
+        claim.begin({}, {"environment.json": "{}"})
+    assert names(folder.path) == ["environment.json", "manifest.json"]
+
+
+def test_the_manifest_remembers_what_was_asked_for(folder):
+    begin(folder)
+    assert json.loads((folder.path / "manifest.json").read_text())["request"] == {"data.folder": "data"}
+
+
+def stop_after(folder, *actions):
+    with Claim(folder, overwrite=False) as claim:
+        for action in actions:
+            action(claim)
+        raise RowmeshError("stopped")
 
 
 def test_a_run_that_fails_before_it_starts_leaves_nothing(folder):
-    with pytest.raises(RowmeshError, match="too late"), Claim(folder, overwrite=False):
-        write_and_fail(folder)
-    assert not folder.path.exists()
+    with pytest.raises(RowmeshError, match="stopped"):
+        stop_after(folder, lambda claim: folder.model.mkdir())
+    assert not folder.path.parent.exists(), "the folders above were made for it"
+
+
+def test_a_run_whose_first_files_cannot_be_written_leaves_nothing(folder):
+    folder.path.parent.mkdir()
+    with pytest.raises(UnicodeEncodeError):
+        stop_after(folder, lambda claim: claim.begin({}, {"config.toml": "", "environment.json": "\ud800"}))
+    assert names(folder.path.parent) == []
 
 
 def test_a_run_that_fails_later_keeps_its_metrics(folder):
-    with pytest.raises(RowmeshError, match="too late"), Claim(folder, overwrite=False) as claim:
-        write_and_fail(folder, claim)
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.toml", "model"]
+    with pytest.raises(RowmeshError, match="stopped"):
+        stop_after(folder, lambda claim: claim.begin({}, {}), lambda claim: folder.metrics.write_text(""))
+    assert names(folder.path) == ["manifest.json", "metrics.jsonl"]
 
 
 def test_two_runs_exclude_each_other(folder):
@@ -59,15 +80,75 @@ def test_two_runs_exclude_each_other(folder):
         pass
 
 
+def refused(folder, message):
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(RowmeshError, match=message), Claim(folder, overwrite=True):
+        pass
+    assert sorted(folder.path.rglob("*")) == before
+
+
 def test_only_runs_are_overwritten(folder):
     folder.path.mkdir(parents=True)
+    folder.config.write_text("[tool]")
+    folder.model.mkdir()
+    refused(folder, "runs/a is no run, though its files have such names")
+    (folder.path / "manifest.json").write_text('{"written_by": "a web app"}')
+    refused(folder, "is no run")
     (folder.path / "thesis.tex").write_text("")
-    with (
-        pytest.raises(RowmeshError, match=r"what no run wrote \(thesis.tex\)"),
-        Claim(folder, overwrite=True),
-    ):
-        pass
-    assert [path.name for path in folder.path.iterdir()] == ["thesis.tex"]
+    refused(folder, r"what no run wrote \(thesis.tex\)")
+
+
+@pytest.mark.parametrize("stranger", ["notes.md", "model/notes.md", "evaluation/plot.png"])
+def test_what_somebody_put_into_a_run_is_not_removed(folder, stranger):
+    begin(folder)
+    (folder.path / stranger).parent.mkdir(exist_ok=True)
+    (folder.path / stranger).write_text("")
+    refused(folder, rf"what no run wrote \({stranger}\)")
+
+
+def test_links_are_removed_and_what_they_lead_to_is_kept(folder, tmp_path):
+    elsewhere = tmp_path / "large_disk"
+    elsewhere.mkdir()
+    begin(folder)
+    (elsewhere / "manifest.json").write_text("{}")
+    (elsewhere / "keep.txt").write_text("")
+    folder.model.symlink_to(elsewhere)
+    folder.metrics.symlink_to(elsewhere / "gone")
+    with Claim(folder, overwrite=True) as claim:
+        claim.begin({}, {})
+    assert names(folder.path) == ["manifest.json"]
+    assert names(elsewhere) == ["keep.txt", "manifest.json"]
+
+
+def test_a_run_folder_may_be_a_link(folder, tmp_path):
+    (tmp_path / "large_disk").mkdir()
+    folder.path.parent.mkdir()
+    folder.path.symlink_to(tmp_path / "large_disk")
+    begin(folder)
+    with Claim(folder, overwrite=True) as claim:
+        claim.begin({}, {})
+    assert names(tmp_path / "large_disk") == ["manifest.json"]
+    assert folder.path.is_symlink()
+
+
+def test_what_a_crash_left_in_the_middle_of_a_write_is_overwritten(folder):
+    begin(folder)
+    (folder.path / ".environment.json.partial").write_text("{")
+    (folder.path / ".lock").write_text("")
+    with Claim(folder, overwrite=True) as claim:
+        claim.begin({}, {})
+    assert names(folder.path) == ["manifest.json"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(folder):
+    begin(folder)
+    write_json(folder.evaluation("test"), {"auc": 0.5})
+    with pytest.raises(TypeError):
+        write_json(folder.evaluation("test"), {"auc": object()})
+    with pytest.raises(UnicodeEncodeError):  # fails in the middle, as a full disk does
+        write_text(folder.evaluation("test"), "{" * 100_000 + "\ud800")
+    assert json.loads(folder.evaluation("test").read_text()) == {"auc": 0.5}
+    assert names(folder.path / "evaluation") == ["test.json"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

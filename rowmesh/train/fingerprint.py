@@ -1,0 +1,65 @@
+"""What the numbers of a data set mean, as digests: a model understands no others than those it was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rowmesh.data import Prepared
+
+CHUNK_VALUES = 1 << 20  # bounds the temporaries
+Fingerprint = dict[str, str]
+
+
+def fingerprint(data: Prepared) -> Fingerprint:
+    """Digests of every table's vocabulary, in the order of its rows, and of the dense features.
+
+    Reads all vocabularies: about a second for 500 MB. Equal values give equal digests, whatever version of
+    pyarrow wrote them.
+    """
+    dense = _digest(json.dumps([data.schema.dense, data.schema.dense_transform]).encode())
+    tables = {f"vocabulary of {name}": _digest_values(data.vocabulary(name)) for name in data.features}
+    return {"dense features": dense, **tables}
+
+
+def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
+    """What has another meaning in the given data than in those of the training.
+
+    >>> differences({"a": "1", "b": "2"}, {"b": "3", "a": "1"})
+    ['b']
+    """
+    return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
+
+
+def _digest(*texts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(text)
+    return digest.hexdigest()
+
+
+def _digest_values(values: pa.Array) -> str:
+    """The digest of the values of an array; null, which stands for missing, differs from all others."""
+    is_integer = pa.types.is_integer(values.type)
+    digest = hashlib.blake2b(b"integers" if is_integer else b"text", digest_size=16)
+    for start in range(0, len(values), CHUNK_VALUES):
+        for part in (_integers if is_integer else _texts)(values.slice(start, CHUNK_VALUES)):
+            digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def _integers(values: Any) -> tuple[Any, Any]:
+    numbers = values.cast(pa.int64()).fill_null(0).to_numpy()
+    return values.is_null().to_numpy(zero_copy_only=False), numbers
+
+
+def _texts(values: Any) -> tuple[Any, Any, Any]:
+    binary = values.cast(pa.large_binary()).fill_null(b"")
+    _, offsets, data = binary.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    heap = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
+    return values.is_null().to_numpy(zero_copy_only=False), np.diff(bounds), heap[bounds[0] : bounds[-1]]
