@@ -1,0 +1,275 @@
+"""What a step costs under a plan: memory, look-ups, and the bytes between every two ranks, as expectations.
+
+These are the bytes that the exchange counts while it runs. For a row that one rank asks for with rate u, the ranks of
+a node together with rate n and all ranks with rate U (`rowmesh.placement.demand`), in a step:
+
+    one hop      the request (4 bytes) goes to the home and the value comes back: u. In training u gradients follow.
+    two hops     requests and gradients go to the *agent*, the rank of the own node that has the home's place; agents
+                 merge them: u between a rank and its agent, n between agent and home.
+    node         the agent holds a copy: values move within the node alone, u. In training the agents send n summed
+                 gradients to the home, which sends U sums back to the other holders, each with its 4-byte slot.
+    replicated   nothing is fetched. In training u gradients with their slots go to the home (through agents where the
+                 range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
+
+Rows are not looked at one by one: a run of equal rows falls on homes by arithmetic, so that 33 M rows take milliseconds.
+
+Source: OPER §3.2. Differs: what moves follows from rules instead of a path matrix for each row
+(`rowmesh.placement.equations` has those); deduplication, gradients, copies and two hops are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rowmesh.placement.demand import Demand
+from rowmesh.placement.plan import Plan, RowRange
+
+if TYPE_CHECKING:
+    from rowmesh.placement.profile import Profile
+    from rowmesh.placement.request import Request
+    from rowmesh.placement.topology import Topology
+
+SLOT_BYTES = 4
+
+# How the rows of a range travel; `two_hop` says nothing of `node`.
+ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """What a step is expected to cost. Matrices are [W, W]: what rank i gets from rank j.
+
+    Attributes:
+        memory_bytes: [W], rows and optimizer state.
+        lookup_rows: rows that rank j gathers for rank i; the diagonal is what a rank gathers for itself.
+        lookup_bytes: the bytes of those.
+        fetch_bytes: requests and values between ranks; the diagonal is 0.
+        gradient_bytes: gradients and what keeps copies equal; the diagonal is 0.
+        rounds: messages that wait for each other in a step.
+    """
+
+    memory_bytes: np.ndarray
+    lookup_rows: np.ndarray
+    lookup_bytes: np.ndarray
+    fetch_bytes: np.ndarray
+    gradient_bytes: np.ndarray
+    rounds: int
+
+    @property
+    def link_bytes(self) -> np.ndarray:
+        """[W, W], what rank i receives from rank j."""
+        return self.fetch_bytes + self.gradient_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        """Between all ranks."""
+        return float(self.link_bytes.sum())
+
+    @property
+    def lookups(self) -> np.ndarray:
+        """[W], rows that each rank gathers, for itself and others."""
+        return self.lookup_rows.sum(axis=0)
+
+    def link_seconds(self, topology: Topology, fetch_weight: float = 1.0) -> np.ndarray:
+        """[W, W], the bytes of each link times its seconds a byte; the diagonal is 0."""
+        return (fetch_weight * self.fetch_bytes + self.gradient_bytes) * topology.cost
+
+    def objective(self, topology: Topology, request: Request) -> float:
+        """The number that a placement for `request` is judged by: the sum over links, or the slowest."""
+        seconds = self.link_seconds(topology, request.fetch_weight)
+        return float(seconds.max() if request.minimizes_slowest_link else seconds.sum())
+
+    def step_seconds(self, topology: Topology) -> float:
+        """How long the exchange of a step takes at least: the busiest rank's links one by one, its look-ups, and waits.
+
+        A rank sends and receives at once, so the greater of both counts.
+        """
+        links = self.link_seconds(topology)
+        lookups = self.lookup_bytes.sum(axis=0) * np.diag(topology.cost)
+        busiest = (np.maximum(links.sum(axis=0), links.sum(axis=1)) + lookups).max()
+        return float(busiest + self.rounds * topology.latency_s.max())
+
+    @property
+    def memory_balance(self) -> float:
+        """Least over most of the ranks."""
+        return degree_of_balance(self.memory_bytes)
+
+    @property
+    def lookup_balance(self) -> float:
+        """Least over most rows looked up."""
+        return degree_of_balance(self.lookups)
+
+    def link_balance(self, topology: Topology | None = None) -> float:
+        """Least over most of all links between different ranks: bytes, or seconds over a topology."""
+        links = self.link_bytes if topology is None else self.link_seconds(topology)
+        return degree_of_balance(links[~np.eye(len(links), dtype=bool)])
+
+
+def degree_of_balance(values: np.ndarray) -> float:
+    """Least over most, 1 where all are 0.
+
+    Source: OPER Table 3 (DoB).
+    """
+    return float(values.min() / values.max()) if values.size and values.max() > 0 else 1.0
+
+
+def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
+    """What a step of `request.batch_size` samples a rank costs under a plan.
+
+    Example:
+        >>> from rowmesh.placement import TableShape
+        >>> from rowmesh.placement.profile import Profile
+        >>> from rowmesh.placement.request import Request
+        >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+        >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
+        >>> cost = cost_of(Plan.dealt([shape], 2), profile, Request(batch_size=1, mode="infer"))
+        >>> cost.fetch_bytes.tolist()  # half of rank 1's accesses to rows 0 and 2, whose requests rank 0 receives
+        [[0.0, 26.5], [41.5, 0.0]]
+    """
+    demand = Demand.of(
+        profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
+    )
+    return cost_under(plan, demand, training=request.training)
+
+
+def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
+    """`cost_of` where the demand is at hand."""
+    W, G = plan.world_size, plan.ranks_per_node
+    homes = _Homes.of(plan, demand)
+    grid = _Grid(W, G)
+    u, n, U = demand.rank, demand.node, demand.world
+    value, gradient = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
+    rows, asked = homes.sum(u), homes.sum(n)
+    values, values_asked = homes.sum(u * value), homes.sum(n * value)
+
+    fetch = grid.direct(values[ONE_HOP]) + SLOT_BYTES * grid.direct(rows[ONE_HOP]).T
+    fetch += grid.within(values[TWO_HOP] + values[NODE]) + grid.across(values_asked[TWO_HOP])
+    fetch += SLOT_BYTES * (grid.within(rows[TWO_HOP] + rows[NODE]) + grid.across(asked[TWO_HOP])).T
+    gradients = np.zeros((W, W))
+    if training:
+        gradients = _gradients(homes, grid, u * gradient, n * gradient)
+        copied = gradient + SLOT_BYTES
+        gradients += _copies(homes, grid, u * copied, n * copied, U * copied)
+    for matrix in (fetch, gradients):
+        np.fill_diagonal(matrix, 0.0)
+    return Cost(
+        np.array(plan.memory_bytes), _lookups(grid, rows, asked), _lookups(grid, values, values_asked), fetch,
+        gradients, _rounds(plan, training),
+    )  # fmt: skip
+
+
+def _gradients(homes: _Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
+    """Gradients of rows whose home was asked for the value, so that it knows the slots."""
+    single, summed = homes.sum(of_rank), homes.sum(of_node)
+    up = grid.direct(single[ONE_HOP]) + grid.within(single[TWO_HOP] + single[NODE]) + grid.across(summed[TWO_HOP])
+    return up.T
+
+
+def _copies(homes: _Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
+    """Gradients with their slots of rows that have copies: up to the home, and the sum down to the other holders."""
+    single, summed, union = homes.sum(of_rank), homes.sum(of_node), homes.sum(of_world)
+    through = summed[NODE] + summed[REPLICATED_TWO_HOP]
+    up = grid.direct(single[REPLICATED]) + grid.within(single[REPLICATED_TWO_HOP]) + grid.across(through)
+    down = grid.direct(union[REPLICATED]) + grid.within(union[REPLICATED_TWO_HOP])
+    return up.T + down + grid.across(union[NODE] + union[REPLICATED_TWO_HOP])
+
+
+def _lookups(grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
+    """[W, W], what rank j gathers for rank i: as holder, or as agent for the others of its node."""
+    agents = grid.within(of_rank[TWO_HOP])
+    np.fill_diagonal(agents, of_rank[TWO_HOP])
+    everywhere = np.eye(grid.num_ranks) * (of_rank[REPLICATED] + of_rank[REPLICATED_TWO_HOP]).sum()
+    return (
+        grid.direct(of_rank[ONE_HOP]) + agents + grid.across(of_node[TWO_HOP]) + grid.within(of_rank[NODE]) + everywhere
+    )
+
+
+def _rounds(plan: Plan, training: bool) -> int:
+    """Messages that wait for each other."""
+    kinds = {_kind(part) for table in plan.tables for part in table.ranges}
+    if plan.world_size == 1:
+        return 0
+    hops_of_fetch = 2 if TWO_HOP in kinds else int(bool({ONE_HOP, NODE} & kinds))
+    up = 2 if {TWO_HOP, NODE, REPLICATED_TWO_HOP} & kinds else 1
+    down = 2 if REPLICATED_TWO_HOP in kinds else int(bool({NODE, REPLICATED} & kinds))
+    return 2 * hops_of_fetch + (up + down if training else 0)
+
+
+def _kind(part: RowRange) -> int:
+    if part.rule == "node":
+        return NODE
+    if part.rule == "replicated":
+        return REPLICATED_TWO_HOP if part.two_hop else REPLICATED
+    return TWO_HOP if part.two_hop else ONE_HOP
+
+
+@dataclass(frozen=True, eq=False)
+class _Homes:
+    """Where the rows of a plan are at home: pieces of runs within ranges, each dealt from a first home on.
+
+    A piece gives each rank `rounds` rows, and the `rest` ranks from its first home on `repeats` more.
+    """
+
+    num_ranks: int
+    run: np.ndarray
+    kind: np.ndarray
+    first_home: np.ndarray
+    rounds: np.ndarray
+    rest: np.ndarray
+    repeats: np.ndarray
+
+    @staticmethod
+    def of(plan: Plan, demand: Demand) -> _Homes:
+        """Cuts runs where ranges begin."""
+        W = plan.world_size
+        parts = [(first, part) for first, table in zip(demand.first_row, plan.tables, strict=False)
+                 for part in table.ranges]  # fmt: skip
+        starts = np.array([first + part.start for first, part in parts])
+        kind, shift = (np.array([f(part) for _, part in parts]) for f in (_kind, lambda part: part.shift))
+        rank = np.array([part.rank if part.rule == "fixed" else -1 for _, part in parts])
+        bounds = np.union1d(demand.starts, starts)
+        run = np.searchsorted(demand.starts, bounds[:-1], "right") - 1
+        part = np.searchsorted(starts, bounds[:-1], "right") - 1
+        lengths, is_fixed = np.diff(bounds), rank[part] >= 0
+        first_home = np.where(is_fixed, rank[part], (bounds[:-1] - starts[part] + shift[part]) % W)
+        return _Homes(
+            W, run, kind[part], first_home, np.where(is_fixed, 0, lengths // W), np.where(is_fixed, 1, lengths % W),
+            np.where(is_fixed, lengths, 1),
+        )  # fmt: skip
+
+    def sum(self, of_row: np.ndarray) -> np.ndarray:
+        """[5, W]: the sum of a number of each row, by how rows travel and where they are at home."""
+        W, x = self.num_ranks, of_row[self.run]
+        everywhere = np.bincount(self.kind, x * self.rounds, 5)
+        more = x * self.repeats
+        cell = self.kind * (2 * W) + self.first_home
+        edges = np.bincount(cell, more, 10 * W) - np.bincount(cell + self.rest, more, 10 * W)
+        line = np.cumsum(edges.reshape(5, 2 * W), axis=1)
+        return everywhere[:, None] + line[:, :W] + line[:, W:]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Which ranks are concerned by numbers of homes, [W]; results are [W, W], rank i from rank j."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def direct(self, of_home: np.ndarray) -> np.ndarray:
+        """Every rank from every home."""
+        return np.broadcast_to(of_home, (self.num_ranks, self.num_ranks)).copy()
+
+    def within(self, of_home: np.ndarray) -> np.ndarray:
+        """Every rank from its agents: those of its node, for all homes at their place."""
+        H = self.num_ranks // self.ranks_per_node
+        of_place = of_home.reshape(H, self.ranks_per_node).sum(axis=0)
+        return np.kron(np.eye(H), np.broadcast_to(of_place, (self.ranks_per_node, self.ranks_per_node)))
+
+    def across(self, of_home: np.ndarray) -> np.ndarray:
+        """Agents from homes: ranks of the same place in other nodes."""
+        place = np.arange(self.num_ranks) % self.ranks_per_node
+        node = np.arange(self.num_ranks) // self.ranks_per_node
+        return ((place[:, None] == place) & (node[:, None] != node)) * of_home

@@ -1,0 +1,98 @@
+"""Demand: what one step is expected to ask for, run by run, as one flat table of numbers.
+
+All tables are laid end to end, so that cost and strategies are a few array operations over runs of equally frequent
+rows (tens of thousands), whatever the number of rows (hundreds of millions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rowmesh.placement.plan import TableShape
+
+if TYPE_CHECKING:
+    from rowmesh.placement.profile import Profile
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """How often each row moves in a step. K runs; all rates are of one row of a run.
+
+    With deduplication a row moves once for everyone behind the sender, so the rates are chances: 1 − (1 − f)^b for a
+    rank's batch of b samples, and the same for the batches of a node and of all ranks. Without, every access moves
+    and nothing is merged, except that the gradients of all ranks make one update: `world` is a chance always.
+
+    Attributes:
+        shapes: of the tables.
+        first_row: int64 [T + 1], where each table starts when all are laid end to end.
+        starts: int64 [K + 1], first row of each run, in the same numbering.
+        table: int64 [K], the table of each run.
+        rank: float64 [K], how often one rank asks for a row.
+        node: float64 [K], how often the ranks of a node do, together.
+        world: float64 [K], the chance that any rank does.
+        world_size: W.
+        ranks_per_node: G.
+    """
+
+    shapes: tuple[TableShape, ...]
+    first_row: np.ndarray
+    starts: np.ndarray
+    table: np.ndarray
+    rank: np.ndarray
+    node: np.ndarray
+    world: np.ndarray
+    world_size: int
+    ranks_per_node: int
+
+    @staticmethod
+    def of(
+        profile: Profile, world_size: int, ranks_per_node: int, batch_size: int, *, deduplicated: bool = True
+    ) -> Demand:
+        """What batches of `batch_size` samples a rank ask for."""
+        G, tables = ranks_per_node, range(len(profile.tables))
+        first_row = np.cumsum([0] + [table.shape.num_rows for table in profile.tables])
+        lengths = np.concatenate([table.lengths for table in profile.tables])
+        runs = [len(table.lengths) for table in profile.tables]
+
+        def presence(samples: int) -> np.ndarray:
+            return np.concatenate([profile.presence(t, samples) for t in tables])
+
+        if deduplicated:
+            rank, node = presence(batch_size), presence(batch_size * G)
+        else:
+            rank = np.concatenate([profile.access_rate(t) for t in tables]) * float(batch_size)
+            node = rank * G
+        return Demand(
+            tuple(table.shape for table in profile.tables), first_row, np.concatenate([[0], np.cumsum(lengths)]),
+            np.repeat(np.arange(len(runs)), runs), rank, node, presence(batch_size * world_size),
+            world_size, ranks_per_node,
+        )  # fmt: skip
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Rows of each run, [K]."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def value_bytes(self) -> np.ndarray:
+        """Bytes of a row's value, [T]."""
+        return np.array([shape.value_bytes for shape in self.shapes], np.float64)
+
+    @cached_property
+    def gradient_bytes(self) -> np.ndarray:
+        """Bytes of a row's gradient, [T]."""
+        return np.array([shape.gradient_bytes for shape in self.shapes], np.float64)
+
+    @cached_property
+    def row_bytes(self) -> np.ndarray:
+        """Memory that a copy of a row takes, [T]."""
+        return np.array([shape.row_bytes for shape in self.shapes], np.int64)
+
+    @property
+    def num_nodes(self) -> int:
+        """H."""
+        return self.world_size // self.ranks_per_node
