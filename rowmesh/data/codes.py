@@ -10,7 +10,6 @@ slow to parse, are read once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,10 +50,9 @@ class CodedRows:
 class Coder:
     """Reads raw files and writes their rows with codes; holds the vocabulary of every column."""
 
-    def __init__(self, schema: Schema, quarantine: Quarantine, progress: Progress) -> None:
-        self.schema = schema
+    def __init__(self, schema: Schema, multi_hot: Sequence[bool], quarantine: Quarantine, progress: Progress) -> None:
+        self.schema, self.multi_hot = schema, multi_hot
         self.vocabularies = tuple(Vocabulary(name) for name in schema.features)
-        self.multi_hot: tuple[bool, ...] = ()
         self._quarantine = quarantine
         self._progress = progress
 
@@ -64,18 +62,12 @@ class Coder:
         Raises:
             DataError: there is no usable row, or whatever reading raises.
         """
-        blocks = self._blocks(files)
-        first = next(blocks, None)  # tells which columns are multi-hot
-        num_samples = 0
-        if first is not None:
-            kinds = arrow_schema(self.schema, self.multi_hot)
-            with SplitWriter(path, kinds, BLOCK_SAMPLES) as writer:
-                for columns in itertools.chain([first], blocks):
-                    writer.write(columns)
-            num_samples = writer.num_samples
-        if num_samples == 0:
+        with SplitWriter(path, arrow_schema(self.schema, self.multi_hot), BLOCK_SAMPLES) as writer:
+            for columns in self._blocks(files):
+                writer.write(columns)
+        if writer.num_samples == 0:
             raise DataError(f"no usable rows in {', '.join(str(file) for file in files)}")
-        return CodedRows(path, num_samples)
+        return CodedRows(path, writer.num_samples)
 
     def _blocks(self, files: Sequence[Path]) -> Iterator[list[pa.Array]]:
         sizes = [total_size(file, self.schema) for file in files]
@@ -87,14 +79,14 @@ class Coder:
             done += size
 
     def _encode(self, file: Path, block: Block) -> list[pa.Array]:
-        kinds = tuple(pa.types.is_nested(ids.type) for ids in block.categorical)
-        self.multi_hot = self.multi_hot or kinds
-        for vocabulary, before, now in zip(self.vocabularies, self.multi_hot, kinds, strict=True):
-            if before != now:
-                raise DataError(f"{file}: column {vocabulary.name!r} holds lists in some files and single ids here")
         columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
-        for vocabulary, ids in zip(self.vocabularies, block.categorical, strict=True):
-            columns.append(map_ids(ids, vocabulary.encode))
+        try:
+            for vocabulary, is_list, ids in zip(self.vocabularies, self.multi_hot, block.categorical, strict=True):
+                if is_list and pa.types.is_null(ids.type):
+                    ids = pa.nulls(len(ids), pa.list_(pa.null()))
+                columns.append(map_ids(ids, vocabulary.encode))
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from error
         return columns
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import rowmesh
 from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
+from rowmesh.data.parquet import multi_hot_columns
 from rowmesh.data.prepared import (
     BLOCK_SAMPLES,
     PREPARED,
@@ -91,7 +92,7 @@ def prepare(
     with replacing_folder(out, kind=PREPARED, request=request, overwrite=overwrite) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
         with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
-            coder = Coder(schema, quarantine, progress)
+            coder = Coder(schema, multi_hot_features(files, schema), quarantine, progress)
             sources = {name: coder.write(paths, folder / f"{name}.codes") for name, paths in files.items()}
         parts = _Parts(sources, splitter)
         rankings = _rank(parts, coder.vocabularies, min_count, progress)
@@ -118,6 +119,13 @@ def prepare(
         ).save()
     keep_at.unlink(missing_ok=True)  # of an attempt that failed
     return Prepared.open(out)
+
+
+def multi_hot_features(files: Mapping[str, Sequence[Path]], schema: Schema) -> tuple[bool, ...]:
+    """Which categorical features hold lists of ids."""
+    if schema.format == "text":
+        return tuple(feature.separator is not None for feature in schema.categorical)
+    return multi_hot_columns([path for paths in files.values() for path in paths], schema)
 
 
 def _check_arguments(

@@ -10,7 +10,6 @@ finite number, a time that does not parse) goes to the quarantine; nothing is dr
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +17,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.schema import Categorical, Schema
-from rowmesh.data.source import RawTable, check_columns
+from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
-from rowmesh.errors import DataError
-
-PARQUET_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ class Block:
     Attributes:
         labels: float32 `[n]`, 0 or 1.
         dense: float32 `[n, number of dense features]`, transformed, finite.
-        categorical: one array a feature: ids as integers or bytes, or lists of them. Null and "" are
-            the missing id; a null or empty list is an empty bag.
+        categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
+            row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
     """
 
@@ -54,7 +50,7 @@ def read_blocks(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[
     Raises:
         DataError: the file lacks a column, cannot be read, or has more bad rows than the quarantine takes.
     """
-    tables = read_text(path, schema, quarantine) if schema.format == "text" else _read_parquet(path, schema)
+    tables = read_text(path, schema, quarantine) if schema.format == "text" else read_parquet(path, schema)
     for raw in tables:
         yield _check(raw, path, schema, quarantine)
 
@@ -63,10 +59,7 @@ def total_size(path: Path, schema: Schema) -> int:
     """What `Block.position` reaches at the end of a file."""
     if schema.format == "text":
         return path.stat().st_size
-    try:
-        return pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    return num_rows(path)
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
@@ -79,37 +72,6 @@ def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.f
         values = np.log1p(np.maximum(values, 0))
     with np.errstate(over="ignore"):  # past float32 becomes infinite, which the check rejects
         return values.astype(np.float32)
-
-
-def _read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
-    try:
-        with pq.ParquetFile(path, memory_map=True) as file:
-            check_columns(path, schema, file.schema_arrow.names)
-            _check_types(path, schema, file.schema_arrow)
-            position = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
-                table = pa.Table.from_batches([batch])
-                lines = np.arange(position + 1, position + 1 + batch.num_rows)
-                position += batch.num_rows
-                yield RawTable(table, lines, _row_text(table), position)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-
-
-def _row_text(table: pa.Table):
-    return lambda row: json.dumps(table.slice(row, 1).to_pylist()[0], default=str)
-
-
-def _check_types(path: Path, schema: Schema, types: pa.Schema) -> None:
-    for feature in schema.categorical:
-        kind = types.field(feature.source).type
-        if pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            kind = kind.value_type
-        if pa.types.is_floating(kind) or pa.types.is_nested(kind):
-            raise DataError(
-                f"{path}: column {feature.source!r} is categorical but of type {kind}; "
-                "store its ids as integers, strings, or lists of them"
-            )
 
 
 @dataclass
@@ -171,31 +133,15 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults) -> NDA
 
 def _missing(column: pa.Array) -> NDArray[np.bool_]:
     null = pc.is_null(column)
-    if _is_text(column):
+    if is_text(column.type):
         null = pc.or_(null, pc.equal(pc.binary_length(column), 0))
     return null.to_numpy(zero_copy_only=False)
 
 
-def _is_text(column: pa.Array) -> bool:
-    kind = column.type
-    return any(
-        test(kind)
-        for test in (
-            pa.types.is_binary,
-            pa.types.is_string,
-            pa.types.is_large_binary,
-            pa.types.is_large_string,
-        )
-    )
-
-
 def _numbers(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float64]:
     """float64 values; NaN where missing or no number (the latter recorded)."""
-    if not _is_text(column):
-        try:
-            return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-            raise DataError(f"column {name!r} of type {column.type} holds no numbers") from error
+    if not is_text(column.type):
+        return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     values, bad = _parse_numbers(column)
     faults.add(bad, name, column, "not a number")
     return values
@@ -219,19 +165,18 @@ def _parse_numbers(column: pa.Array, first: int = 0) -> tuple[NDArray[np.float64
 def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     if feature.derive is not None:
         return _derive(column, feature, faults)
-    if pa.types.is_boolean(column.type):
-        return column.cast(pa.int64())
-    if feature.separator is not None and _is_text(column):
+    if feature.separator is not None and is_text(column.type):
         bags = pc.if_else(pc.equal(pc.binary_length(column), 0), None, column)
         return pc.split_pattern(bags, feature.separator)
-    if pa.types.is_integer(column.type) or _is_text(column) or pa.types.is_nested(column.type):
-        return column
-    return column.cast(pa.string())
+    if is_list(column.type):
+        list_of = pa.large_list if pa.types.is_large_list(column.type) else pa.list_
+        return column.cast(list_of(id_type(column.type.value_type)))
+    return column.cast(id_type(column.type))
 
 
 def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     """Ids from times; computed once for every distinct time of the block."""
-    times = (column if _is_text(column) else column.cast(pa.string())).dictionary_encode()
+    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
     derived = [_derive_one(value, feature) for value in times.dictionary.to_pylist()]
     ids = pa.array(derived, pa.int64()).take(times.indices)
     valid = ~_missing(column)

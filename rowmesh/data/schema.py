@@ -37,6 +37,19 @@ class Categorical(BaseModel):
     derive: Derivation | None = None
     time_format: str = "%y%m%d%H"
 
+    @field_validator("separator")
+    @classmethod
+    def _check_separator(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("separator is empty; give the text between ids, or leave it out for one id a sample")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Categorical:
+        if self.derive is not None and self.separator is not None:
+            raise ValueError(f"{self.name!r} has both derive and separator; a time is one value")
+        return self
+
     @property
     def source(self) -> str:
         """The column this feature is read from."""
@@ -47,9 +60,9 @@ class Schema(BaseModel):
     """The columns of a data set; those not named here are not read.
 
     Attributes:
-        format: "text" (CSV, TSV; compressed where the name says so, as .gz) or "parquet".
-        delimiter: between the values of a text line.
-        quote: what may surround a text value; empty where quotes have no meaning.
+        format: "text" (CSV, TSV; gzip, bzip2 and Zstandard are recognised by their content) or "parquet".
+        delimiter: between the values of a text line, one character of ASCII.
+        quote: what may surround a text value, one character of ASCII; empty where quotes have no meaning.
         columns: names of the text columns in file order; empty where the first line names them.
         label: the column that holds 0 or 1.
         dense: numeric columns; a missing value becomes 0 after the transform.
@@ -84,10 +97,12 @@ class Schema(BaseModel):
     def _check(self) -> Schema:
         if not self.categorical:
             raise ValueError("categorical is empty; name at least one categorical feature")
-        if len(self.delimiter) != 1:
-            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
-        if len(self.quote) > 1:
-            raise ValueError(f"quote must be one character or empty, got {self.quote!r}")
+        if not _is_punctuation(self.delimiter):
+            raise ValueError(f"delimiter must be one character of ASCII, no line break, got {self.delimiter!r}")
+        if self.quote and not _is_punctuation(self.quote):
+            raise ValueError(f"quote must be one character of ASCII or empty, got {self.quote!r}")
+        if self.quote == self.delimiter:
+            raise ValueError(f"delimiter and quote are both {self.quote!r}; they must differ")
         names = [self.label, *self.dense, *(feature.name for feature in self.categorical)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -143,6 +158,10 @@ class Schema(BaseModel):
         """Writes the schema as TOML."""
         values = self.model_dump(exclude_none=True, exclude_defaults=True, mode="json")
         path.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def _is_punctuation(text: str) -> bool:
+    return len(text) == 1 and text.isascii() and text not in "\r\n\0"
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
+from rowmesh.data.compression import open_stream
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable, check_columns
@@ -21,7 +22,7 @@ from rowmesh.errors import DataError
 
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[RawTable]:
@@ -32,6 +33,8 @@ def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[Ra
     """
     names, line = schema.columns, 1
     for block, position in _line_blocks(path):
+        if line == 1:
+            block = block.removeprefix(BYTE_ORDER_MARK)
         if not names:
             header, _, block = block.partition(b"\n")
             names, line = _header(path, header, schema), 2
@@ -43,7 +46,7 @@ def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[Ra
 def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Blocks that end with a line break, and how many bytes of the (compressed) file were read."""
     try:
-        with path.open("rb") as raw, pa.input_stream(raw, compression=COMPRESSIONS.get(path.suffix)) as stream:
+        with open_stream(path) as (stream, raw):
             rest = b""
             while data := stream.read(BLOCK_BYTES):
                 cut = data.rfind(b"\n") + 1
@@ -60,14 +63,26 @@ def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _header(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
-    text = header.decode("utf-8-sig", "backslashreplace").rstrip("\r")
-    quoting = csv.QUOTE_MINIMAL if schema.quote else csv.QUOTE_NONE
-    names = next(csv.reader([text], delimiter=schema.delimiter, quotechar=schema.quote or None, quoting=quoting), [])
+    text = header.decode("utf-8", "backslashreplace").rstrip("\r")
+    names = next(_csv_rows(text, schema), [])
     check_columns(path, schema, names)
     twice = sorted({name for name in schema.source_columns if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: the header names {', '.join(twice)} more than once; rename one of them")
     return tuple(names)
+
+
+def _csv_rows(text: str, schema: Schema, *, strict: bool = False) -> Iterator[list[str]]:
+    quoting = csv.QUOTE_MINIMAL if schema.quote else csv.QUOTE_NONE
+    quote = schema.quote or None
+    return csv.reader([text], delimiter=schema.delimiter, quotechar=quote, quoting=quoting, strict=strict)
+
+
+def _is_utf8(block: bytes) -> bool:
+    try:
+        return block.isascii() or bool(block.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 class _BlockParser:
@@ -95,7 +110,7 @@ class _BlockParser:
             good = np.delete(np.arange(num_lines), [number for number, _ in malformed])
             yield RawTable(table.slice(0, len(good)), first_line + good, _LineText(block, good), self.position)
         elif num_lines == 1:
-            self._reject(block, first_line, 0, "a line break inside a value, or a quote that is not closed")
+            self._reject(block, first_line, 0, self._why(block))
         else:
             middle = block.find(b"\n", len(block) // 2) + 1
             if middle == len(block):
@@ -113,6 +128,8 @@ class _BlockParser:
             malformed.append((row.number - 1, reason))  # numbers are exact on a single thread
             return "skip"
 
+        # [Note: lines that are no UTF-8] The handler of invalid rows takes text only. Without it an invalid row
+        # is an error: halving the block finds the line, and `_why` says what is wrong with it.
         ended = block + b"\n"
         try:
             return pa_csv.read_csv(
@@ -122,7 +139,7 @@ class _BlockParser:
                     delimiter=self.schema.delimiter,
                     quote_char=self.schema.quote or False,
                     ignore_empty_lines=False,
-                    invalid_row_handler=on_invalid,
+                    invalid_row_handler=on_invalid if _is_utf8(block) else None,
                 ),
                 pa_csv.ConvertOptions(
                     column_types=dict.fromkeys(self.names, pa.binary()),
@@ -132,6 +149,17 @@ class _BlockParser:
             )
         except pa.ArrowInvalid:
             return None
+
+    def _why(self, line: bytes) -> str:
+        """What is wrong with a line that does not parse."""
+        text = line.rstrip(b"\r\n").decode("latin-1")  # a character for each byte
+        try:
+            num_columns = len(next(_csv_rows(text, self.schema, strict=True), ()))
+        except csv.Error:
+            num_columns = len(self.names)
+        if num_columns == len(self.names) or "\r" in text:
+            return "a line break inside a value, or a quote that is not closed"
+        return f"{num_columns} columns instead of {len(self.names)}"
 
     def _reject(self, block: bytes, first_line: int, number: int, reason: str) -> None:
         self.quarantine.add(self.path, first_line + number, reason, _LineText(block)(number))

@@ -36,6 +36,7 @@ class Vocabulary:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_integer: bool | None = None
+        self._is_unsigned: bool | None = None  # None until there is an id below 0, or of 2⁶³ or more
         self._slots = np.full(_FIRST_SLOTS, -1, np.int32)
         self._hashes = np.zeros(_FIRST_SLOTS // 2, np.uint64)
         self._offsets = np.zeros(_FIRST_SLOTS // 2 + 1, np.int64)
@@ -49,10 +50,11 @@ class Vocabulary:
         """Codes of some values; values not met before get the next codes. Null and "" are one value: missing.
 
         Args:
-            values: integers, strings or binary.
+            values: integers, strings or binary; of type null where all are missing.
 
         Raises:
-            DataError: integers and strings are mixed, or the codes no longer fit int32.
+            DataError: integers and strings are mixed, or ids below 0 and of 2⁶³ or more, or the codes no
+                longer fit int32.
         """
         data, offsets = self._as_bytes(values)
         codes = np.empty(len(values), np.int32)
@@ -68,7 +70,9 @@ class Vocabulary:
             self._grow(int(offsets[done + 1] - offsets[done]))
 
     def values(self, codes: NDArray[np.integer]) -> pa.Array:
-        """The values of some codes; the missing value is null. Text that is no UTF-8 comes as binary."""
+        """The values of some codes; the missing value is null. Text that is no UTF-8 comes as binary,
+        integers as int64, or as uint64 where one does not fit.
+        """
         starts, ends = self._offsets[codes], self._offsets[np.asarray(codes) + 1]
         lengths = ends - starts
         offsets = np.concatenate([[0], lengths.cumsum()])
@@ -78,7 +82,7 @@ class Vocabulary:
         if self.is_integer:
             integers = np.zeros(len(lengths), np.int64)
             integers[lengths > 0] = data.view(np.int64)
-            return pc.if_else(missing, None, pa.array(integers))
+            return pc.if_else(missing, None, pa.array(integers.view(np.uint64) if self._is_unsigned else integers))
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
         array = pc.if_else(missing, None, pa.Array.from_buffers(pa.large_binary(), len(lengths), buffers))
         try:
@@ -88,6 +92,8 @@ class Vocabulary:
 
     def _as_bytes(self, values: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The bytes of all values back to back, and where each begins."""
+        if pa.types.is_null(values.type):
+            return np.empty(0, np.uint8), np.zeros(len(values) + 1, np.int64)
         is_integer = pa.types.is_integer(values.type)
         if self.is_integer is None and len(values):
             self.is_integer = is_integer
@@ -98,13 +104,25 @@ class Vocabulary:
             )
         if is_integer:
             valid = values.is_valid().to_numpy(zero_copy_only=False)
-            data = values.cast(pa.int64()).drop_null().to_numpy().view(np.uint8)
-            return data, np.concatenate([[0], (valid * 8).cumsum()])
+            return self._bits(values.drop_null()).view(np.uint8), np.concatenate([[0], (valid * 8).cumsum()])
         binary = values.cast(pa.large_binary()).fill_null(b"")
         _, offset_buffer, data_buffer = binary.buffers()
         offsets = np.frombuffer(offset_buffer, np.int64)[binary.offset : binary.offset + len(binary) + 1]
         data = np.frombuffer(data_buffer, np.uint8) if data_buffer else np.empty(0, np.uint8)
         return data, offsets
+
+    def _bits(self, values: pa.Array) -> NDArray[np.int64]:
+        """Integers as 64 bits, those of 2⁶³ and more as negative ones, which then must not occur themselves."""
+        is_uint64 = pa.types.is_uint64(values.type)
+        bits = (values.view(pa.int64()) if is_uint64 else values.cast(pa.int64())).to_numpy()
+        if len(bits) and bits.min() < 0:
+            if self._is_unsigned is not None and self._is_unsigned != is_uint64:
+                raise DataError(
+                    f"column {self.name!r} holds ids below 0 in one file and ids of 2^63 or more in another; "
+                    "store it as text everywhere"
+                )
+            self._is_unsigned = is_uint64
+        return bits
 
     def _grow(self, next_length: int) -> None:
         used = int(self._offsets[self._size])

@@ -1,7 +1,10 @@
 """Readers: every row is read as it stands or reported with its line; nothing is dropped silently."""
 
+import bz2
+import datetime
 import gzip
 import json
+import lzma
 import math
 import random
 
@@ -51,6 +54,9 @@ def write(tmp_path, content, name="data.csv"):
     [
         ("1,2", "2 columns instead of 3"),
         ("1,2,a,b", "4 columns instead of 3"),
+        ("1,2,\udcff,b", "4 columns instead of 3"),
+        ("\udcff", "1 columns instead of 3"),
+        ('1,"\udcff', "a line break inside a value, or a quote that is not closed"),
         ("", "y is '', not 0 or 1"),
         ("2,2,a", "y is '2', not 0 or 1"),
         (",2,a", "y is '', not 0 or 1"),
@@ -156,6 +162,34 @@ def test_gzip_of_several_members(tmp_path):
     assert Read(path, SCHEMA).columns == [[b"p", b"q"]]
 
 
+@pytest.mark.parametrize("name", ["data.csv", "data.CSV.GZ", "data.gz", "data.bz2"])
+@pytest.mark.parametrize(
+    "compress", [bytes, gzip.compress, bz2.compress, lambda data: pa.compress(data, "zstd").to_pybytes()]
+)
+def test_compression_is_told_by_content(tmp_path, name, compress):
+    assert Read(write(tmp_path, compress(b"y,x,a\n1,1,p\n"), name), SCHEMA).columns == [[b"p"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lzma.compress(b"y,x,a\n"), "compressed with xz; decompress it"),
+        (b"PK\x03\x04rest", "a zip archive; unpack it"),
+        (b"PAR1rest", 'a Parquet file; use a schema with format = "parquet"'),
+        ("y,x,a\n1,1,p\n".encode("utf-16"), "text in UTF-16; save it as UTF-8"),
+    ],
+)
+def test_files_that_are_no_text(tmp_path, content, message):
+    with pytest.raises(DataError, match=f"data.csv is {message}"):
+        Read(write(tmp_path, content), SCHEMA)
+
+
+def test_byte_order_mark_without_a_header(tmp_path):
+    schema = SCHEMA.model_copy(update={"columns": ("y", "x", "a")})
+    read = Read(write(tmp_path, b"\xef\xbb\xbf1,1,p\n0,2,q\n"), schema)
+    assert (read.labels, read.bad) == ([1, 0], [])
+
+
 def test_endless_line(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK_BYTES", 100)
     monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
@@ -199,11 +233,28 @@ def test_parquet_rows_are_checked_like_lines(tmp_path):
         pa.array(["p", "q", "p"]).dictionary_encode(),
         pa.array([True, False, None]),
         pa.array([[1, 2], [], None], pa.list_(pa.int32())),
+        pa.array([[True, None], [], [False]]),
+        pa.array([["p", None], [], None], pa.large_list(pa.string())),
+        pa.array([[1, 2], [3, 4], None], pa.list_(pa.int64(), 2)),
+        pa.array([2**64 - 1, 2**63, None], pa.uint64()),
+        pa.nulls(3),
+        pa.array([b"\xff\x00", b"ab", None], pa.binary(2)),
     ],
+    ids=lambda ids: str(ids.type),
 )
 def test_parquet_types_of_ids(tmp_path, ids):
-    expected = [None if v is None else v for v in ids.to_pylist()]
-    assert Read(parquet(tmp_path, y=[True, False, True], x=[1, 2, 3], a=ids), PARQUET).columns == [expected]
+    read = Read(parquet(tmp_path, y=[True, False, True], x=[1, 2, 3], a=ids), PARQUET)
+    assert read.columns == [ids.to_pylist()]
+
+
+def test_parquet_lists_of_encoded_text(tmp_path):
+    ids = pa.ListArray.from_arrays([0, 2, 3], pa.array(["p", "q", "p"]).dictionary_encode())
+    assert Read(parquet(tmp_path, y=[1, 0], x=[1, 2], a=ids), PARQUET).columns == [[["p", "q"], ["p"]]]
+
+
+def test_parquet_dates_are_text(tmp_path):
+    ids = pa.array([datetime.date(2020, 1, 2), None])
+    assert Read(parquet(tmp_path, y=[1, 0], x=[None, None], a=ids), PARQUET).columns == [["2020-01-02", None]]
 
 
 def test_parquet_types_that_cannot_be(tmp_path):
@@ -211,7 +262,9 @@ def test_parquet_types_that_cannot_be(tmp_path):
         Read(parquet(tmp_path, y=[1], x=[1], a=[1.5]), PARQUET)
     with pytest.raises(DataError, match="column 'x' is missing"):
         Read(parquet(tmp_path, y=[1], a=[1]), PARQUET)
-    with pytest.raises(DataError, match=r"column 'x' of type list.* holds no numbers"):
+    with pytest.raises(DataError, match=r"column 'a' is categorical but of type list.*double"):
+        Read(parquet(tmp_path, y=[1], x=[1], a=[[1.5]]), PARQUET)
+    with pytest.raises(DataError, match=r"data\.parquet: column 'x' of type list.* holds no numbers"):
         Read(parquet(tmp_path, y=[1], x=[[1]], a=[1]), PARQUET)
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         Read(write(tmp_path, "no parquet", "text.parquet"), PARQUET)

@@ -51,6 +51,13 @@ def test_built_in():
         ("label = 'y'\ncategorical = ['a', 'a']", "named more than once: a"),
         ("label = 'y'\ndense = ['y']\ncategorical = ['a']", "named more than once: y"),
         ("categorical = ['a']", "label: Field required"),
+        ("label = 'y'\ncategorical = [{name = 'a', separator = ''}]", "categorical.0.separator: separator is empty"),
+        ("label = 'y'\ncategorical = [{name = 'a', separator = ' ', derive = 'weekday'}]", "both derive and separator"),
+        ("label = 'y'\ncategorical = ['a']\ndelimiter = '§'", "delimiter must be one character of ASCII"),
+        ("label = 'y'\ncategorical = ['a']\ndelimiter = ''", "delimiter must be one character of ASCII"),
+        ('label = "y"\ncategorical = ["a"]\ndelimiter = "\\n"', "no line break"),
+        ("label = 'y'\ncategorical = ['a']\nquote = '«'", "quote must be one character of ASCII"),
+        ("label = 'y'\ncategorical = ['a']\ndelimiter = '|'\nquote = '|'", "both '|'; they must differ"),
         ("label = 'y'\ncategorical = ['a']\ndelimiter = '||'", "delimiter must be one character"),
         (
             "label = 'y'\ncategorical = ['user']\ncolumns = ['y', 'users']",

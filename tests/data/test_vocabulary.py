@@ -59,6 +59,32 @@ def test_integers_and_text_are_not_mixed():
         vocabulary.encode(pa.array(["5"]))
 
 
+def test_unsigned_ids_past_63_bits_come_back():
+    vocabulary = Vocabulary("hash")
+    assert vocabulary.encode(pa.array([2**64 - 1, 7, None, 2**63], pa.uint64())).tolist() == [0, 1, 2, 3]
+    assert vocabulary.encode(pa.array([7, 8], pa.int64())).tolist() == [1, 4]
+    values = vocabulary.values(np.arange(5))
+    assert (values.type, values.to_pylist()) == (pa.uint64(), [2**64 - 1, 7, None, 2**63, 8])
+
+
+@pytest.mark.parametrize("unsigned_first", [False, True])
+def test_ids_below_0_and_past_63_bits_never_share_a_code(unsigned_first):
+    vocabulary = Vocabulary("hash")
+    arrays = [pa.array([-1]), pa.array([2**64 - 1], pa.uint64())]
+    first, second = reversed(arrays) if unsigned_first else arrays
+    vocabulary.encode(first)
+    with pytest.raises(DataError, match=r"'hash' holds ids below 0 .* 2\^63 or more"):
+        vocabulary.encode(second)
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_values_of_type_null_go_with_any(kind):
+    vocabulary = Vocabulary("c")
+    assert vocabulary.encode(pa.nulls(2)).tolist() == [0, 0]
+    assert vocabulary.encode(pa.array([None, 5]).cast(kind)).tolist() == [0, 1]
+    assert vocabulary.values(np.array([0, 1])).to_pylist() == [None, 5 if kind == pa.int64() else "5"]
+
+
 def test_bytes_that_are_no_text_stay_bytes():
     vocabulary = Vocabulary("c")
     vocabulary.encode(pa.array([b"\xff", b"a"]))

@@ -1,0 +1,167 @@
+"""Parquet files as a stream of tables, and what their columns may hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rowmesh.data.schema import Categorical, Schema
+from rowmesh.data.source import RawTable, check_columns
+from rowmesh.errors import DataError
+
+PARQUET_ROWS = 65_536
+
+Form = tuple[bool | None, str | None]
+"""Whether a column holds lists, and of what ("integers" or "text"); None where its type does not tell."""
+
+
+def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
+    """Tables of the columns that the schema reads.
+
+    Raises:
+        DataError: the file is not Parquet, lacks a column, or holds a type that cannot be used.
+    """
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            _forms(path, schema, file.schema_arrow)
+            position = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
+                table = pa.Table.from_batches([batch])
+                lines = np.arange(position + 1, position + 1 + batch.num_rows)
+                position += batch.num_rows
+                yield RawTable(table, lines, _row_text(table), position)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def num_rows(path: Path) -> int:
+    """How many rows a file has."""
+    try:
+        return pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def multi_hot_columns(files: Sequence[Path], schema: Schema) -> tuple[bool, ...]:
+    """Which categorical features hold lists, from the types of all files, which have to agree.
+
+    A column without a single value, which other programs write as of type null, agrees with all.
+
+    Raises:
+        DataError: a file cannot be read, a column is missing, its type cannot be used, or it holds lists
+            (or integers) in one file and single ids (or text) in another.
+    """
+    forms = {path: _read_forms(path, schema) for path in files}
+    return tuple(
+        _agreed(feature.source, [(path, forms[path][i]) for path in forms])
+        for i, feature in enumerate(schema.categorical)
+    )
+
+
+def id_type(kind: pa.DataType) -> pa.DataType:
+    """The type in which ids of a type are taken: integers, text, or null where there is none."""
+    if pa.types.is_dictionary(kind):
+        return id_type(kind.value_type)
+    if pa.types.is_boolean(kind):
+        return pa.int64()
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    if pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind):
+        return kind
+    return pa.string()
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a type is a string or bytes."""
+    return any(
+        test(kind)
+        for test in (pa.types.is_binary, pa.types.is_string, pa.types.is_large_binary, pa.types.is_large_string)
+    )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is a list of any sort."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _read_forms(path: Path, schema: Schema) -> list[Form]:
+    try:
+        return _forms(path, schema, pq.read_schema(path))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
+    """The form of every categorical feature, after checking that all columns can be used."""
+    check_columns(path, schema, types.names)
+    for name in (schema.label, *schema.dense):
+        kind = types.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not is_text(kind) and not _can_cast(kind, pa.float64()):
+            raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+    return [_form(path, feature, types.field(feature.source).type) for feature in schema.categorical]
+
+
+def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
+    values = kind.value_type if is_list(kind) else kind
+    values = values.value_type if pa.types.is_dictionary(values) else values
+    if pa.types.is_floating(values) or pa.types.is_nested(values) or not _can_cast(values, id_type(values)):
+        raise DataError(
+            f"{path}: column {feature.source!r} is categorical but of type {kind}; "
+            "store its ids as integers, strings, or lists of them"
+        )
+    if feature.derive is not None:
+        return False, "integers"
+    name = None if pa.types.is_null(values) else "integers" if pa.types.is_integer(id_type(values)) else "text"
+    if feature.separator is None:
+        return (None if pa.types.is_null(kind) else is_list(kind)), name
+    if is_list(kind) or name == "integers":
+        raise DataError(
+            f"{path}: column {feature.source!r} has a separator but is of type {kind}; "
+            "leave the separator out of the schema"
+        )
+    return True, name
+
+
+def _can_cast(kind: pa.DataType, goal: pa.DataType) -> bool:
+    try:
+        pa.array([], kind).cast(goal)
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        return False
+    return True
+
+
+def _agreed(column: str, forms: Sequence[tuple[Path, Form]]) -> bool:
+    """Whether a column holds lists, as all files say that say anything."""
+    known: list[tuple[Path, bool | str] | None] = [None, None]
+    for path, form in forms:
+        for part, value in enumerate(form):
+            first = known[part]
+            if value is None or (first is not None and first[1] == value):
+                continue
+            if first is not None:
+                raise DataError(
+                    f"{path}: column {column!r} holds {_words(part, value)}, in {first[0]} it holds "
+                    f"{_words(part, first[1])}; store it in one way everywhere"
+                )
+            known[part] = path, value
+    return known[0] is not None and bool(known[0][1])
+
+
+def _words(part: int, value: bool | str) -> str:
+    if part == 1:
+        return str(value)
+    return "lists" if value else "single ids"
+
+
+def _row_text(table: pa.Table) -> Callable[[int], str]:
+    return lambda row: json.dumps(table.slice(row, 1).to_pylist()[0], default=str)
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: cannot be read as Parquet: {error}")
