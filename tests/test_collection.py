@@ -202,6 +202,17 @@ def test_trains_the_same(ranks, function, transport, world_size):
     assert same_rows(plain, other)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_default_device_does_not_matter(ranks, transport, world_size):
+    """Every tensor that rowmesh makes says where it is."""
+    plain, other = (
+        on_ranks(ranks, behaviour.train_under_default_device, transport, device, world_size=world_size)
+        for device in ("cpu", "meta")
+    )
+    assert same_rows(plain, other)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_need_not_use_every_look_up(ranks, world_size):
     """A look-up without a backward on some ranks, or on all, adds nothing; ranks agree about what is sent."""

@@ -62,7 +62,7 @@ class Layouts:
         Raises:
             DataError: a feature is missing from the batch, or belongs to no table.
         """
-        if batch.bag_size is None or batch.jagged_offsets is not None:
+        if batch.bag_size is None:
             return self._make(batch)
         key = (batch.features, batch.batch_size, batch.bag_size, batch.weights is None)
         if key not in self._cache:

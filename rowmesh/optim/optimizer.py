@@ -45,7 +45,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         self.collection = collection
         # torch wants a tensor in each group; the rows themselves are not parameters.
         groups = [
-            {"params": [torch.nn.Parameter(torch.empty(0))], "lr": group.optimizer.lr, "name": group.name}
+            {"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))], "lr": group.optimizer.lr, "name": group.name}
             for group in collection.groups
         ]
         super().__init__(groups, {})

@@ -9,6 +9,7 @@ of the loss averaged over the global batch. Rows that no id names do not change.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,8 +31,10 @@ class UpdateRule:
     state: ClassVar[dict[str, str]]
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0.0:
-            raise ConfigurationError(f"{self.name}: lr must be 0 or more, got {self.lr}")
+        for name in ("lr", "eps", "initial_accumulator"):
+            value = getattr(self, name, 0.0)
+            if not 0.0 <= value < math.inf:
+                raise ConfigurationError(f"{self.name}: {name} must be 0 or more and finite, got {value}")
 
     @property
     def hyperparameters(self) -> tuple[float, float, float]:

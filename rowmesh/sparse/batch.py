@@ -67,6 +67,8 @@ class SparseBatch:
             raise DataError("bags of unequal size need offsets")
         if self.jagged_offsets is not None:
             _check_offsets(self.jagged_offsets, num_bags, self.ids.numel())
+            if self.bag_size is not None:
+                _check_bag_size(self.jagged_offsets, self.bag_size)
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise DataError(f"{self.ids.numel()} ids need as many weights, got {tuple(self.weights.shape)}")
         for name in ("ids", "jagged_offsets", "weights"):
@@ -154,10 +156,10 @@ class SparseBatch:
         if len(set(sizes.values())) > 1:
             raise DataError(f"features disagree on the number of samples: {sizes}")
         flat = [bag for lists in bags.values() for bag in lists]
-        lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64)
+        lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64, device="cpu")
         return cls(
             features=tuple(bags),
-            ids=torch.tensor([i for bag in flat for i in bag], dtype=torch.int64),
+            ids=torch.tensor([i for bag in flat for i in bag], dtype=torch.int64, device="cpu"),
             batch_size=next(iter(sizes.values()), 0),
             jagged_offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         )
@@ -202,3 +204,10 @@ def _check_offsets(offsets: Tensor, num_bags: int, num_ids: int) -> None:
     if num_bags and bool((offsets[1:] < offsets[:-1]).any()):
         bag = int((offsets[1:] < offsets[:-1]).nonzero()[0])
         raise DataError(f"offsets must not decrease; they do at bag {bag}")
+
+
+def _check_bag_size(offsets: Tensor, bag_size: int) -> None:
+    if bool((differs := offsets.diff() != bag_size).any()):
+        bag = int(differs.nonzero()[0])
+        found = int(offsets[bag + 1] - offsets[bag])
+        raise DataError(f"bag_size is {bag_size}, but by the offsets bag {bag} has {found} ids; give one or the other")

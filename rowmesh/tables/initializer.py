@@ -10,6 +10,7 @@ Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OO
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,10 @@ class Uniform(Initializer):
     bound: float | None = None
     name: ClassVar[str] = "uniform"
 
+    def __post_init__(self) -> None:
+        if self.bound is not None and not 0.0 <= self.bound < math.inf:
+            raise ConfigurationError(f"uniform initializer: bound must be 0 or more and finite, got {self.bound}")
+
     def parameters(self, num_rows: int) -> tuple[float, float]:
         """(−bound, bound)."""
         bound = num_rows**-0.5 if self.bound is None else self.bound
@@ -49,8 +54,10 @@ class Normal(Initializer):
     name: ClassVar[str] = "normal"
 
     def __post_init__(self) -> None:
-        if not self.std >= 0:
-            raise ConfigurationError(f"normal initializer: std must be 0 or more, got {self.std}")
+        if not 0.0 <= self.std < math.inf:
+            raise ConfigurationError(f"normal initializer: std must be 0 or more and finite, got {self.std}")
+        if not math.isfinite(self.mean):
+            raise ConfigurationError(f"normal initializer: mean must be finite, got {self.mean}")
 
     def parameters(self, num_rows: int) -> tuple[float, float]:
         """(mean, std)."""
@@ -63,6 +70,10 @@ class Constant(Initializer):
 
     value: float = 0.0
     name: ClassVar[str] = "constant"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ConfigurationError(f"constant initializer: value must be finite, got {self.value}")
 
     def parameters(self, num_rows: int) -> tuple[float, float]:
         """(value, 0)."""

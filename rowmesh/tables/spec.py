@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim import RowWiseAdaGrad, UpdateRule
+from rowmesh.tables.bag_config import fields_of
 from rowmesh.tables.initializer import Initializer, Uniform
 
 Pooling = Literal["sum", "mean", "none"]
@@ -41,7 +42,7 @@ class TableSpec:
     name: str
     num_rows: int
     dim: int
-    features: tuple[str, ...] = ()
+    features: tuple[str, ...] = cast("tuple[str, ...]", None)  # becomes the name
     pooling: Pooling = "sum"
     initializer: Initializer = field(default_factory=Uniform)
     optimizer: UpdateRule = field(default_factory=RowWiseAdaGrad)
@@ -53,8 +54,13 @@ class TableSpec:
             raise ConfigurationError(
                 f"table {self.name!r}: features must be a tuple of names; write ({self.features!r},) for one"
             )
-        if not self.features:
+        if self.features is None:
             object.__setattr__(self, "features", (self.name,))
+        if not self.features:
+            raise ConfigurationError(
+                f"table {self.name!r} has no features, so nothing could look it up; name them, leave `features` out "
+                "where the only one is called like the table, or leave the table out"
+            )
         object.__setattr__(self, "features", tuple(self.features))
         if self.num_rows < 1:
             raise ConfigurationError(f"table {self.name!r}: num_rows must be 1 or more, got {self.num_rows}")
@@ -68,7 +74,8 @@ class TableSpec:
             raise ConfigurationError(f"table {self.name!r}: dtype must be one of {DTYPES}, got {self.dtype}")
         if len(set(self.features)) != len(self.features):
             raise ConfigurationError(f"table {self.name!r} names a feature twice: {self.features}")
-        if self.out_of_range != "error" and not 0 <= self.out_of_range < self.num_rows:
+        is_row = isinstance(self.out_of_range, int) and 0 <= self.out_of_range < self.num_rows
+        if self.out_of_range != "error" and not is_row:
             raise ConfigurationError(
                 f"table {self.name!r}: out_of_range must be 'error' or a row below {self.num_rows}, "
                 f"got {self.out_of_range!r}"
@@ -76,17 +83,12 @@ class TableSpec:
 
     @classmethod
     def from_embedding_bag_config(cls, config: Any, **changes: Any) -> TableSpec:
-        """From a TorchRec EmbeddingBagConfig, without importing TorchRec; keyword arguments override."""
-        fields: dict[str, Any] = {
-            "name": config.name,
-            "num_rows": config.num_embeddings,
-            "dim": config.embedding_dim,
-            "features": tuple(config.feature_names),
-        }
-        pooling = getattr(config, "pooling", None)
-        if pooling is not None:
-            fields["pooling"] = str(getattr(pooling, "value", pooling)).lower()
-        return cls(**(fields | changes))
+        """From a TorchRec EmbeddingBagConfig, without importing TorchRec; keyword arguments override.
+
+        Raises:
+            ConfigurationError: the config asks for what rowmesh has no equal of (a data_type, an init_fn, …).
+        """
+        return cls(**fields_of(config, changes))
 
 
 def check_tables(tables: Sequence[TableSpec]) -> None:

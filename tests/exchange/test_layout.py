@@ -47,6 +47,14 @@ def test_equal_bags_are_laid_out_once(layouts):
     assert not any(layout.is_weighted for layout in one_hot)  # the mean of one row is the row
 
 
+def test_looking_at_the_offsets_of_equal_bags_changes_nothing(layouts):
+    """They are derived at the first look and kept; the layout of such a batch still depends on its shape alone."""
+    batch = SparseBatch.from_dense(("a", "b", "c", "s"), torch.zeros(4, 6, dtype=torch.int64))
+    first = layouts(batch)
+    assert len(batch.offsets) == 25
+    assert layouts(batch) is first
+
+
 def test_shapes_that_never_repeat_do_not_pile_up(layouts):
     for size in range(300):
         layouts(SparseBatch.from_dense(("a", "b", "c", "s"), torch.zeros(4, size, dtype=torch.int64)))

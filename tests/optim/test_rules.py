@@ -22,8 +22,18 @@ def test_what_kernels_are_told():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: SGD(lr=-1.0), "sgd: lr must be 0 or more, got -1"),
-        (lambda: SGD(lr=float("nan")), "sgd: lr must be 0 or more, got nan"),
+        (lambda: SGD(lr=-1.0), "sgd: lr must be 0 or more and finite, got -1"),
+        (lambda: SGD(lr=float("nan")), "sgd: lr must be 0 or more and finite, got nan"),
+        (lambda: SGD(lr=float("inf")), "sgd: lr must be 0 or more and finite, got inf"),
+        (lambda: AdaGrad(eps=-1e-9), "adagrad: eps must be 0 or more and finite, got -1e-09"),
+        (lambda: RowWiseAdaGrad(eps=float("nan")), "row_wise_adagrad: eps must be 0 or more and finite, got nan"),
+        (
+            lambda: AdaGrad(initial_accumulator=-1.0),
+            "adagrad: initial_accumulator must be 0 or more and finite, got -1",
+        ),
+        (lambda: RowWiseAdaGrad(initial_accumulator=float("inf")), "initial_accumulator must be .*, got inf"),
+        (lambda: Adam(eps=float("nan")), "adam: eps must be 0 or more and finite, got nan"),
+        (lambda: Adam(beta1=float("nan")), r"adam: beta1 must be in \[0, 1\), got nan"),
         (lambda: Adam(beta1=1.0), r"adam: beta1 must be in \[0, 1\), got 1"),
         (lambda: Adam(beta2=-0.1), r"adam: beta2 must be in \[0, 1\), got -0.1"),
     ],

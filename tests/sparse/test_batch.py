@@ -109,6 +109,10 @@ IDS = torch.tensor([1, 2, 3])
         ({"jagged_offsets": torch.tensor([1, 2, 3])}, r"from 0 to 3 .*got 1 to 3"),
         ({"jagged_offsets": torch.tensor([0, 4, 3])}, "must not decrease; they do at bag 1"),
         ({"jagged_offsets": torch.tensor([0, 1, 3]).int()}, "offsets must be int64"),
+        (
+            {"ids": torch.arange(4), "bag_size": 2, "jagged_offsets": torch.tensor([0, 3, 4])},
+            "bag_size is 2, but by the offsets bag 0 has 3 ids",
+        ),
         ({"weights": torch.ones(2)}, r"3 ids need as many weights, got \(2,\)"),
     ],
 )

@@ -191,6 +191,27 @@ def fall_out_of_step(mesh: Mesh, transport: Any, verb: str) -> str:
     return ""
 
 
+def train_under_default_device(mesh: Mesh, transport: Any, device: str) -> dict[str, torch.Tensor]:
+    """Trains where torch makes tensors on another device unless it is told otherwise."""
+    tables = (*TABLES, TableSpec(name="c", num_rows=30, dim=4, pooling="none"))
+    lists = {name: [[1 + mesh.rank, 7], [], [3]] for name in "abc"}
+    torch.set_default_device(device)
+    try:
+        collection = EmbeddingCollection(tables, mesh=mesh, transport=transport)
+        optimizer = EmbeddingOptimizer(collection)
+        for _ in range(2):
+            out = collection(SparseBatch.from_bags(lists).select("cab"))
+            (out.values.square().sum() + out["c"].values.square().sum()).backward()
+            optimizer.step()
+        with torch.no_grad():
+            collection(SparseBatch.from_bags({name: [[]] for name in "abc"}))
+    finally:
+        torch.set_default_device("cpu")
+    rows = rows_of(collection)
+    collection.close()
+    return rows
+
+
 class Model(torch.nn.Module):
     """A collection inside a model that is wrapped as a whole."""
 

@@ -20,6 +20,16 @@ def test_keys_differ_by_seed_and_table_and_never_change():
     assert table_key(0, "item") == 3635486795723193194
 
 
-def test_refuses_a_negative_deviation():
-    with pytest.raises(ConfigurationError, match="std must be 0 or more, got -1"):
-        Normal(std=-1.0)
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Normal(std=-1.0), "normal initializer: std must be 0 or more and finite, got -1"),
+        (lambda: Normal(mean=float("nan")), "normal initializer: mean must be finite, got nan"),
+        (lambda: Uniform(bound=-0.5), "uniform initializer: bound must be 0 or more and finite, got -0.5"),
+        (lambda: Uniform(bound=float("inf")), "uniform initializer: bound must be 0 or more and finite, got inf"),
+        (lambda: Constant(value=float("nan")), "constant initializer: value must be finite, got nan"),
+    ],
+)
+def test_refuses_numbers_that_make_no_rows(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,7 +1,4 @@
-"""TableSpec: defaults, what it refuses, and TorchRec's configurations."""
-
-from dataclasses import dataclass, field
-from enum import Enum
+"""TableSpec: defaults, and what it refuses."""
 
 import pytest
 import torch
@@ -10,32 +7,10 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.tables import TableSpec
 
 
-class PoolingType(Enum):
-    MEAN = "MEAN"
-
-
-@dataclass
-class EmbeddingBagConfig:
-    """As much of TorchRec's as rowmesh reads."""
-
-    name: str = "t"
-    num_embeddings: int = 9
-    embedding_dim: int = 4
-    feature_names: list[str] = field(default_factory=lambda: ["a", "b"])
-    pooling: PoolingType = PoolingType.MEAN
-
-
 def test_defaults():
     table = TableSpec(name="item", num_rows=9, dim=4)
     assert (table.features, table.pooling, table.dtype) == (("item",), "sum", torch.float32)
     assert table.out_of_range == "error"
-
-
-def test_from_torchrec():
-    table = TableSpec.from_embedding_bag_config(EmbeddingBagConfig(), dtype=torch.bfloat16)
-    assert table == TableSpec(
-        name="t", num_rows=9, dim=4, features=("a", "b"), pooling="mean", dtype=torch.bfloat16
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -49,6 +24,9 @@ def test_from_torchrec():
         ({"features": ("a", "a")}, "a feature twice"),
         ({"out_of_range": 9}, "'error' or a row below 9, got 9"),
         ({"out_of_range": -1}, "'error' or a row below 9, got -1"),
+        ({"out_of_range": "clamp"}, "'error' or a row below 9, got 'clamp'"),
+        ({"out_of_range": None}, "'error' or a row below 9, got None"),
+        ({"features": ()}, "no features.*leave the table out"),
     ],
 )
 def test_refuses(change, message):
