@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rowmesh.data.order import EpochOrder
 from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.prepared import Prepared
 from rowmesh.data.window import SplitFile, Window, gather_bags, gather_columns, gather_rows
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.sparse import SparseBatch
 
 
@@ -54,12 +55,13 @@ class Loader:
         shuffle: see `EpochOrder`.
         seed: of the shuffle.
         drop_last: leave out the last batch where it is smaller.
-        prefetch: how many batches a thread makes ahead; 0 for none.
-        window_blocks: how many blocks (of `Prepared.block_samples`) are shuffled together and held in memory.
+        prefetch: how many batches a thread makes ahead, while another one reads the next window; 0 for none.
+        window_blocks: how many blocks (of `Prepared.block_samples`) are shuffled together; two such windows
+            are held in memory.
 
     Raises:
         ConfigurationError: sizes that cannot work.
-        DataError: not a prepared folder, or no such split.
+        DataError: not a prepared folder, no such split, or one without samples.
     """
 
     def __init__(
@@ -86,13 +88,15 @@ class Loader:
             )
         self.prepared = folder if isinstance(folder, Prepared) else Prepared.open(folder)
         self.split = split
+        self._file = SplitFile(self.prepared, split)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.prefetch, self.window_blocks = prefetch, window_blocks
+        if self.num_samples == 0:
+            raise DataError(f"{self.prepared.folder}: split {split!r} has no samples; prepare the data again")
         self.epoch = 0
         self.waited_s = 0.0
         """How long iterating has waited for batches that were not ready, in total."""
-        self._file = SplitFile(self.prepared, split)
         self._next_batch = 0
 
     @property
@@ -168,50 +172,68 @@ class Loader:
 
     def _make(self, epoch: int, first_batch: int) -> Iterator[Batch]:
         """Yields the rank's part of each batch from `first_batch` on."""
-        windows = _Windows(self, epoch)
-        for number in range(first_batch, self.num_batches):
-            start = number * self.batch_size
+        order = EpochOrder(
+            self.num_samples,
+            self.prepared.block_samples,
+            self.window_blocks,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=epoch,
+        )
+        windows = run_ahead(_windows(self._file, order, self._parts(first_batch)), 1 if self.prefetch else 0)
+        with contextlib.closing(windows):
+            pieces = _Pieces(windows)
+            for low, high in self._parts(first_batch):
+                yield _gather(pieces.between(low, high), high - low, self.prepared)
+
+    def _parts(self, first_batch: int) -> Iterator[tuple[int, int]]:
+        """The positions of the epoch that are this rank's part of each batch."""
+        for start in range(first_batch * self.batch_size, self.num_batches * self.batch_size, self.batch_size):
             size = min(self.batch_size, self.num_samples - start)
-            low = start + size * self.rank // self.world_size
-            high = start + size * (self.rank + 1) // self.world_size
-            yield _gather(windows.pieces(low, high), high - low, self.prepared)
+            yield start + size * self.rank // self.world_size, start + size * (self.rank + 1) // self.world_size
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A window in memory, and which of its samples each position of the epoch from `first` to `end` visits."""
+
+    first: int
+    end: int
+    window: Window
+    permutation: NDArray[np.int32]
+
+
+def _windows(file: SplitFile, order: EpochOrder, parts: Iterator[tuple[int, int]]) -> Iterator[_Loaded]:
+    """Reads the windows that the parts visit, in order."""
+    done = -1
+    for low, high in parts:
+        last = order.window_of(high - 1) if high > low else done
+        for number in range(max(done + 1, order.window_of(low)), last + 1):
+            first, end = order.bounds[number : number + 2].tolist()
+            yield _Loaded(first, end, file.window(order.blocks(number)), order.permutation(number))
+            done = number
 
 
 Piece = tuple[Window, NDArray[np.int32]]
 
 
-class _Windows:
-    """Loads windows as positions reach them; holds one at a time."""
+class _Pieces:
+    """Cuts parts of an epoch into pieces of windows; holds one window at a time."""
 
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        prepared = loader.prepared
-        self._file = loader._file
-        self._order = EpochOrder(
-            loader.num_samples,
-            prepared.block_samples,
-            loader.window_blocks,
-            shuffle=loader.shuffle,
-            seed=loader.seed,
-            epoch=epoch,
-        )
-        self._held: tuple[int, Window, NDArray[np.int32]] | None = None
+    def __init__(self, windows: Iterator[_Loaded]) -> None:
+        self._windows = windows
+        self._held: _Loaded | None = None
 
-    def pieces(self, low: int, high: int) -> Iterator[Piece]:
-        """Windows and the samples of each that the positions `low` to `high` visit."""
+    def between(self, low: int, high: int) -> Iterator[Piece]:
+        """Windows and the samples of each that the positions `low` to `high` visit; they only ever rise."""
         while low < high:
-            number = self._order.window_of(low)
-            first, end = self._order.bounds[number : number + 2]
-            window, permutation = self._load(number)
-            stop = min(high, int(end))
-            yield window, permutation[low - first : stop - first]
+            while self._held is None or self._held.end <= low:
+                self._held = None  # frees the old window: taking the next starts the reading of one more
+                self._held = next(self._windows)
+            stop = min(high, self._held.end)
+            samples = self._held.permutation[low - self._held.first : stop - self._held.first]
+            yield self._held.window, samples
             low = stop
-
-    def _load(self, number: int) -> Piece:
-        if self._held is None or self._held[0] != number:
-            self._held = None  # frees the old window before the new one is read
-            window = self._file.window(self._order.blocks(number))
-            self._held = number, window, self._order.permutation(number)
-        return self._held[1:]
 
 
 def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Batch:
@@ -228,6 +250,7 @@ def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Ba
         gather_columns(window.ids, samples, ids[:, part])
         bags.append([_take_bags(column.ids, column.offsets, samples) for column in window.bags])
         done = part.stop
+        del window  # which may be the last reference to it
     if num_one_hot == len(prepared.tables):
         sparse = SparseBatch.from_dense(prepared.features, torch.from_numpy(ids))
     else:

@@ -19,8 +19,9 @@ class _End(Generic[T]):
 def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
     """Yields the items, up to `depth` of them made ahead by a thread; 0 makes each when it is asked for.
 
-    An exception of the iterator is raised here, after the items that came before it. The thread ends when
-    this generator does: at its end, when it is closed, or when it is garbage collected.
+    No more than `depth` items exist that were not yielded, the one that is being made included. An exception
+    of the iterator is raised here, after the items that came before it. The thread ends when this generator
+    does: at its end, when it is closed, or when it is garbage collected. Then `items` is closed too.
 
     >>> list(prefetch(iter("abc"), depth=2))
     ['a', 'b', 'c']
@@ -28,36 +29,29 @@ def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
     if depth == 0:
         yield from items
         return
-    ready: queue.Queue[T | _End] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: T | _End) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+    room, stop = threading.Semaphore(depth), threading.Event()
 
     def produce() -> None:
         try:
-            for item in items:
-                if not put(item):
-                    return
-            put(_End())
+            while room.acquire() and not stop.is_set():
+                ready.put(next(items))
+        except StopIteration:
+            ready.put(_End())
         except BaseException as error:
-            put(_End(error))
+            ready.put(_End(error))
 
     thread = threading.Thread(target=produce, name="rowmesh-prefetch", daemon=True)
     thread.start()
     try:
         while not isinstance(item := ready.get(), _End):
+            room.release()
             yield item
         if item.error is not None:
             raise item.error
     finally:
         stop.set()
-        while not ready.empty():  # lets a waiting producer see `stop` at once
-            ready.get_nowait()
+        room.release()  # wakes a waiting producer
         thread.join()
+        if isinstance(items, Generator):
+            items.close()

@@ -15,7 +15,7 @@ from rowmesh.data.prepared import Prepared
 from rowmesh.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bags:
     """The lists of one multi-hot feature: bag i is `ids[offsets[i]:offsets[i + 1]]`."""
 
@@ -23,7 +23,7 @@ class Bags:
     offsets: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window:
     """Samples of some blocks, column by column.
 

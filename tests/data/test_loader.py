@@ -1,6 +1,9 @@
 """The loader: the same global batches for any world size, in a reproducible order, from any position."""
 
 import threading
+import time
+import weakref
+from dataclasses import replace
 from itertools import chain
 
 import hypothesis
@@ -11,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rowmesh.data import Loader, Schema, prepare
+from rowmesh.data import Loader, Prepared, Schema, prepare
+from rowmesh.data.prepared import Split
+from rowmesh.data.window import SplitFile
 from rowmesh.errors import ConfigurationError, DataError
 
 NUM_SAMPLES = 103
@@ -50,10 +55,11 @@ def rows(batch):
     drop_last=st.booleans(),
     window_blocks=st.integers(1, 20),
     seed=st.integers(0, 5),
+    prefetch=st.sampled_from([0, 0, 2]),
 )
 @hypothesis.settings(deadline=None, max_examples=40)
 def test_any_world_size_yields_the_same_global_batches(
-    folder, batch_size, world_size, shuffle, drop_last, window_blocks, seed
+    folder, batch_size, world_size, shuffle, drop_last, window_blocks, seed, prefetch
 ):
     def loader(rank, world_size):
         return Loader(
@@ -66,7 +72,7 @@ def test_any_world_size_yields_the_same_global_batches(
             seed=seed,
             drop_last=drop_last,
             window_blocks=window_blocks,
-            prefetch=0,
+            prefetch=prefetch,
         )
 
     whole = [rows(batch) for batch in loader(0, 1)]
@@ -145,6 +151,72 @@ def test_leaving_a_loop_keeps_the_position_and_leaves_no_thread(folder):
         break
     assert not [t for t in threading.enumerate() if t.name == "rowmesh-prefetch"]
     assert rows(next(iter(loader)))[0] == 10
+
+
+def test_the_next_window_is_read_before_it_is_needed_and_no_more_than_two_are_held(folder, monkeypatch):
+    read, alive, most = [], weakref.WeakSet(), 0
+    real = SplitFile.window
+
+    def window(self, blocks):
+        read.append(len(read))
+        alive.add(made := real(self, blocks))
+        nonlocal most
+        most = max(most, len(alive))
+        return made
+
+    monkeypatch.setattr(SplitFile, "window", window)
+    loader = Loader(folder / "one_hot", "train", batch_size=2, shuffle=True, window_blocks=2)  # 7 windows of 8 batches
+    for number, _ in enumerate(loader):
+        if number == 2:
+            deadline = time.monotonic() + 10
+            while len(read) < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert len(read) == 2
+    assert len(read) == 7
+    assert most == 2
+
+
+def test_a_slow_read_is_not_what_a_step_waits_for(folder, monkeypatch):
+    """Each window takes 50 ms to read and 80 ms to train on: only the first is waited for."""
+    real = SplitFile.window
+    monkeypatch.setattr(SplitFile, "window", lambda self, blocks: time.sleep(0.05) or real(self, blocks))
+    loader = Loader(folder / "one_hot", "train", batch_size=2, window_blocks=2)
+    for number, _ in enumerate(loader):
+        if number == 0:
+            first_s = loader.waited_s
+        time.sleep(0.01)
+    assert loader.waited_s - first_s < 0.15  # seven reads take 350 ms
+
+
+def test_a_broken_read_is_raised_and_leaves_no_thread(folder, monkeypatch):
+    loader = Loader(folder / "one_hot", "train", batch_size=10, window_blocks=2)
+    real = SplitFile.window
+
+    def window(self, blocks):
+        if 2 in blocks:
+            raise OSError("the disk is gone")
+        return real(self, blocks)
+
+    monkeypatch.setattr(SplitFile, "window", window)
+    seen = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        seen.extend(rows(batch) for batch in loader)
+    assert list(chain(*seen)) == list(range(10))
+    assert not [t for t in threading.enumerate() if t.name == "rowmesh-prefetch"]
+
+
+def test_ranks_read_only_the_windows_of_their_part(folder, monkeypatch):
+    read, real = [], SplitFile.window
+    monkeypatch.setattr(SplitFile, "window", lambda self, blocks: read.append(list(blocks)) or real(self, blocks))
+    list(Loader(folder / "one_hot", "train", batch_size=104, rank=1, world_size=4, window_blocks=1))
+    assert read == [[3], [4], [5], [6]]  # positions 25 to 51
+
+
+def test_a_split_without_samples_is_refused(folder):
+    prepared = Prepared.open(folder / "one_hot")
+    empty = replace(prepared, splits={"train": Split(samples=0, positive_rate=0.0)})
+    with pytest.raises(DataError, match="split 'train' has no samples"):
+        Loader(empty, "train", batch_size=1)
 
 
 def test_position_of_another_order_is_refused(folder):

@@ -30,16 +30,41 @@ def test_errors_come_after_the_items_before_them():
     assert not threads()
 
 
-def test_items_are_made_ahead():
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_as_many_items_are_made_ahead_as_asked_for(depth):
     made = []
-    ahead = prefetch((made.append(i) or i for i in range(10)), 2)
+    ahead = prefetch((made.append(i) or i for i in range(10)), depth)
     next(ahead)
     deadline = time.monotonic() + 10
-    while len(made) < 4 and time.monotonic() < deadline:
+    while len(made) < 1 + depth and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.01)
-    assert len(made) == 4  # one taken, two waiting, one in hand
+    assert len(made) == 1 + depth
     ahead.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_it_iterates_over_is_closed(depth):
+    closed = []
+
+    def items():
+        try:
+            yield from range(1000)
+        finally:
+            closed.append(threading.current_thread().name)
+
+    ahead = prefetch(items(), depth)
+    next(ahead)
+    ahead.close()
+    assert closed == ["MainThread"]
+
+
+def test_threads_of_nested_iterators_end():
+    ahead = prefetch(prefetch(iter(range(1000)), 1), 2)
+    assert next(ahead) == 0
+    assert len(threads()) == 2
+    ahead.close()
+    assert not threads()
 
 
 @pytest.mark.parametrize("leave", ["close", "delete"])
