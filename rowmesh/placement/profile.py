@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rowmesh.data import Loader, Prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
 
 FORMAT = 1
@@ -188,6 +190,44 @@ class Profile:
         contained = batches or {}
         tables = tuple(TableProfile.of_counts(s, counts[s.name], contained.get(s.name)) for s in shapes)
         return Profile(tables, num_samples, batch_size)
+
+    @staticmethod
+    def from_prepared(
+        data: str | Path | Prepared,
+        shapes: Sequence[TableShape],
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+    ) -> Profile:
+        """From the counts of a prepared data set's training split, which are memory-mapped.
+
+        The last row of a table stands for all rare ids: counts fall up to it, and it may be among the most read.
+
+        Args:
+            data: what `rowmesh data prepare` wrote.
+            shapes: of the tables, named after their features; features without one are left out.
+            batch_size: samples of a rank's batch. Given, all batches are read once, and how many contain a row is
+                counted; memory is needed for one window of the loader.
+            shuffle: whether batches are those of a shuffled epoch, as in training.
+
+        Raises:
+            ConfigurationError: a table has another number of rows than the data.
+            DataError: not a prepared folder, or it has no such feature.
+        """
+        prepared = data if isinstance(data, Prepared) else Prepared.open(data)
+        tables = [TableProfile.of_counts(shape, prepared.counts(shape.name)) for shape in shapes]
+        num_samples = prepared.splits["train"].samples
+        if batch_size is None:
+            return Profile(tuple(tables), num_samples)
+        counters = {table.name: BatchCounter(table.name, table.starts) for table in tables}
+        for batch in Loader(prepared, "train", batch_size=batch_size, shuffle=shuffle):
+            ids = batch.sparse.ids.numpy()
+            for feature, name in enumerate(batch.sparse.features):
+                if name in counters:
+                    first, stop = batch.sparse.feature_range(feature)
+                    counters[name].add(ids[first:stop])
+        counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths) for t in tables)
+        return Profile(counted, num_samples, batch_size)
 
     @property
     def shapes(self) -> tuple[TableShape, ...]:

@@ -1,11 +1,14 @@
 """Profile: runs of equal counts, chances that batches contain rows."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.data import Loader, Schema, prepare
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.placement import profile as module
 from rowmesh.placement.plan import TableShape
 from rowmesh.placement.profile import Profile, TableProfile
@@ -124,3 +127,62 @@ def test_errors_name_the_table_and_the_values(tmp_path):
     (tmp_path / "text.npz").write_text("text")
     with pytest.raises(ConfigurationError, match=r"text\.npz: not a profile"):
         Profile.load(tmp_path / "text.npz")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """1,003 samples: one id a sample with a burst, and bags with repeats; ids met once share the last row."""
+    path, rng = tmp_path_factory.mktemp("profile"), np.random.default_rng(3)
+    user = rng.zipf(1.3, 1003) % 200
+    user[500:550] = 777  # in a few batches only
+    bags = [rng.integers(0, 20, n).tolist() for n in rng.integers(0, 4, 1003)]
+    pq.write_table(
+        pa.table({"y": user % 2, "user": user, "bag": pa.array(bags, pa.list_(pa.int64()))}), path / "train.parquet"
+    )
+    schema = Schema(format="parquet", label="y", dense=(), categorical=("user", "bag"))
+    return prepare({"train": [path / "train.parquet"]}, path / "out", schema, min_count=2, block_samples=64)
+
+
+def shapes(prepared, *names):
+    return [shape(prepared.table(name).num_rows, name) for name in names]
+
+
+def test_from_prepared_reads_the_stored_counts(prepared):
+    profile = Profile.from_prepared(prepared.folder, shapes(prepared, "user", "bag"))
+    assert (profile.num_samples, profile.batch_size) == (1003, None)
+    assert profile.is_one_hot(0)
+    assert not profile.is_one_hot(1)
+    for table in profile.tables:
+        assert rows(table, table.accesses).tolist() == prepared.counts(table.name).tolist()
+    assert not profile.tables[0].is_falling  # rare ids stand last
+
+
+@pytest.mark.parametrize("batch_size", [1, 37, 256, 5000])
+def test_from_prepared_counts_the_batches_that_contain_a_row(prepared, batch_size):
+    profile = Profile.from_prepared(prepared, shapes(prepared, "bag", "user"), batch_size=batch_size, shuffle=False)
+    loader = Loader(prepared, "train", batch_size=batch_size)
+    for table in profile.tables:
+        contained = np.zeros(table.shape.num_rows)
+        for batch in loader:
+            contained[np.unique(batch.sparse.select([table.name]).ids.numpy())] += 1
+        assert table.batches is not None
+        for first, stop, mean in zip(table.starts[:-1], table.starts[1:], table.batches, strict=True):
+            assert mean == pytest.approx(contained[first:stop].mean())
+
+
+def test_shuffled_batches_spread_a_burst(prepared):
+    plain, shuffled = (
+        Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=32, shuffle=shuffle)
+        for shuffle in (False, True)
+    )
+    assert shuffled.uniques(0, 32)[-1] > plain.uniques(0, 32)[-1]
+    assert shuffled.uniques(0, 32)[-1] == pytest.approx(
+        Profile.from_prepared(prepared, shapes(prepared, "user")).uniques(0, 32)[-1], rel=0.03
+    )
+
+
+def test_from_prepared_refuses_other_tables(prepared):
+    with pytest.raises(ConfigurationError, match=r"'user' has 5 rows, but counts of shape"):
+        Profile.from_prepared(prepared, [shape(5, "user")])
+    with pytest.raises(DataError, match="has no feature 'users'"):
+        Profile.from_prepared(prepared, [shape(5, "users")])
