@@ -70,12 +70,13 @@ def prepare(
         min_count: how often an id must occur in training to have a row of its own; 1 or more.
         max_bad_rows: one bad row more stops the preparation.
         overwrite: replace a folder that is not empty.
-        optimum: split → the scores of the true probabilities, where they are known.
+        optimum: split → the scores of the true probabilities and the number of "samples" they are of; kept
+            where the split has all of these samples, and no longer known where it was cut or has bad rows.
         block_samples: samples in a record batch, the unit that the loader reads and shuffles.
         progress: told about every block.
 
     Raises:
-        DataError: too many bad rows, a missing column, an unreadable file, no usable training row.
+        DataError: too many bad rows, a missing column, an unreadable file, a split without a usable row.
         RowmeshError: the output folder is in use or not empty, or the disk is full.
     """
     _check_arguments(files, splitter, min_count, max_bad_rows)
@@ -95,6 +96,7 @@ def prepare(
             coder = Coder(schema, multi_hot_features(files, schema), quarantine, progress)
             sources = {name: coder.write(paths, folder / f"{name}.codes") for name, paths in files.items()}
         parts = _Parts(sources, splitter)
+        parts.check()
         rankings = _rank(parts, coder.vocabularies, min_count, progress)
         _save_rankings(folder, rankings, coder.vocabularies)
         kinds = arrow_schema(schema, coder.multi_hot)
@@ -162,6 +164,19 @@ class _Parts:
     def num_samples(self) -> int:
         return sum(source.num_samples for source in self.sources.values())
 
+    def check(self) -> None:
+        """Raises DataError where the cut leaves a split without samples."""
+        if self.splitter is None:
+            return
+        sizes = self.splitter.sizes(self.num_samples)
+        for name in self.splits:
+            if sizes[name] == 0:
+                raise DataError(
+                    f"the {name} split would be empty: {self.num_samples} usable rows, of which "
+                    f"{self.splitter.validation:g} go to validation and {self.splitter.test:g} to the test; "
+                    "give more rows, or change --validation-share and --test-share (0 makes no such split)"
+                )
+
     def batches(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """(split, rows), in order within each split."""
         for name, source in self.sources.items():
@@ -210,8 +225,8 @@ class _Tally:
     rare_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def split(self, optimum: Mapping[str, float] | None) -> Split:
-        rate = self.positives / max(self.samples, 1)
-        return Split(samples=self.samples, positive_rate=rate, optimum=dict(optimum) if optimum else None)
+        known = dict(optimum) if optimum and optimum.get("samples") == self.samples else None
+        return Split(samples=self.samples, positive_rate=self.positives / self.samples, optimum=known)
 
 
 def _write_splits(

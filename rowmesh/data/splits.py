@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from rowmesh.data.prepared import SPLITS
 from rowmesh.errors import ConfigurationError
 
+_CHUNK = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Splitter:
@@ -45,6 +47,14 @@ class Splitter:
     def splits(self) -> tuple[str, ...]:
         """The splits that are not empty by definition."""
         return tuple(name for name, share in zip(SPLITS, (1, self.validation, self.test), strict=True) if share)
+
+    def sizes(self, total: int) -> dict[str, int]:
+        """How many of `total` samples each split has."""
+        counts = np.zeros(len(SPLITS), np.int64)
+        for start in range(0, total, _CHUNK):
+            assigned = self.assign(start, min(start + _CHUNK, total), total=total)
+            counts += np.bincount(assigned, minlength=len(SPLITS))
+        return dict(zip(SPLITS, counts.tolist(), strict=True))
 
     def assign(self, start: int, stop: int, *, total: int) -> NDArray[np.int8]:
         """Index in `SPLITS` of each sample from `start` to `stop` of `total`."""

@@ -64,6 +64,9 @@ def synthesize(
         raise ConfigurationError("Criteo's text format has no multi-hot columns; write Parquet")
     if unknown := set(samples) - set(SPLITS):
         raise ConfigurationError(f"unknown splits {sorted(unknown)}; there are {', '.join(SPLITS)}")
+    for split in ("train", *samples):
+        if samples.get(split, 0) < 1:
+            raise ConfigurationError(f"the {split} split needs 1 or more samples, got {samples.get(split, 0)}")
     schema = criteo_schema(len(config.num_rows), file_format)
     total, done = sum(samples.values()), 0
     request = drawing_request(samples, config, file_format)

@@ -143,6 +143,39 @@ def test_splits_are_cut_and_all_samples_kept(tmp_path, how):
     assert prepared.counts("b").tolist() == [len(numbers["train"]), 0]
 
 
+@pytest.mark.parametrize(
+    ("splitter", "split"),
+    [
+        (Splitter(validation=0.45, test=0.45), "train"),
+        (Splitter(validation=0.1, test=0.4), "validation"),
+        (Splitter(validation=0.4, test=0.1), "test"),
+        (Splitter(validation=0.5, test=0.49, how="random"), "train"),
+    ],
+)
+def test_a_cut_that_leaves_a_split_empty_is_refused(tmp_path, splitter, split):
+    rows = write(tmp_path / "t.csv", ["1,1,p,u", "0,1,p,u"])
+    with pytest.raises(
+        DataError,
+        match=f"the {split} split would be empty: 2 usable rows.*--{split if split != 'train' else 'validation'}-share",
+    ):
+        prepare({"train": [rows]}, tmp_path / "out", SCHEMA, splitter=splitter)
+    assert names(tmp_path) == ["t.csv"]
+
+
+def test_the_optimum_of_other_samples_is_not_recorded(tmp_path):
+    """A cut split, and one with a bad row, are not the samples whose best scores are known."""
+    rows = write(tmp_path / "t.csv", ["1,1,p,u", "0,1,p,u"] * 10)
+    known = {"train": {"auc": 0.8, "log_loss": 0.4, "samples": 20}}
+    whole = prepare({"train": [rows]}, tmp_path / "whole", SCHEMA, optimum=known)
+    assert whole.splits["train"].optimum == known["train"]
+    cut = prepare({"train": [rows]}, tmp_path / "cut", SCHEMA, optimum=known, splitter=Splitter())
+    assert [split.optimum for split in cut.splits.values()] == [None, None, None]
+    with rows.open("a") as file:
+        file.write("5,1,p,u\n")
+    fewer = prepare({"train": [rows]}, tmp_path / "fewer", SCHEMA, optimum={"train": known["train"] | {"samples": 21}})
+    assert fewer.splits["train"].optimum is None
+
+
 def test_equal_input_gives_equal_files(tmp_path):
     train = write(tmp_path / "t.csv", [f"{i % 2},{i},v{i % 7},w{i % 11}" for i in range(500)])
     splitter = Splitter(how="random", seed=1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rowmesh.data import Splitter
+from rowmesh.data.prepared import SPLITS
 from rowmesh.errors import ConfigurationError
 
 
@@ -19,6 +20,7 @@ def test_order_keeps_the_last_samples_for_the_test(total, validation, test, cut)
     assert (assigned == 2).sum() == round(total * test)
     assert (assigned == 1).sum() == round(total * validation)
     cut = min(cut, total)
+    assert splitter.sizes(total) == dict(zip(SPLITS, np.bincount(assigned, minlength=3).tolist(), strict=True))
     pieces = [splitter.assign(0, cut, total=total), splitter.assign(cut, total, total=total)]
     np.testing.assert_array_equal(np.concatenate(pieces), assigned)
 

@@ -75,6 +75,10 @@ def test_output_is_guarded(tmp_path):
         synthesize(tmp_path / "raw", {"train": 10}, SMALL)
     with pytest.raises(ConfigurationError, match="unknown splits"):
         synthesize(tmp_path / "other", {"dev": 10}, SMALL)
+    for counts in ({"test": 5}, {"train": 0}, {"train": -5}, {"train": 5, "test": -1}):
+        with pytest.raises(ConfigurationError, match="split needs 1 or more samples"):
+            synthesize(tmp_path / "other", counts, SMALL)
+    assert not (tmp_path / "other").exists()
 
 
 def test_sources(tmp_path):
