@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
@@ -177,7 +177,8 @@ class EmbeddingCollection(nn.Module):
         self._initialize(seed)
         self._transport.connect(self._exchanges)
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
-        self._inverses: list[Scratch] = []
+        self._inverses: list[Scratch] = []  # idle
+        self._all_inverses: list[Scratch] = []  # and those that routes hold
         self._pending: list[Route] = []
         self._num_fetches = self._num_pushes = 0
         self.step_count = 0
@@ -196,7 +197,11 @@ class EmbeddingCollection(nn.Module):
                 )
 
     def _make_exchange(self, group: TableGroup) -> GroupExchange:
-        placement = DealtPlacement(tuple(table.num_rows for table in group.tables), self.mesh.world_size)
+        try:
+            placement = DealtPlacement(tuple(table.num_rows for table in group.tables), self.mesh.world_size)
+        except ConfigurationError as error:
+            names = ", ".join(f"{table.name!r} ({table.num_rows:,} rows)" for table in group.tables)
+            raise ConfigurationError(f"group {group.name} of tables {names}: {error}") from error
         arena = DenseArena(group, placement.num_slots, self._transport.allocate)
         num_segments = len(group.tables)
         make_outbox = partial(self._transport.make_outbox, num_segments)
@@ -242,12 +247,13 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Memory of this rank, by use."""
-        rows = state = buffers = 0
+        """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
+        rows = state = 0
+        buffers = self._pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
         for exchange in self._exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
-            buffers += sum(workspace.num_bytes for workspace in exchange.workspaces)
+            buffers += exchange.num_bytes
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     def forward(self, batch: SparseBatch) -> Embeddings:
@@ -263,11 +269,23 @@ class EmbeddingCollection(nn.Module):
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError("weights of a SparseBatch get no gradient; detach them")
         layouts = self._layouts(batch)
-        scratch = self._inverses.pop() if self._inverses else Scratch()
+        if not self._inverses:
+            self._inverses.append(Scratch())
+            self._all_inverses.append(self._inverses[-1])
+        scratch = self._inverses.pop()
         inverse = scratch.reserve(4 * batch.ids.numel())
         route = Route(batch, [], scratch, self._inverses.append)  # first: it gives everything back if a group fails
+        refused: list[str] = []
         for exchange, layout in zip(self._exchanges, layouts, strict=True):
-            route.groups.append(exchange.route(batch, layout, inverse))
+            try:
+                route.groups.append(exchange.route(batch, layout, inverse))
+            except IdRangeError as error:
+                refused.append(str(error))  # not the error, whose frames hold buffers
+        if refused:
+            raise IdRangeError(
+                f"rank {self.mesh.rank}: {'; '.join(refused)}; correct the data, raise num_rows, or set "
+                "out_of_range to the row such ids should read"
+            )
         return route
 
     def fetch(self, route: Route) -> Rows:

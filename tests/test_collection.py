@@ -407,6 +407,26 @@ def test_local_rows_are_views_and_reports_are_filled():
         embeddings.local_rows("itm")
 
 
+def test_memory_counts_buffers_that_are_in_use():
+    embeddings = EmbeddingCollection([a_table(num_rows=50_000)])
+    ids = torch.arange(20_000).view(1, -1)
+    before = embeddings.memory_bytes["buffers"]
+    out = embeddings(SparseBatch.from_dense(["item"], ids)).values
+    in_use = embeddings.memory_bytes["buffers"]
+    # At the least: slots, addresses, the way back, and the output.
+    assert in_use - before > 20_000 * (4 + 8 + 4 + 16)
+    out.sum().backward()
+    EmbeddingOptimizer(embeddings).step()
+    del out
+    gc.collect()
+    idle = embeddings.memory_bytes["buffers"]
+    assert idle >= in_use
+    for _ in range(3):
+        embeddings(SparseBatch.from_dense(["item"], ids)).values.sum().backward()
+        EmbeddingOptimizer(embeddings).step()
+    assert embeddings.memory_bytes["buffers"] == idle
+
+
 # What it refuses
 
 
@@ -421,6 +441,21 @@ def test_ids_outside_their_table(ids, bad):
         assert text in str(caught.value)
     assert embeddings.counters[0].out_of_range == {"seen": num_bad}
     assert embeddings(SparseBatch.from_bags({"seen": [[1]], "item": [[1]]})).values.shape == (1, 8)
+
+
+def test_all_features_with_ids_outside_their_table_are_named():
+    tables = [a_table(features=("item", "seen")), a_table(name="wide", dim=6), a_table(name="mapped", out_of_range=0)]
+    embeddings = EmbeddingCollection(tables)
+    bags = {"seen": [[10]], "item": [[11]], "wide": [[-1]], "mapped": [[99]]}
+    with pytest.raises(IdRangeError) as caught:
+        embeddings(SparseBatch.from_bags(bags))
+    outside = "1 of 1 ids are outside table"
+    assert str(caught.value) == (
+        f"rank 0: feature 'item': {outside} 'item' (0 to 9), the first is 11; "
+        f"feature 'seen': {outside} 'item' (0 to 9), the first is 10; "
+        f"feature 'wide': {outside} 'wide' (0 to 9), the first is -1; "
+        "correct the data, raise num_rows, or set out_of_range to the row such ids should read"
+    )
 
 
 def test_ids_outside_their_table_can_read_a_row():
@@ -457,7 +492,10 @@ def test_weights_get_no_gradient():
         ([a_table(), a_table()], "two tables are named 'item'"),
         ([a_table(), a_table(name="b", features=("item",))], r"feature 'item' is looked up in tables 'item' and 'b'"),
         ([a_table(), a_table(name="b", dtype=torch.float64)], "float64 tables do not mix"),
-        ([a_table(num_rows=2**33)], "more than 4,294,967,295; use more ranks"),
+        (
+            [a_table(num_rows=2**33), a_table(name="b")],
+            r"group dim4_sgd of tables 'item' \(8,589,934,592 rows\), 'b' \(10 rows\): .*4,294,967,295; use more ranks",
+        ),
     ],
 )
 def test_tables_that_cannot_work(tables, message):

@@ -104,14 +104,21 @@ class Layouts:
                     rows.append((begin, end, offsets, size, batch.batch_size, column, self._width, mean))
                 total += end - begin
         features = np.array(rows, np.int64).reshape(-1, DESCRIPTOR)
-        cells = total * group.dim if group.is_sequence else batch.batch_size * self._width
-        if cells >= MAX_CELLS:
-            raise ConfigurationError(
-                f"the output for this batch has {cells:,} elements, more than {MAX_CELLS:,}; use smaller batches"
-            )
+        self._check_size(group, batch.batch_size, total)
         several = batch.bag_size != 1
         is_weighted = batch.weights is not None or bool(several and features[:, 7].any())
         return GroupLayout(features, total, is_weighted)
+
+    def _check_size(self, group: TableGroup, batch_size: int, num_ids: int) -> None:
+        count, what, each = batch_size, "samples", self._width
+        if group.is_sequence:
+            count, what, each = num_ids, f"ids of features {list(group.features)}", group.dim
+        if count * each >= MAX_CELLS:
+            most = (MAX_CELLS - 1) // each
+            raise ConfigurationError(
+                f"group {group.name}: {count:,} {what} with {each:,} elements each make an output of {count * each:,} "
+                f"elements, and fewer than {MAX_CELLS:,} are possible; use batches of at most {most:,} {what}"
+            )
 
     def _check(self, batch: SparseBatch) -> None:
         present = set(batch.features)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.tensor_pool import TensorPool
 from rowmesh.ops import pool as ops
-from rowmesh.ops.memory import TensorPool
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.sparse import SparseBatch
 
@@ -85,7 +85,12 @@ class Pooling:
         self.is_sequence = is_sequence
         self.width = width
         self.dtype = groups[0].dtype
-        self._outputs = TensorPool()
+        self._outputs = TensorPool(max_idle=4 * (1 + sum(is_sequence)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the outputs, of those that users keep as well."""
+        return self._outputs.num_bytes
 
     def forward(self, route: Route) -> tuple[Tensor, ...]:
         """`[B, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.workspace import Outbox, Workspace
+from rowmesh.exchange.workspace import Outbox, Workspace, held_bytes
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.merge_update import Merger
 from rowmesh.ops.pool import DESCRIPTOR
@@ -108,7 +108,8 @@ class GroupExchange:
         self.has_remote = self.world_size > 1  # rows that have to be received; false where all can be read in place
         self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
-        self.workspaces: list[Workspace] = []
+        self.workspaces: list[Workspace] = []  # idle
+        self._all_workspaces: list[Workspace] = []  # and those that routes hold
         self._make_outbox = make_outbox
         self._segments = np.repeat(np.arange(self.num_segments), [len(table.features) for table in group.tables])
         self._num_rows = np.array(placement.num_rows, np.int64)
@@ -157,7 +158,17 @@ class GroupExchange:
         return RouteGroup(self, workspace, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), 0, 0)
 
     def _borrow(self) -> Workspace:
-        return self.workspaces.pop() if self.workspaces else Workspace(self._make_outbox())
+        if self.workspaces:
+            return self.workspaces.pop()
+        workspace = Workspace(self._make_outbox())
+        self._all_workspaces.append(workspace)
+        return workspace
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers, lent or idle; without the arena."""
+        lent = sum(workspace.num_bytes for workspace in self._all_workspaces)
+        return lent + held_bytes(self) + held_bytes(self.merger) + held_bytes(self._hash)
 
     def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
         self._hash(
@@ -180,6 +191,7 @@ class GroupExchange:
     def _mapped(self, ids: Tensor, batch: SparseBatch, layout: GroupLayout) -> Tensor:
         """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
         ids = ids.clone()
+        refused: list[str] = []
         place = 0
         for table in self.group.tables:
             for name in table.features:
@@ -192,10 +204,12 @@ class GroupExchange:
                     continue
                 self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
                 if table.out_of_range == "error":
-                    raise IdRangeError(
-                        f"rank {self.rank}: feature {name!r}: {count} of {end - begin} ids are outside table "
-                        f"{table.name!r} (0 to {table.num_rows - 1}), the first is {int(part[outside][0])}; correct "
-                        f"the data, raise num_rows, or set out_of_range to the row such ids should read"
+                    refused.append(
+                        f"feature {name!r}: {count} of {end - begin} ids are outside table {table.name!r} "
+                        f"(0 to {table.num_rows - 1}), the first is {int(part[outside][0])}"
                     )
-                part[outside] = table.out_of_range
+                else:
+                    part[outside] = table.out_of_range
+        if refused:
+            raise IdRangeError("; ".join(refused))
         return ids

@@ -80,12 +80,13 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         """All memory held."""
-        scratches = (value for value in vars(self).values() if isinstance(value, Scratch))
-        return (
-            sum(scratch.num_bytes for scratch in scratches)
-            + self.outbox.lists.num_bytes
-            + self.outbox.gradients.num_bytes
-        )
+        return held_bytes(self) + self.outbox.lists.num_bytes + self.outbox.gradients.num_bytes
+
+
+def held_bytes(owner: object) -> int:
+    """Bytes of the private buffers among an object's attributes, and in lists among them."""
+    values = [item for value in vars(owner).values() for item in (value if isinstance(value, list) else [value])]
+    return sum(value.num_bytes for value in values if isinstance(value, (Buffer, Scratch)))
 
 
 def private_outbox(world_size: int, num_segments: int) -> Outbox:

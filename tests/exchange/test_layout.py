@@ -65,5 +65,17 @@ def test_cells_have_32_bits():
     layouts = Layouts(fuse([TableSpec(name="a", num_rows=9, dim=1024)]), {"a": 0}, 1024)
     num_bags = 2**22
     batch = SparseBatch(("a",), torch.zeros(0, dtype=torch.int64), num_bags, bag_size=0)
-    with pytest.raises(ConfigurationError, match=r"4,294,967,296 elements.*use smaller batches"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"group dim1024_\w+: 4,194,304 samples with 1,024 elements each .*at most 4,194,303 samples",
+    ):
         layouts(batch)
+
+
+def test_cells_of_sequences_have_32_bits_too():
+    """An output has one row an id, however few samples there are."""
+    (group,) = fuse([TableSpec(name="s", num_rows=9, dim=1024, pooling="none")])
+    layouts = Layouts([group], {}, 0)
+    layouts._check_size(group, 1, 2**22 - 1)
+    with pytest.raises(ConfigurationError, match=r"4,194,304 ids of features \['s'\] .*at most 4,194,303 ids"):
+        layouts._check_size(group, 1, 2**22)
