@@ -121,6 +121,12 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        if torch.is_grad_enabled():  # so it is under create_graph=True only
+            raise RowmeshError(
+                "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
+                "derivative; for a penalty on gradients take torch.autograd.grad(loss, embeddings.values, "
+                "create_graph=True), add what it gives to the loss, and call backward() on that"
+            )
         # The graph may live as long as a loss that somebody keeps; the route's buffers must not.
         route, ctx.route = ctx.route, None
         ctx.collection._take_gradients(route, grads)
@@ -300,10 +306,12 @@ class EmbeddingCollection(nn.Module):
 
         Raises:
             RowmeshError: rows were updated since they were fetched.
+            DataError: the batch's offsets were changed in place.
         """
         route = rows.route
         if rows.num_pushes != self._num_pushes:
             raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+        route.check_offsets()
         if torch.is_grad_enabled():
             outputs = _Pool.apply(self._anchor, self, route)
         else:
@@ -327,6 +335,7 @@ class EmbeddingCollection(nn.Module):
     def _take_gradients(self, route: Route | None, gradients: Sequence[Tensor]) -> None:
         if route is None or route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        route.check_offsets()
         self._pooling.backward(route, gradients)
         route.has_gradients = True
         self._pending.append(route)

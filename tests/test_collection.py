@@ -278,6 +278,44 @@ def test_backward_runs_once():
         loss.backward()
 
 
+def test_offsets_that_change_before_the_backward_are_noticed():
+    """Kernels would read past their buffers."""
+    embeddings = EmbeddingCollection([a_table()])
+    offsets = torch.tensor([0, 1, 3])
+    batch = SparseBatch(("item",), torch.tensor([1, 2, 3]), 2, jagged_offsets=offsets)
+    loss = embeddings(batch).values.sum()
+    offsets.copy_(torch.tensor([0, 3, 3]))
+    with pytest.raises(DataError, match=r"offsets of a SparseBatch were changed in place.*clone"):
+        loss.backward()
+    rows = embeddings.fetch(embeddings.route(batch))
+    offsets.add_(0)
+    with pytest.raises(DataError, match="offsets of a SparseBatch were changed in place"):
+        embeddings.pool(rows)
+    ids = batch.ids.clone()
+    batch = SparseBatch(("item",), ids, 2, jagged_offsets=offsets)
+    loss = embeddings(batch).values.sum()
+    ids.zero_()  # these are not read again
+    loss.backward()
+
+
+def test_offsets_made_under_inference_mode():
+    with torch.inference_mode():
+        batch = SparseBatch.from_bags({"item": [[1], [2, 3]]})
+        assert EmbeddingCollection([a_table()])(batch).values.shape == (2, 4)
+
+
+def test_second_derivatives_are_refused_and_penalties_on_gradients_work():
+    embeddings = EmbeddingCollection([a_table(initializer=Constant(value=0.5))])
+    batch = SparseBatch.from_bags({"item": [[1]]})
+    with pytest.raises(RowmeshError, match=r"backward\(create_graph=True\) cannot go through an EmbeddingCollection"):
+        embeddings(batch).values.square().sum().backward(create_graph=True)
+    values = embeddings(batch).values
+    (gradient,) = torch.autograd.grad(values.square().sum(), values, create_graph=True)
+    gradient.square().sum().backward()  # 4 w², whose derivative is 8 w
+    EmbeddingOptimizer(embeddings).step()
+    assert embeddings.local_rows("item").values[1].tolist() == [0.5 - 4.0] * 4
+
+
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_a_graph_exactly_where_gradients_are_enabled(has_gradients):
     """As nn.EmbeddingBag: eval() alone does not freeze it."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import IdRangeError
+from rowmesh.errors import DataError, IdRangeError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.workspace import Outbox, Workspace, held_bytes
@@ -68,8 +68,28 @@ class Route:
         self.groups = groups
         self.number = 0  # of the fetch, the same on all ranks
         self.has_gradients = False
+        self._version = self._offsets_version()
         self._inverse = inverse
         self._give_back = give_back
+
+    def check_offsets(self) -> None:
+        """Kernels read the user's offsets until the backward is done.
+
+        Raises:
+            DataError: they were changed in place since they were routed.
+        """
+        if self._version >= 0 and self._version != self._offsets_version():
+            raise DataError(
+                "the offsets of a SparseBatch were changed in place between its forward and its backward; "
+                "make a new tensor for the next batch, or clone these"
+            )
+
+    def _offsets_version(self) -> int:
+        """How often the offsets were changed in place; −1 where nobody reads or counts."""
+        offsets = self.batch.jagged_offsets
+        if self.batch.bag_size is not None or offsets is None or offsets.is_inference():
+            return -1
+        return offsets._version
 
     @classmethod
     def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:

@@ -29,7 +29,8 @@ class SparseBatch:
         ids: int64 `[N]`.
         batch_size: B, the number of samples.
         bag_size: the number of ids in every bag where all bags are equal (1 for one-hot), else None.
-        jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given.
+        jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given. Not copied: they must stay as they
+            are until the backward of the batch is done.
         weights: per-id weights `[N]`, float32 or float64, or None.
 
     Example:

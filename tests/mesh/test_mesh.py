@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
 
 from rowmesh import Mesh
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.mesh import _check_backend
 
 JOIN = """
 import os
@@ -69,3 +73,24 @@ def test_errors_of_collectives_name_the_dead(cause):
     assert f"rank 0: rank 1 (process {process.pid}) died while counting" in str(mesh.peer_error("counting", cause))
     alive = Mesh(rank=0, world_size=2, hosts=(0, 1), pids=(os.getpid(), 1), timeout_s=7.0)
     assert "within 7 s: connection reset" in str(alive.peer_error("counting", cause))
+
+
+class NoCpu:
+    """A process group without a backend for the CPU, as NCCL's is."""
+
+    def _get_backend(self, device):
+        raise RuntimeError(f"No backend type associated with device type {device}")
+
+
+def test_a_process_group_that_cannot_move_cpu_memory_is_refused():
+    with pytest.raises(ConfigurationError, match=r"moves CPU tensors with nothing.*cpu:gloo,cuda:nccl"):
+        _check_backend(NoCpu())
+
+
+def test_the_default_process_group_is_checked():
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
+    try:
+        with pytest.raises(ConfigurationError, match=r"moves CPU tensors with fake, and rowmesh needs gloo.*cpu:gloo"):
+            Mesh.connect()
+    finally:
+        dist.destroy_process_group()
