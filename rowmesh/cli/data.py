@@ -140,9 +140,10 @@ def prepare(
         Keep a folder that was written from the same files with the same options; replace another.
     """
     source = DataSource.find(inputs, schema, validation=validation or (), test=test or ())
-    splitter = None
-    if len(source.files) == 1:
-        splitter = Splitter(validation=validation_share, test=test_share, how=split_by, seed=seed)
+    splitter = Splitter(validation=validation_share, test=test_share, how=split_by, seed=seed)
+    if len(source.files) > 1:
+        _check_unused(splitter, source)
+        splitter = None
     options = {
         "splitter": splitter,
         "min_count": min_count,
@@ -158,6 +159,15 @@ def prepare(
             source.files, out, source.schema, overwrite=overwrite or reuse, progress=show, **options
         )
     print_prepared(console, prepared)
+
+
+def _check_unused(splitter: Splitter, source: DataSource) -> None:
+    """Raises ConfigurationError for options of a cut where nothing is cut."""
+    if splitter != Splitter():
+        raise ConfigurationError(
+            f"there are files of the {' and '.join(source.files)} splits, so nothing is cut: leave out "
+            "--validation-share, --test-share, --split-by and --seed, or give training files only"
+        )
 
 
 def _bag_sizes(multi_hot: dict[str, int]) -> dict[int, int]:

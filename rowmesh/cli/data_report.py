@@ -95,9 +95,11 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
 
 
 def _splits(prepared: Prepared) -> Table:
-    table = _table("split", "samples", "positive rate", "best AUC", "best log-loss")
+    is_known = any(split.optimum for split in prepared.splits.values())
+    table = _table("split", "samples", "positive rate", *(("best AUC", "best log-loss") if is_known else ()))
     for name, split in prepared.splits.items():
-        table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *_best(split.optimum or {}))
+        best = _best(split.optimum or {}) if is_known else ()
+        table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *best)
     return table
 
 
@@ -117,7 +119,7 @@ def _tables(prepared: Prepared) -> Table:
 def _table(first: str, *others: str) -> Table:
     """A table whose first column is words and whose other columns are numbers."""
     table = Table()
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for column in others:
         table.add_column(column, justify="right")
     return table

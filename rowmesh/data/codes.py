@@ -66,7 +66,10 @@ class Coder:
             for columns in self._blocks(files):
                 writer.write(columns)
         if writer.num_samples == 0:
-            raise DataError(f"no usable rows in {', '.join(str(file) for file in files)}")
+            names = ", ".join(str(file) for file in files)
+            bad = self._quarantine.num_bad_rows
+            why = f"; {bad} bad rows, {self._quarantine.first()}\nCheck the schema" if bad else ": nothing in them"
+            raise DataError(f"no usable rows in {names}{why}")
         return CodedRows(path, writer.num_samples)
 
     def _blocks(self, files: Sequence[Path]) -> Iterator[list[pa.Array]]:

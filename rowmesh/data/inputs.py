@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rowmesh.data.prepared import SPLITS
-from rowmesh.data.schema import Schema
+from rowmesh.data.schema import SCHEMAS, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA_FILE = "schema.toml"
 OPTIMUM_FILE = "optimum.json"
+NO_SCHEMA = f"name the columns with --schema: {', '.join(SCHEMAS)} or a TOML file"
 OTHER_NAMES = {"dev": "validation", "val": "validation", "eval": "validation", "holdout": "test", "held": "test"}
 """How files of splits are called elsewhere, and what they are called here."""
 
@@ -55,7 +56,7 @@ class DataSource:
         folder = inputs[0] if len(inputs) == 1 and inputs[0].is_dir() else None
         if folder is None:
             if schema is None:
-                raise ConfigurationError("name the columns with --schema: criteo, avazu or a TOML file")
+                raise ConfigurationError(NO_SCHEMA)
             files = {"train": list(inputs), "validation": list(validation), "test": list(test)}
             return DataSource(_without_empty(files), Schema.load(schema))
         if validation or test:
@@ -86,7 +87,7 @@ def _without_empty(files: dict[str, list[Path]]) -> dict[str, list[Path]]:
 def _schema_file(folder: Path) -> Path:
     path = folder / SCHEMA_FILE
     if not path.is_file():
-        raise ConfigurationError(f"{folder} has no {SCHEMA_FILE}; name the columns with --schema")
+        raise ConfigurationError(f"{folder} has no {SCHEMA_FILE}; {NO_SCHEMA}")
     return path
 
 

@@ -17,6 +17,7 @@ carry no effect, a model that has learnt the frequent ones is as good as any.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -67,11 +68,13 @@ class PlantedConfig:
 
     def __post_init__(self) -> None:
         low, high = self.exponents
-        if not 0 < low <= high:
+        if self.seed < 0:
+            raise ConfigurationError(f"seed must be 0 or more, got {self.seed}")
+        if not 0 < low <= high < math.inf:
             raise ConfigurationError(f"exponents must be positive and in order, got {self.exponents}")
         if not 0 < self.base_rate < 1:
             raise ConfigurationError(f"base rate must lie between 0 and 1, got {self.base_rate}")
-        if self.signal < 0 or self.head < 1:
+        if not 0 <= self.signal < math.inf or self.head < 1:
             raise ConfigurationError(f"signal must be 0 or more and head 1 or more, got {self.signal} and {self.head}")
         if (self.max_rows is not None and self.max_rows < 1) or min(self.num_rows, default=0) < 1:
             raise ConfigurationError("tables need one row or more; check num_rows and max_rows")

@@ -49,10 +49,13 @@ class Quarantine:
             self.close()
             shutil.move(self.path, self.keep_at)
             raise DataError(
-                f"{self.num_bad_rows} bad rows, more than the {self.max_bad_rows} allowed; the first:\n  "
-                + "\n  ".join(self._first)
-                + f"\nThey are in {self.keep_at}. Check the schema, mend the rows, or raise --max-bad-rows"
+                f"{self.num_bad_rows} bad rows, more than the {self.max_bad_rows} allowed; {self.first()}\n"
+                f"They are in {self.keep_at}. Check the schema, mend the rows, or raise --max-bad-rows"
             )
+
+    def first(self) -> str:
+        """The first bad rows, one a line."""
+        return "the first:\n  " + "\n  ".join(self._first)
 
     def close(self) -> None:
         """Closes the file; idempotent."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import Quarantine
-from rowmesh.data.schema import Categorical, Schema
+from rowmesh.data.schema import UNIX_TIME, Categorical, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
 
@@ -192,7 +192,10 @@ def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array
 def _derive_one(value: bytes | str | None, feature: Categorical) -> int | None:
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
     try:
-        time = datetime.datetime.strptime(text, feature.time_format)
-    except ValueError:
+        if feature.time_format == UNIX_TIME:
+            time = datetime.datetime.fromtimestamp(float(text), datetime.UTC)
+        else:
+            time = datetime.datetime.strptime(text, feature.time_format)
+    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
         return None
     return time.hour if feature.derive == "hour_of_day" else time.weekday()

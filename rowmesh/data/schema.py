@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import tomllib
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, mo
 from rowmesh.errors import ConfigurationError
 
 DenseTransform = Literal["log1p", "none"]
+UNIX_TIME = "unix"
 Derivation = Literal["hour_of_day", "weekday"]
 
 
@@ -26,7 +28,8 @@ class Categorical(BaseModel):
         separator: what stands between the ids of a multi-hot text value; None for one id a sample.
             Parquet columns of lists are multi-hot without a separator.
         derive: compute the id from a time: "hour_of_day" (0–23) or "weekday" (0 = Monday).
-        time_format: how the time is written, for `derive`.
+        time_format: how the time is written, for `derive`: directives of `strptime`, or "unix" for seconds since
+            1970, UTC.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,6 +51,8 @@ class Categorical(BaseModel):
     def _check(self) -> Categorical:
         if self.derive is not None and self.separator is not None:
             raise ValueError(f"{self.name!r} has both derive and separator; a time is one value")
+        if self.time_format != UNIX_TIME:
+            _check_time_format(self.time_format)
         return self
 
     @property
@@ -158,6 +163,14 @@ class Schema(BaseModel):
         """Writes the schema as TOML."""
         values = self.model_dump(exclude_none=True, exclude_defaults=True, mode="json")
         path.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def _check_time_format(time_format: str) -> None:
+    try:
+        datetime.datetime.strptime("", time_format)
+    except ValueError as error:  # also raised because "" is no such time
+        if "does not match" not in str(error):
+            raise ValueError(f"time_format: {error}; for seconds since 1970 write {UNIX_TIME!r}") from error
 
 
 def _is_punctuation(text: str) -> bool:

@@ -35,6 +35,6 @@ def check_columns(path: Path, schema: Schema, found: Sequence[str]) -> None:
     """Raises DataError, naming the columns, where the file lacks one that the schema reads."""
     for column in schema.source_columns:
         if column not in found:
-            raise DataError(
-                f"{path}: column {column!r} is missing{nearest(column, found)} (the file has: {', '.join(found)})"
-            )
+            is_whole_line = schema.format == "text" and len(found) == 1
+            hint = f"; is the delimiter {schema.delimiter!r} right?" if is_whole_line else nearest(column, found)
+            raise DataError(f"{path}: column {column!r} is missing{hint} (the file has: {', '.join(found)})")

@@ -37,7 +37,7 @@ class Splitter:
     def __post_init__(self) -> None:
         if self.how not in ("order", "random"):
             raise ConfigurationError(f"split by must be 'order' or 'random', got {self.how!r}")
-        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+        if not (self.validation >= 0 and self.test >= 0 and self.validation + self.test < 1):
             raise ConfigurationError(
                 f"validation share {self.validation} and test share {self.test} must be 0 or more "
                 "and leave something for training"

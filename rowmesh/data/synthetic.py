@@ -137,8 +137,11 @@ class _SplitFiles:
         self._file = self._writer = None
 
     def _abandon(self) -> None:
+        """Closes the file as it is; the disk may be full, and nobody will read it."""
+        if isinstance(self._writer, pq.ParquetWriter):
+            self._writer.is_open = False  # or it would try to write the footer when it is collected
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk may be full; nobody will read the file
+            with contextlib.suppress(OSError):
                 self._file.close()
         self._file = self._writer = None
 

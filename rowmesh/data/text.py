@@ -124,8 +124,9 @@ class _BlockParser:
             return None
 
         def on_invalid(row: pa_csv.InvalidRow) -> str:
-            reason = f"{row.actual_columns} columns instead of {row.expected_columns}"
-            malformed.append((row.number - 1, reason))  # numbers are exact on a single thread
+            malformed.append(
+                (row.number - 1, self._wrong_number(row.actual_columns))
+            )  # numbers are exact on a single thread
             return "skip"
 
         # [Note: lines that are no UTF-8] The handler of invalid rows takes text only. Without it an invalid row
@@ -159,7 +160,10 @@ class _BlockParser:
             num_columns = len(self.names)
         if num_columns == len(self.names) or "\r" in text:
             return "a line break inside a value, or a quote that is not closed"
-        return f"{num_columns} columns instead of {len(self.names)}"
+        return self._wrong_number(num_columns)
+
+    def _wrong_number(self, num_columns: int) -> str:
+        return f"{num_columns} column{'' if num_columns == 1 else 's'} instead of {len(self.names)}"
 
     def _reject(self, block: bytes, first_line: int, number: int, reason: str) -> None:
         self.quarantine.add(self.path, first_line + number, reason, _LineText(block)(number))

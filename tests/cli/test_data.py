@@ -47,7 +47,20 @@ def test_files_and_options(tmp_path, capsys):
     run("prepare", files[0], "--validation", files[2], "--schema", schema, "--out", tmp_path / "given")
     prepared = Prepared.open(tmp_path / "given")
     assert {name: split.samples for name, split in prepared.splits.items()} == {"train": 100, "validation": 100}
-    assert "unknown" in capsys.readouterr().out
+    assert "best AUC" not in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="files of the train and validation splits, so nothing is cut"):
+        run(
+            "prepare",
+            files[0],
+            "--validation",
+            files[2],
+            "--schema",
+            schema,
+            "--out",
+            tmp_path / "o",
+            "--test-share",
+            0.2,
+        )
 
 
 def test_reuse(tmp_path, capsys):

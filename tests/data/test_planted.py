@@ -98,6 +98,9 @@ def test_power_law(exponent):
     [
         ({"base_rate": 1.0}, "base rate"),
         ({"signal": -1}, "signal must be 0 or more"),
+        ({"signal": float("inf")}, "signal must be 0 or more"),
+        ({"signal": float("nan")}, "signal must be 0 or more"),
+        ({"seed": -1}, "seed must be 0 or more"),
         ({"head": 0}, "head 1 or more"),
         ({"max_rows": 0}, "one row or more"),
         ({"exponents": (1.2, 1.1)}, "exponents"),

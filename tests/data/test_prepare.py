@@ -273,6 +273,12 @@ def test_mistakes(tmp_path, arguments, kind, message):
     assert names(tmp_path) == ["empty.csv", "header.csv", "t.csv"]
 
 
+def test_files_of_bad_rows_only_say_what_is_bad(tmp_path):
+    train = write(tmp_path / "t.csv", ["1,x,p,u", "2,1,p,u"])
+    with pytest.raises(DataError, match=r"no usable rows in .*t\.csv; 2 bad rows, the first:\n  .*t\.csv:2: x is 'x'"):
+        prepare({"train": [train]}, tmp_path / "out", SCHEMA)
+
+
 def test_metadata_of_another_format_is_refused(tmp_path):
     train = write(tmp_path / "t.csv", ["1,1,p,u"])
     prepare({"train": [train]}, tmp_path / "out", SCHEMA)

@@ -55,7 +55,7 @@ def write(tmp_path, content, name="data.csv"):
         ("1,2", "2 columns instead of 3"),
         ("1,2,a,b", "4 columns instead of 3"),
         ("1,2,\udcff,b", "4 columns instead of 3"),
-        ("\udcff", "1 columns instead of 3"),
+        ("\udcff", "1 column instead of 3"),
         ('1,"\udcff', "a line break inside a value, or a quote that is not closed"),
         ("", "y is '', not 0 or 1"),
         ("2,2,a", "y is '2', not 0 or 1"),
@@ -281,6 +281,22 @@ def test_times_become_hour_and_weekday(tmp_path):
     read = Read(write(tmp_path, "y,t\n1,14102107\n0,\n1,14109907\n0,14102623\n"), schema)
     assert read.columns == [[7, None, 23], [1, None, 6]]  # a Tuesday and a Sunday
     assert [(bad["line"], bad["reason"]) for bad in read.bad] == [(4, "t is '14109907', not a time like %y%m%d%H")]
+
+
+def test_unix_times(tmp_path):
+    feature = {"name": "hour", "column": "t", "derive": "hour_of_day", "time_format": "unix"}
+    schema = Schema(label="y", categorical=(feature,))
+    read = Read(write(tmp_path, "y,t\n1,881250949\n0,3600.5\n1,soon\n0,1e99\n"), schema)
+    assert read.columns == [[15, 1]]
+    assert [bad["reason"] for bad in read.bad] == [
+        "t is 'soon', not a time like unix",
+        "t is '1e99', not a time like unix",
+    ]
+
+
+def test_a_wrong_delimiter_is_suspected(tmp_path):
+    with pytest.raises(DataError, match="column 'y' is missing; is the delimiter ',' right"):
+        Read(write(tmp_path, "y\tx\ta\n1\t1\tp\n"), SCHEMA)
 
 
 def test_real_criteo(real_data):

@@ -53,6 +53,10 @@ def test_built_in():
         ("categorical = ['a']", "label: Field required"),
         ("label = 'y'\ncategorical = [{name = 'a', separator = ''}]", "categorical.0.separator: separator is empty"),
         ("label = 'y'\ncategorical = [{name = 'a', separator = ' ', derive = 'weekday'}]", "both derive and separator"),
+        (
+            "label = 'y'\ncategorical = [{name = 'a', derive = 'weekday', time_format = '%s'}]",
+            "'s' is a bad directive in format '%s'; for seconds since 1970 write 'unix'",
+        ),
         ("label = 'y'\ncategorical = ['a']\ndelimiter = '§'", "delimiter must be one character of ASCII"),
         ("label = 'y'\ncategorical = ['a']\ndelimiter = ''", "delimiter must be one character of ASCII"),
         ('label = "y"\ncategorical = ["a"]\ndelimiter = "\\n"', "no line break"),

@@ -37,6 +37,8 @@ def test_random_split_is_reproducible_and_of_the_right_size():
 def test_mistakes():
     with pytest.raises(ConfigurationError, match="leave something for training"):
         Splitter(validation=0.5, test=0.5)
+    with pytest.raises(ConfigurationError, match="must be 0 or more"):
+        Splitter(validation=float("nan"))
     with pytest.raises(ConfigurationError, match="'order' or 'random'"):
         Splitter(how="hash")  # pyright: ignore
     assert Splitter(validation=0, test=0.1).splits == ("train", "test")

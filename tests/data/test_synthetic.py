@@ -1,5 +1,6 @@
 """Synthetic data sets: through preparation they come out as they were drawn, whatever the format."""
 
+import gc
 import json
 
 import numpy as np
@@ -79,6 +80,16 @@ def test_output_is_guarded(tmp_path):
         with pytest.raises(ConfigurationError, match="split needs 1 or more samples"):
             synthesize(tmp_path / "other", counts, SMALL)
     assert not (tmp_path / "other").exists()
+
+
+def test_an_interruption_leaves_nothing_and_no_complaint(tmp_path, recwarn):
+    def interrupted(what, share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(tmp_path / "raw", {"train": 10}, SMALL, progress=interrupted)
+    gc.collect()  # what a writer cannot finish when it is collected would be printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_sources(tmp_path):
