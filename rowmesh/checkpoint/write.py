@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -89,6 +90,8 @@ def save(
     except BaseException:
         if rank == 0:
             shutil.rmtree(target, ignore_errors=True)
+            with contextlib.suppress(OSError):  # stays where it holds a former checkpoint
+                folder.rmdir()
         raise
     if rank == 0:
         _remove_others(folder, keep=token)
@@ -170,7 +173,8 @@ def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | 
     try:
         result = action()
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        partly = f"only a part was written ({error}); is the disk full?" if isinstance(error, OSError) else str(error)
+        reason = getattr(error, "strerror", None) or partly  # NumPy raises OSError without a reason
         rank = 0 if group is None else dist.get_rank(group)
         failure = f"rank {rank} cannot write the checkpoint in {folder}: {reason}"
     outcomes: list[Any] = [(result, failure)]

@@ -33,12 +33,14 @@ app.command(env)
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
-    Exit status 2 where rowmesh refuses or gives up, 130 after Ctrl-C, 143 after SIGTERM; errors go to
-    standard error, under torchrun with the rank in front.
+    Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 130 after Ctrl-C, 143 after
+    SIGTERM; errors go to standard error, under torchrun with the rank in front.
     """
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(arguments)
+        app(arguments, exit_on_error=False)
+    except cyclopts.CycloptsError:  # cyclopts has printed it
+        sys.exit(FAILED)
     except RowmeshError as error:
         _complain(str(error))
         sys.exit(FAILED)
@@ -51,8 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except OSError as error:  # a full disk, a folder without permission
         where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}; make room or choose another place")
+        sys.exit(FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
         _complain(
-            f"{where}{error.strerror or error}; make room or choose another place, what was written before is kept"
+            f"out of memory: {str(error).rpartition('Allocator: ')[2] or 'Python had no room'}; use smaller tables "
+            "(tables.dim, --min-count of the data), layers or batches, or more hosts"
         )
         sys.exit(FAILED)
 
@@ -62,10 +70,15 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     sys.exit(TERMINATED)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python or, in its own way, torch had no memory left."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def _complain(message: str) -> None:
     rank = os.environ.get("RANK")
     speaker = "rowmesh" if rank is None else f"rowmesh (rank {rank})"
-    print(f"{speaker}: error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"{speaker}: error: {message.removeprefix(f'rank {rank}: ')}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

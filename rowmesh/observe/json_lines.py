@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Gives an OSError of a write, which does not know the file, its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class JsonLines:
@@ -25,14 +38,18 @@ class JsonLines:
 
     def write(self, **record: Any) -> None:
         """Writes one record; NaN and infinities, which JSON does not have, become null."""
-        if self._file is not None:
-            self._file.write(json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n"
+        with naming(self._file.name):
+            self._file.write(line)
             self._file.flush()
 
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
-            self._file.close()
+            with naming(self._file.name):
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self

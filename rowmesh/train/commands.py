@@ -150,7 +150,7 @@ def _write_metrics(path: Path, record: dict[str, Any]) -> None:
 
 
 def _say(mesh: Mesh, *lines: str) -> None:
-    if mesh.rank == 0:
+    if mesh.rank == 0 and lines:
         print(*lines, sep="\n", flush=True)  # noqa: T201
 
 

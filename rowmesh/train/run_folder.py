@@ -16,6 +16,7 @@ from typing import Any, Self
 from rowmesh.data.lock import exclusive
 from rowmesh.data.manifest import MANIFEST, Manifest
 from rowmesh.errors import RowmeshError
+from rowmesh.observe.json_lines import naming
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 _PARTIAL = r"\..*\.partial"
@@ -102,7 +103,8 @@ class Claim:
             files: name → text.
         """
         _clear(self._path)
-        Manifest(kind=KIND, request=request).write(self._path)
+        with naming(self._path):
+            Manifest(kind=KIND, request=request).write(self._path)
         for name, text in files.items():
             write_text(self._path / name, text)
         self._has_begun = True
@@ -124,7 +126,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -154,6 +154,16 @@ def test_a_full_disk_leaves_the_old_model(saved):
     assert_unchanged(saved, before)
 
 
+def test_a_full_disk_leaves_no_empty_folder(tmp_path, monkeypatch):
+    def fill(*_, **__):
+        raise OSError("4208 requested and 3040 written")  # as NumPy does
+
+    monkeypatch.setattr("numpy.save", fill)
+    with pytest.raises(CheckpointError, match=r"only a part was written \(4208 .*\); is the disk full"):
+        save(tmp_path / "model", Dealt(TABLES), DENSE)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("at", ["_write_rows", "_publish"])
 def test_an_interrupted_write_leaves_the_old_model(saved, monkeypatch, at):
     before = sorted(saved.rglob("*"))

@@ -6,7 +6,7 @@ import pytest
 
 import rowmesh
 from rowmesh.cli.__main__ import main
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import PeerError, RowmeshError
 
 
 def run(capsys, *arguments):
@@ -37,6 +37,45 @@ def test_mistakes_end_in_one_message_and_status_2(capsys, tmp_path):
     assert err == f"rowmesh: error: cannot read the configuration {tmp_path}/clicks.toml: No such file or directory\n"
 
 
+def failing_with(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("no 80 MiB of shared memory"), "no 80 MiB of shared memory; use smaller tables"),
+        (MemoryError(), "Python had no room; use smaller tables"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "out of memory: can't allocate memory: you tried to allocate 8 bytes; use",
+        ),
+    ],
+)
+def test_too_little_memory_is_one_message(capsys, monkeypatch, error, message):
+    failing_with(monkeypatch, error)
+    status, _, err = run(capsys, "env")
+    assert status == 2
+    assert message in err
+    assert err.startswith("rowmesh: error: out of memory: ")
+
+
+def test_the_rank_is_named_once(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    failing_with(monkeypatch, PeerError("rank 1: rank 0 (process 7) died while training"))
+    assert run(capsys, "env")[2] == "rowmesh (rank 1): error: rank 0 (process 7) died while training\n"
+
+
+def test_a_full_disk_names_the_file(capsys, monkeypatch):
+    failing_with(monkeypatch, OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
+    status, _, err = run(capsys, "env")
+    assert status == 2
+    assert err.startswith("rowmesh: error: runs/a/metrics.jsonl: No space left on device; make room")
+
+
 def test_under_torchrun_the_message_names_the_rank(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     status, _, err = run(capsys, "evaluate", str(tmp_path))
@@ -47,7 +86,7 @@ def test_under_torchrun_the_message_names_the_rank(capsys, tmp_path, monkeypatch
 @pytest.mark.parametrize("arguments", [["trian"], ["train"], ["env", "--jsno"], ["train", "a.toml", "--overrite"]])
 def test_unknown_words_are_refused(capsys, arguments):
     status, out, err = run(capsys, *arguments)
-    assert status != 0
+    assert status == 2
     assert "Error" in out + err
 
 
@@ -59,12 +98,10 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
 
 
-def test_our_own_mistakes_keep_their_traceback(monkeypatch):
-    def fail():
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, RuntimeError])
+def test_our_own_mistakes_keep_their_traceback(monkeypatch, kind):
+    failing_with(monkeypatch, kind())
+    with pytest.raises(kind):
         main(["env"])
 
 
@@ -77,8 +114,5 @@ def test_env_prints_text_and_json(capsys):
 
 
 def test_errors_of_rowmesh_are_printed_without_a_traceback(capsys, monkeypatch):
-    def fail():
-        raise RowmeshError("table 'item': no room\n  for 3 rows")
-
-    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+    failing_with(monkeypatch, RowmeshError("table 'item': no room\n  for 3 rows"))
     assert run(capsys, "env") == (2, "", "rowmesh: error: table 'item': no room\n  for 3 rows\n")

@@ -103,6 +103,7 @@ def test_evaluation_prints_what_it_runs_on_and_the_result(config_file, tmp_path,
     trained = capsys.readouterr().out
     run_evaluation(tmp_path / "run")
     out = capsys.readouterr().out
+    assert "" not in out.splitlines()
     for name in ("ranks", "device", "data", "transport", "group", "network", "memory"):
         line = next(line for line in out.splitlines() if line.startswith(f"{name:<10}"))
         assert line in trained
@@ -133,6 +134,22 @@ def test_a_model_knows_its_vocabulary(config_file, tmp_path, clicks, capsys):
         run_evaluation(tmp_path / "run", options)
     assert f"was trained on {clicks.folder}, and {other} differs from it in vocabulary of C1" in str(error.value)
     assert "--other-vocabulary" in str(error.value)
+    capsys.readouterr()
+    with pytest.raises(RowmeshError, match="in the checkpoint"):  # accepted, but these tables have other sizes too
+        run_evaluation(tmp_path / "run", options, other_vocabulary=True)
+    assert re.match(
+        r"data      differ from those of the training in vocabulary of C1.*; accepted", capsys.readouterr().out
+    )
+
+
+def test_a_model_without_its_vocabulary_is_refused(config_file, tmp_path):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    path = tmp_path / "run" / "model" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["metadata"]["fingerprint"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RowmeshError, match="does not say what it was trained on"):
+        run_evaluation(tmp_path / "run")
 
 
 def test_a_model_of_one_rank_is_evaluated_on_several(config_file, tmp_path, command):

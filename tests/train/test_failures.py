@@ -1,5 +1,6 @@
 """How runs end that cannot go on: which message, which status, what is left."""
 
+import importlib
 import math
 import os
 import re
@@ -15,8 +16,10 @@ import pyarrow as pa
 import pytest
 
 from rowmesh.errors import DataError
+from rowmesh.mesh import Mesh
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
+from tests.support.ranks import RankError
 
 LONG = ["train.epochs=100000", "train.log_every=1"]
 
@@ -109,9 +112,34 @@ def test_a_killed_rank_ends_the_run(config_file, tmp_path, transport):
     _, err = process.communicate(timeout=40)
     assert process.returncode != 0
     # Whichever of the peer and torchrun notices first.
-    assert re.search(r"rank 0: rank 1 \(process \d+\) died while training|rank      : 1", err), err
+    assert re.search(r"rank 0\): error: rank 1 \(process \d+\) died while training|rank      : 1", err), err
     assert not any(rank.is_running() for rank in ranks.values())
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def train_and_die(mesh, config, place):
+    """Trains, but rank 1 ends without a word where it would call a function."""
+    name, _, attribute = place.rpartition(".")
+    if mesh.rank == 1:
+        setattr(importlib.import_module(name), attribute, lambda *_, **__: os._exit(3))
+    Mesh.connect = staticmethod(lambda timeout_s: mesh)  # this process ends after the test
+    run_training(config)
+
+
+@pytest.mark.parametrize(
+    ("place", "doing"),
+    [
+        ("rowmesh.train.commands.describe", "setting up"),
+        ("rowmesh.checkpoint.save", "saving the model"),
+        ("rowmesh.train.evaluate.Predictions", "evaluating test"),
+    ],
+)
+def test_a_rank_that_dies_is_named_wherever_it_dies(config_file, tmp_path, ranks, place, doing):
+    with pytest.raises(RankError) as error:
+        ranks.run(train_and_die, resolve(config_file, ["train.steps=2"]), place)
+    assert re.search(rf"PeerError: rank 0: rank 1 \(process \d+\) died while {doing}", error.value.failed[0])
+    assert not (tmp_path / "run" / ".lock").exists()
+    assert (tmp_path / "run").exists() == (doing != "setting up")
 
 
 def test_ctrl_c_is_one_line_and_keeps_the_metrics(config_file, tmp_path):
