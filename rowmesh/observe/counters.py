@@ -14,10 +14,11 @@ FIELDS = ("ids", "unique_ids", "all_to_all_rounds", "bytes_sent", "bytes_receive
 
 
 class Counts(Protocol):
-    """Counters of a group of tables on this rank, growing from step to step."""
+    """Counters on this rank, growing from step to step: of a group of tables, or of messages that serve all groups.
 
-    ids: int
-    unique_ids: int
+    Those of a group have `ids` and `unique_ids` too.
+    """
+
     all_to_all_rounds: int
     bytes_sent: int
     bytes_received: int
@@ -30,8 +31,8 @@ class CounterLog:
     Rounds are the same on every rank and are not summed.
 
     Args:
-        names: the groups' names.
-        counters: the groups' counters, read after every step.
+        names: what each of the counters is written as: the groups' names.
+        counters: the groups' counters, read after every step. A field that one does not have is written as 0.
         lines: where to write; only the writer of rank 0 writes.
         group: the process group; None for a single process.
     """
@@ -77,4 +78,4 @@ class CounterLog:
         self._rows.clear()
 
     def _read(self) -> list[int]:
-        return [getattr(counts, field) for counts in self._counters for field in FIELDS]
+        return [getattr(counts, field, 0) for counts in self._counters for field in FIELDS]

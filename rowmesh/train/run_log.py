@@ -7,9 +7,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from rowmesh.observe import CounterLog, JsonLines, Progress
+from rowmesh.observe.counters import Counts
 from rowmesh.observe.tensorboard import TensorBoard
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
+
+ALL_GROUPS = "all groups"
+"""In `counters.jsonl`: what the messages moved that serve all groups at once."""
 
 
 class RunLog:
@@ -26,8 +30,12 @@ class RunLog:
         self._open = ExitStack()
         self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None))
         lines = self._open.enter_context(JsonLines(run.counters if first else None))
-        names = [group.name for group in job.embeddings.groups]
-        self._counters = CounterLog(names, job.embeddings.counters, lines, job.mesh.group)
+        names: list[str] = [group.name for group in job.embeddings.groups]
+        counters: list[Counts] = [*job.embeddings.counters]
+        if job.embeddings.transport == "collective":  # under the others no message serves all groups
+            names.append(ALL_GROUPS)
+            counters.append(job.embeddings.common_counters)
+        self._counters = CounterLog(names, counters, lines, job.mesh.group)
         self._board = TensorBoard(run.tensorboard) if first and job.config.train.tensorboard else None
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
 

@@ -260,3 +260,7 @@ def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, comman
     assert report["auc"] == pytest.approx(alone.auc, abs=1e-9)
     assert math.isclose(report["log_loss"], alone.log_loss, rel_tol=1e-7)
     assert f"transport {transport}" in done.out
+    rounds = {(line["group"], line["all_to_all_rounds"] > 0) for line in records(tmp_path / "run" / "counters.jsonl")}
+    with_messages = {("dim4_row_wise_adagrad_float64", True), ("all groups", True)}
+    without = {("dim4_row_wise_adagrad_float64", False)}
+    assert rounds == (with_messages if transport == "collective" else without)
