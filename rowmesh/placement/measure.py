@@ -1,0 +1,178 @@
+"""Measures a topology on the ranks of a run: what a read costs over each link, and from a rank's own memory.
+
+Every rank reads from every other, through the process group that training uses: it sends a request of 8 bytes and gets
+n bytes. Pairs work at once, in rounds in which every rank has one partner, rank XOR round: where a node has 2^g ranks,
+a round is within nodes or between them for all alike, and links are as busy as in an exchange. The times of a few
+sizes give the line
+
+    seconds = latency + n · seconds a byte
+
+Source: OPER §3.2 (L, measured once per cluster).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.ops.gather import gather
+from rowmesh.placement.topology import Topology
+
+SIZES = (1 << 10, 1 << 16, 1 << 20)
+_WARMUP = 2
+_TABLE_BYTES = 64 << 20  # larger than most caches
+_DIM = 16
+_LOOKUPS = 1 << 14
+
+
+def measure_topology(
+    mesh: Mesh,
+    *,
+    ranks_per_node: int | None = None,
+    memory_bytes: int | None = None,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 9,
+) -> Topology:
+    """The topology of a run.
+
+    Every rank must call it; it blocks until all have. A rank sends and receives W · `repeats` times the sum of `sizes`,
+    under 100 MB for 8 ranks.
+
+    Args:
+        mesh: of the run.
+        ranks_per_node: G; by default, the ranks that share a host.
+        memory_bytes: that a rank has for embeddings, which is not measured.
+        sizes: bytes of a read.
+        repeats: reads of each size, of which the median counts.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ConfigurationError: hosts do not have equally many ranks one after another.
+        PeerError: a rank died or did not come.
+
+    Example:
+        >>> with Mesh.connect() as mesh:
+        ...     topology = measure_topology(mesh, repeats=1)
+        >>> topology.world_size, topology.cost.shape
+        (1, (1, 1))
+    """
+    G = ranks_per_node or node_size(mesh.hosts)
+    if G < 1 or mesh.world_size % G:
+        raise ConfigurationError(f"{mesh.world_size} ranks do not make nodes of {G}; give a divisor as ranks_per_node")
+    lines = np.zeros((2, mesh.world_size))  # seconds a byte, latency
+    lines[:, mesh.rank] = _local_line()
+    try:
+        for round_ in range(1, 1 << (mesh.world_size - 1).bit_length()):
+            dist.barrier(mesh.group)
+            partner = mesh.rank ^ round_
+            if partner < mesh.world_size:
+                lines[:, partner] = fit_line(sizes, _read_times(mesh, partner, sizes, repeats))
+        cost, latency = _of_all_ranks(mesh, lines)
+    except RuntimeError as error:
+        raise mesh.peer_error("measuring links", error) from error
+    source = f"measured on {mesh.world_size} ranks of {max(mesh.hosts) + 1} hosts, reads of {list(sizes)} bytes"
+    return Topology(f"{mesh.world_size // G}x{G}", mesh.world_size // G, G, cost, latency, memory_bytes, source)
+
+
+def node_size(hosts: Sequence[int]) -> int:
+    """G, where every host has G ranks one after another.
+
+    Raises:
+        ConfigurationError: hosts differ.
+
+    Example:
+        >>> node_size((0, 0, 1, 1))
+        2
+    """
+    G = list(hosts).count(hosts[0])
+    if any(hosts[rank] != hosts[rank - rank % G] for rank in range(len(hosts))) or len(hosts) != G * len(set(hosts)):
+        raise ConfigurationError(
+            f"ranks are on hosts {list(hosts)}; a placement needs equally many on each, one host after another: launch "
+            "them so, or give ranks_per_node"
+        )
+    return G
+
+
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds a byte and latency, by least squares of relative errors, so that small reads count as much as large.
+
+    Neither is negative: where the line would be, it goes through the origin or is the rate of the largest read.
+
+    Example:
+        >>> cost, latency = fit_line([1000, 2000, 4000], [0.003, 0.005, 0.009])
+        >>> round(cost, 9), round(latency, 9)
+        (2e-06, 0.001)
+    """
+    n, t = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    cost, latency = np.linalg.lstsq(np.stack([n / t, 1 / t], axis=1), np.ones(len(n)), rcond=None)[0]
+    if latency < 0 or cost <= 0 or len(n) < 2:
+        return float(t[-1] / n[-1]), 0.0 if latency < 0 else float(t[0])
+    return float(cost), float(latency)
+
+
+def _read_times(mesh: Mesh, partner: int, sizes: Sequence[int], repeats: int) -> list[float]:
+    """The median seconds of this rank's reads from its partner; the lower rank reads first."""
+    if mesh.rank < partner:
+        seconds = [_read(mesh, partner, size, repeats) for size in sizes]
+        for size in sizes:
+            _serve(mesh, partner, size, repeats)
+        return seconds
+    for size in sizes:
+        _serve(mesh, partner, size, repeats)
+    return [_read(mesh, partner, size, repeats) for size in sizes]
+
+
+def _read(mesh: Mesh, partner: int, size: int, repeats: int) -> float:
+    request, values = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    seconds = []
+    for _ in range(_WARMUP + repeats):
+        began = time.perf_counter()
+        dist.send(request, group=mesh.group, group_dst=partner)
+        dist.recv(values, group=mesh.group, group_src=partner)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[_WARMUP:])
+
+
+def _serve(mesh: Mesh, partner: int, size: int, repeats: int) -> None:
+    request, values = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    for _ in range(_WARMUP + repeats):
+        dist.recv(request, group=mesh.group, group_src=partner)
+        dist.send(values, group=mesh.group, group_dst=partner)
+
+
+def _local_line() -> tuple[float, float]:
+    """Seconds a byte, and of a call, of a rank's own look-ups: rows of 64 bytes all over a table."""
+    table = torch.zeros(_TABLE_BYTES // (4 * _DIM), _DIM)
+    generator = torch.Generator().manual_seed(0)
+    numbers = (_LOOKUPS // 16, _LOOKUPS)
+    seconds = []
+    for number in numbers:
+        slots = torch.randint(0, table.shape[0], (number,), generator=generator)
+        times = []
+        for _ in range(8):
+            began = time.perf_counter()
+            gather(table, slots)
+            times.append(time.perf_counter() - began)
+        seconds.append(statistics.median(times[1:]))
+    return fit_line([4 * _DIM * number for number in numbers], seconds)
+
+
+def _of_all_ranks(mesh: Mesh, lines: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The lines of all ranks: cost and latency, `[W, W]` each."""
+    if mesh.world_size == 1:
+        return lines[0:1], lines[1:2]
+    mine = torch.from_numpy(lines)
+    all_lines = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(all_lines, mine, group=mesh.group)
+    stacked = torch.stack(all_lines).numpy()
+    return stacked[:, 0], stacked[:, 1]
