@@ -11,7 +11,8 @@ a node together with rate n and all ranks with rate U (`rowmesh.placement.demand
     replicated   nothing is fetched. In training u gradients with their slots go to the home (through agents where the
                  range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
 
-Rows are not looked at one by one: a run of equal rows falls on homes by arithmetic, so that 33 M rows take milliseconds.
+Rows are not looked at one by one: a run of equal rows falls on homes by arithmetic, so that 33 M rows take
+milliseconds.
 
 Source: OPER §3.2. Differs: what moves follows from rules instead of a path matrix for each row
 (`rowmesh.placement.equations` has those); deduplication, gradients, copies and two hops are counted.

@@ -6,7 +6,7 @@ rows (tens of thousands), whatever the number of rows (hundreds of millions).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -96,3 +96,26 @@ class Demand:
     def num_nodes(self) -> int:
         """H."""
         return self.world_size // self.ranks_per_node
+
+    def falling(self) -> Demand:
+        """The demand with runs pooled until no row of a table is asked for more often than one before it.
+
+        A plan gives copies to prefixes. Where rows are not in order of demand (an unsorted table, or counted batches
+        that do not follow accesses), the best prefixes are those of the pooled demand.
+        """
+        table, lengths = self.table, self.lengths
+        rates = np.stack([self.rank, self.node, self.world]) * lengths
+        first_run = np.arange(len(table))
+        while True:
+            mean = rates[0] / lengths
+            joins = (mean[1:] > mean[:-1] * (1 + 1e-12)) & (table[1:] == table[:-1])
+            if not joins.any():
+                break
+            heads = np.flatnonzero(np.concatenate([[True], ~joins]))
+            rates, lengths = np.add.reduceat(rates, heads, axis=1), np.add.reduceat(lengths, heads)
+            table, first_run = table[heads], first_run[heads]
+        if len(table) == len(self.table):
+            return self
+        rank, node, world = rates / lengths
+        starts = np.append(self.starts[first_run], self.starts[-1])
+        return replace(self, starts=starts, table=table, rank=rank, node=node, world=world)

@@ -5,8 +5,8 @@ kept equal), which `rowmesh.placement.cost` follows; these equations judge the p
 
 Path matrices `P` are [N, M, M]: P[k, i, j] = 1 where rank i fetches embedding (or partition) k from rank j.
 
-Source: OPER §3.2, equations (1) to (3). Differs: equation (3) prints L[j][j]; §3.2 defines L[i][j] as the cost of rank i
-fetching from rank j and Algorithm 1 uses it so, hence L[i][j] here.
+Source: OPER §3.2, equations (1) to (3). Differs: equation (3) prints L[j][j]; §3.2 defines L[i][j] as the cost of
+rank i fetching from rank j and Algorithm 1 uses it so, hence L[i][j] here.
 """
 
 from __future__ import annotations

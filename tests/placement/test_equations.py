@@ -6,9 +6,9 @@ import pytest
 from rowmesh.placement import equations
 
 # Three tables on two GPUs that have room for 7 embeddings each; an embedding is one unit, links and look-ups cost 1,
-# and both GPUs read each embedding A times. The paper's text does not print the numbers of the drawing; these are ours,
-# of its shape: every table has a hot head.
-A = np.array([9, 3, 2, 1] + [8, 2, 1] + [6, 2, 1, 1, 0])
+# and both GPUs read each embedding A times: 4 rows of table 0, 3 of table 1, 5 of table 2. The paper's text does not
+# print the numbers of the drawing; these are ours, of its shape: every table has a hot head.
+A = np.array([9, 3, 2, 1, 8, 2, 1, 6, 2, 1, 1, 0])
 S = np.ones(12)
 L = np.ones((2, 2))
 ON_0, ON_1, COPY = (0, 0), (1, 1), (0, 1)
@@ -24,12 +24,12 @@ CASES = {
     ),
     # 9 + 1 + 2 + 6 + 0 against 3 + 2 + 8 + 1 + 2 + 1 + 1.
     "(c) by embedding": (
-        [ON_0, ON_1, ON_1, ON_0] + [ON_1, ON_0, ON_1] + [ON_0, ON_1, ON_1, ON_1, ON_0],
+        [ON_0, ON_1, ON_1, ON_0, ON_1, ON_0, ON_1, ON_0, ON_1, ON_1, ON_1, ON_0],
         [5, 7], [36, 36], [[18, 18], [18, 18]],
     ),
     # The two hottest (9 + 8) on both; of the others 1 + 2 + 6 + 1 + 0 on GPU 0 and 3 + 2 + 1 + 2 + 1 on GPU 1.
     "(d) with copies": (
-        [COPY, ON_1, ON_1, ON_0] + [COPY, ON_0, ON_1] + [ON_0, ON_1, ON_1, ON_0, ON_0],
+        [COPY, ON_1, ON_1, ON_0, COPY, ON_0, ON_1, ON_0, ON_1, ON_1, ON_0, ON_0],
         [7, 7], [37, 35], [[27, 9], [10, 26]],
     ),
 }  # fmt: skip
