@@ -1,0 +1,255 @@
+"""Dealing: from levels to ranges whose homes carry equal loads.
+
+Rows that fall in frequency and go round the ranks give every rank nearly the same load, but for two things, which are
+put right here: the first rows of a table are far apart, and all tables begin somewhere. So the hottest rounds of W
+rows (*hands*) are dealt row by row, each rank getting one row of each hand, which costs no memory; and every other
+range gets the shift that balances best. Both choices minimize the sum of squared loads, one item after another, the
+most unequal first, until nothing improves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from rowmesh.placement.cost import NODE, ONE_HOP, REPLICATED, REPLICATED_TWO_HOP, TWO_HOP
+from rowmesh.placement.demand import Demand
+from rowmesh.placement.plan import RowRange, RuleName
+from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels
+
+MAX_HEAD_ROWS = 256
+MAX_BLOCKS = 8
+TOLERANCE = 1e-4
+SWEEPS = 4
+RULES: dict[int, RuleName] = {
+    ONE_HOP: "dealt", TWO_HOP: "dealt", NODE: "node", REPLICATED: "replicated", REPLICATED_TWO_HOP: "replicated",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of a table that travel in one way."""
+
+    table: int
+    start: int
+    stop: int
+    kind: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def range(self, shift: int = 0) -> RowRange:
+        """The span as a range of a plan."""
+        return RowRange(
+            self.start, self.stop, RULES[self.kind], shift, two_hop=self.kind in (TWO_HOP, REPLICATED_TWO_HOP)
+        )
+
+
+def spans_of(levels: Levels, choices: Choices, demand: Demand) -> list[Span]:
+    """Neighbouring rows of one kind as spans; cold ones are cut between whole rounds, so that no slot is lost."""
+    cuts = np.stack([np.zeros_like(levels.hot), levels.hot, levels.copied, demand.lengths])
+    lengths = np.diff(cuts, axis=0).T.ravel()
+    kind = choices.kind[[HOT, WARM, COLD]].T.ravel()
+    table = np.repeat(demand.table, 3)
+    kept = np.flatnonzero(lengths)
+    lengths, kind, table = lengths[kept], kind[kept], table[kept]
+    changes = np.flatnonzero(np.concatenate([[True], (np.diff(kind) != 0) | (np.diff(table) != 0)]))
+    starts = (np.cumsum(lengths) - lengths)[changes]
+    stops = np.append(starts[1:], lengths.sum())
+    spans = []
+    for start, stop, which, t in zip(starts, stops, kind[changes], table[changes], strict=True):
+        first = int(demand.first_row[t])
+        spans.append(Span(int(t), int(start) - first, int(stop) - first, int(which)))
+    return _whole_rounds(spans, demand.world_size)
+
+
+def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:
+    cold = (ONE_HOP, TWO_HOP)
+    result: list[Span] = []
+    origin = 0
+    for span in spans:
+        follows = bool(result) and result[-1].table == span.table and result[-1].kind in cold and span.kind in cold
+        if not follows:
+            origin = span.start
+            result.append(span)
+            continue
+        before = result.pop()
+        border = span.start - (span.start - origin) % world_size
+        if border > before.start:
+            result.append(Span(span.table, before.start, border, before.kind))
+        result.append(Span(span.table, border, span.stop, span.kind))
+    return result
+
+
+def memory_bytes(spans: Sequence[Span], demand: Demand) -> int:
+    """What the fullest rank holds."""
+    W, G = demand.world_size, demand.ranks_per_node
+    return sum(int(demand.row_bytes[span.table]) * span.range().num_slots(0, W, G) for span in spans)
+
+
+def deal(spans: Sequence[Span], demand: Demand, seconds: np.ndarray) -> list[list[RowRange]]:
+    """The ranges of each table, with heads and shifts that balance the ranks.
+
+    Args:
+        spans: in order of tables and rows.
+        demand: of all rows.
+        seconds: [5, K], what a row of each run costs, by how rows travel: the load that is balanced.
+    """
+    table = _Table(demand, seconds)
+    hands = _hands(spans, table)
+    dealt = {span: max((hand.stop for hand in hands if hand.span is span), default=span.start) for span in spans}
+    rest = [Span(span.table, dealt[span], span.stop, span.kind) for span in spans if dealt[span] < span.stop]
+    blocks = [block for span in rest for block in _blocks(span, table)]
+    items: list[_Hand | _Rest] = [*hands, *(_Rest(block, table.residues(block)) for block in blocks)]
+    _balance(items, table)
+    ranges: list[list[RowRange]] = [[] for _ in demand.shapes]
+    for item in items:
+        ranges[item.span.table] += item.ranges()
+    return [sorted(parts, key=lambda part: part.start) for parts in ranges]
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Loads of rows and of their homes."""
+
+    demand: Demand
+    seconds: np.ndarray
+
+    @cached_property
+    def negligible(self) -> float:
+        """A difference of loads that is not worth a range of its own."""
+        least = self.seconds[[ONE_HOP, TWO_HOP]].min(axis=0)
+        return TOLERANCE * float(least @ self.demand.lengths) / self.demand.world_size
+
+    def loads(self, span: Span, rows: np.ndarray) -> np.ndarray:
+        """Of some rows of a span, counted from its start."""
+        first = self.demand.first_row[span.table] + span.start
+        return self.seconds[span.kind, np.searchsorted(self.demand.starts, first + rows, "right") - 1]
+
+    def residues(self, span: Span) -> np.ndarray:
+        """[W], the load of each rank when a span is dealt from rank 0 on."""
+        W, starts = self.demand.world_size, self.demand.starts
+        first, last = (int(self.demand.first_row[span.table]) + row for row in (span.start, span.stop))
+        low, high = int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last, "left"))
+        bounds = np.clip(starts[low : high + 1], first, last) - first
+        of_row, lengths, home = self.seconds[span.kind, low:high], np.diff(bounds), bounds[:-1] % W
+        edges = np.bincount(home, of_row, 2 * W) - np.bincount(home + lengths % W, of_row, 2 * W)
+        line = np.cumsum(edges)
+        return line[:W] + line[W:] + of_row @ (lengths // W)
+
+
+@dataclass(eq=False)
+class _Hand:
+    """Up to W rows, of which each rank gets at most one."""
+
+    span: Span
+    start: int
+    loads: np.ndarray
+    ranks: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.loads)
+
+    def spread(self, num_ranks: int) -> float:
+        least = self.loads[-1] if len(self.loads) == num_ranks else 0.0
+        return float(self.loads[0] - least)
+
+    def place(self, load: np.ndarray) -> None:
+        """The heaviest row to the least loaded rank, and so on."""
+        self.ranks[np.argsort(-self.loads, kind="stable")] = np.argsort(load, kind="stable")[: len(self.loads)]
+
+    def contribution(self, num_ranks: int) -> np.ndarray:
+        return np.bincount(self.ranks, self.loads, num_ranks)
+
+    def ranges(self) -> list[RowRange]:
+        single = self.span.kind in (ONE_HOP, TWO_HOP)
+        two_hop = self.span.kind in (TWO_HOP, REPLICATED_TWO_HOP)
+        return [
+            RowRange(row, row + 1, "fixed", rank=rank, two_hop=two_hop) if single
+            else RowRange(row, row + 1, "replicated", shift=rank, two_hop=two_hop)
+            for row, rank in enumerate(self.ranks.tolist(), self.start)
+        ]  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Rest:
+    """Rows that are dealt by arithmetic, from a shift on."""
+
+    span: Span
+    residues: np.ndarray
+    shift: int = 0
+    ranks_per_node: int = 0
+
+    def spread(self, num_ranks: int) -> float:
+        return float(np.ptp(self.residues))
+
+    def place(self, load: np.ndarray) -> None:
+        """The shift under which heavy residues meet light ranks."""
+        W = len(load)
+        if self.ranks_per_node:  # copies in all nodes: what counts is the place
+            load = np.tile(load.reshape(-1, self.ranks_per_node).mean(axis=0), W // self.ranks_per_node)
+        rolled = self.residues[(np.arange(W) - np.arange(W)[:, None]) % W]
+        self.shift = int(np.argmin(rolled @ load))
+
+    def contribution(self, num_ranks: int) -> np.ndarray:
+        own = np.roll(self.residues, self.shift)
+        if not self.ranks_per_node:
+            return own
+        nodes = num_ranks // self.ranks_per_node
+        return np.tile(own.reshape(nodes, -1).sum(axis=0) / nodes, nodes)
+
+    def ranges(self) -> list[RowRange]:
+        return [self.span.range(self.shift)]
+
+
+def _hands(spans: Sequence[Span], table: _Table) -> list[_Hand]:
+    """The hands whose rows are furthest apart, from the first row of a span on without gaps."""
+    W = table.demand.world_size
+    most = MAX_HEAD_ROWS // W if W > 1 else 0
+    found = []
+    for span in spans:
+        if span.kind == NODE:
+            continue
+        loads = table.loads(span, np.arange(min(len(span), most * W)))
+        spread = np.inf
+        for first in range(0, len(loads), W):
+            hand = _Hand(
+                span, span.start + first, loads[first : first + W], np.zeros(len(loads[first : first + W]), int)
+            )
+            spread = min(spread, hand.spread(W))
+            found.append((spread, hand))
+    found.sort(key=lambda entry: -entry[0])
+    return [hand for spread, hand in found[:most] if spread > table.negligible]
+
+
+def _blocks(span: Span, table: _Table) -> list[Span]:
+    """1, 2, 4, … rounds of W rows as far as they are unequal, and the rest: what can be shifted one by one."""
+    bounds = table.demand.world_size * (2 ** np.arange(MAX_BLOCKS) - 1)
+    bounds = bounds[bounds < len(span)]
+    falls = -np.diff(table.loads(span, bounds))
+    unequal = np.flatnonzero(falls > table.negligible)
+    cuts = [*(span.start + bounds[: unequal[-1] + 2 if len(unequal) else 1]).tolist(), span.stop]
+    return [Span(span.table, *bound, span.kind) for bound in pairwise(cuts)]
+
+
+def _balance(items: Sequence[_Hand | _Rest], table: _Table) -> None:
+    W, G = table.demand.world_size, table.demand.ranks_per_node
+    load = np.zeros(W)
+    for item in items:
+        if isinstance(item, _Rest) and item.span.kind == NODE:
+            item.ranks_per_node = G
+    order = sorted(items, key=lambda item: -item.spread(W))
+    for sweep in range(SWEEPS):
+        before = load.copy()
+        for item in order:
+            if sweep:
+                load -= item.contribution(W)
+            item.place(load)
+            load += item.contribution(W)
+        if sweep and load @ load >= before @ before * (1 - 1e-12):
+            break

@@ -1,0 +1,110 @@
+"""Searching levels: what links should cost for the objective, and how many bytes really fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rowmesh.placement.demand import Demand
+from rowmesh.placement.strategies.dealing import Span, memory_bytes, spans_of
+from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, LinkCosts, RowBytes, Steps
+from rowmesh.placement.strategies.problem import Problem
+
+BISECTIONS = 14
+MOST_UNEQUAL = 1e3
+
+
+@dataclass(frozen=True, eq=False)
+class LevelSearch:
+    """The levels of one problem under some costs of links.
+
+    Attributes:
+        problem: what is asked for.
+        demand: of the problem, pooled where it does not fall.
+        moved: what rows move, by how they travel.
+        choices: what rows cost at each level.
+        steps: steps up, best first.
+    """
+
+    problem: Problem
+    demand: Demand
+    moved: RowBytes
+    choices: Choices
+    steps: Steps
+
+    @staticmethod
+    def of(problem: Problem) -> LevelSearch:
+        """The sum over links is least under their own costs; the slowest, where links between nodes weigh as much more
+        as makes both kinds take equally long, which is found by bisection.
+        """
+        demand = problem.demand.falling()
+        moved = RowBytes.of(demand, problem.request)
+        costs = LinkCosts.of(problem.topology)
+
+        def under(dearer: float, max_hops: int) -> LevelSearch:
+            weighed = replace(costs, inter=costs.inter * dearer, agent=costs.agent * dearer)
+            choices = Choices.of(demand, moved.seconds(weighed), max_hops)
+            return LevelSearch(problem, demand, moved, choices, Steps.of(choices))
+
+        hops = range(1, problem.request.max_hops + 1)
+        if not problem.request.minimizes_slowest_link or demand.num_nodes == 1 or demand.ranks_per_node == 1:
+            return under(1.0, max(hops))
+        return min((_balanced(lambda dearer, n=n: under(dearer, n)) for n in hops), key=LevelSearch.slowest_link)
+
+    @property
+    def budget_bytes(self) -> int:
+        """For copies, over all ranks."""
+        return self.problem.spare_bytes * self.demand.world_size
+
+    def take(self, budget_bytes: int) -> Levels:
+        """The best levels within a budget of bytes over all ranks."""
+        return self.steps.take(budget_bytes, len(self.demand.table))
+
+    def fitting(self, take: Callable[[int], Levels] | None = None) -> tuple[Levels, list[Span]]:
+        """The best levels that fit on every rank, and their spans: a deal rounds up to whole rows on every rank.
+
+        Args:
+            take: finds levels within a budget; by default the best.
+        """
+        limit, budget = self.problem.limit_bytes, self.budget_bytes
+        while True:
+            levels = (take or self.take)(budget)
+            spans = spans_of(levels, self.choices, self.demand)
+            over = memory_bytes(spans, self.demand) - limit
+            if over <= 0:
+                return levels, spans
+            assert budget > 0, "rows without copies fit, as spare_bytes found"
+            budget = max(budget - over * self.demand.world_size, 0)
+
+    def link_seconds(self, levels: Levels) -> tuple[float, float]:
+        """(within nodes, between nodes): the slowest link of either kind when homes are balanced."""
+        W, G, H = self.demand.world_size, self.demand.ranks_per_node, self.demand.num_nodes
+        rows = np.zeros((3, len(levels.hot)))
+        rows[HOT], rows[WARM], rows[COLD] = levels.hot, levels.copied - levels.hot, self.demand.lengths - levels.copied
+        run = np.arange(len(levels.hot))
+        costs = LinkCosts.of(self.problem.topology)
+        intra, inter, agent = (
+            float((matrix[self.choices.kind, run] * rows).sum())
+            for matrix in (self.moved.intra, self.moved.inter, self.moved.agent)
+        )
+        between = costs.inter * inter / (W * (W - G)) + costs.agent * agent / (W * (H - 1))
+        return costs.intra * intra / (W * (G - 1)), between
+
+    def slowest_link(self) -> float:
+        """Seconds of the slowest link, with the whole budget."""
+        return max(self.link_seconds(self.take(self.budget_bytes)))
+
+
+def _balanced(under: Callable[[float], LevelSearch]) -> LevelSearch:
+    """The factor on links between nodes for which the slowest link is fastest."""
+    low, high = 1 / MOST_UNEQUAL, MOST_UNEQUAL
+    tried = []
+    for _ in range(BISECTIONS):
+        dearer = float(np.sqrt(low * high))
+        search = under(dearer)
+        within, between = search.link_seconds(search.take(search.budget_bytes))
+        tried.append((max(within, between), len(tried), search))
+        low, high = (dearer, high) if between > within else (low, dearer)
+    return min(tried, key=lambda entry: entry[:2])[2]

@@ -1,0 +1,112 @@
+"""What every strategy starts from: the demand, the links, the memory, and whether anything fits at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement.cost import Cost, cost_under
+from rowmesh.placement.demand import Demand
+from rowmesh.placement.plan import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
+from rowmesh.placement.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A profile, a topology and a request, and what follows from them."""
+
+    profile: Profile
+    topology: Topology
+    request: Request
+
+    @cached_property
+    def shapes(self) -> tuple[TableShape, ...]:
+        """The tables as they are stored."""
+        return self.request.shapes([table.shape for table in self.profile.tables])
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What a step asks for."""
+        demand = Demand.of(
+            self.profile, self.topology.world_size, self.topology.ranks_per_node, self.request.batch_size,
+            deduplicated=self.request.deduplicated,
+        )  # fmt: skip
+        return replace(demand, shapes=self.shapes)
+
+    @cached_property
+    def limit_bytes(self) -> int:
+        """For rows and optimizer state, of a rank."""
+        return self.request.limit_bytes(self.shapes, self.topology.world_size, self.topology.memory_bytes)
+
+    @cached_property
+    def spare_bytes(self) -> int:
+        """What a rank has left when every row is stored once.
+
+        Raises:
+            ConfigurationError: less than nothing; says what does not fit, by how much, and what would.
+        """
+        needed = least_bytes(self.shapes, self.topology.world_size)
+        if needed > self.limit_bytes:
+            raise ConfigurationError(_does_not_fit(self, needed))
+        return self.limit_bytes - needed
+
+    def plan(self, ranges: Sequence[Sequence[RowRange]], strategy: str, notes: dict[str, Any] | None = None) -> Plan:
+        """A plan of the ranges of each table."""
+        tables = tuple(TablePlan(shape, tuple(parts)) for shape, parts in zip(self.shapes, ranges, strict=True))
+        return Plan(tables, self.topology.world_size, self.topology.ranks_per_node, strategy, notes or {})
+
+    def cost(self, plan: Plan) -> Cost:
+        """What a step costs under a plan."""
+        return cost_under(plan, self.demand, training=self.request.training)
+
+    def objective(self, plan: Plan) -> float:
+        """What a plan is judged by."""
+        return self.cost(plan).objective(self.topology, self.request)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether every rank has the memory."""
+        return max(plan.memory_bytes) <= self.limit_bytes
+
+
+def least_bytes(shapes: Sequence[TableShape], world_size: int) -> int:
+    """What the fullest rank holds when every row is stored once and dealt."""
+    return sum(shape.row_bytes * -(-shape.num_rows // world_size) for shape in shapes)
+
+
+def _does_not_fit(problem: Problem, needed: int) -> str:
+    shapes, limit, W = problem.shapes, problem.limit_bytes, problem.topology.world_size
+    biggest = max(shapes, key=lambda shape: shape.row_bytes * shape.num_rows)
+    share = -(-biggest.num_rows // W) * biggest.row_bytes
+    fewer = (needed - limit + biggest.row_bytes - 1) // biggest.row_bytes * W
+    changes = []
+    if (ranks := _ranks_that_fit(shapes, limit, problem.topology.ranks_per_node)) is not None:
+        changes.append(f"use {ranks} ranks")
+    if any(shape.value_bytes == shape.gradient_bytes for shape in shapes):
+        halved = [replace(s, value_bytes=min(s.value_bytes, s.gradient_bytes // 2)) for s in shapes]
+        half = least_bytes(halved, W)
+        changes.append(f"store values in bfloat16 ({half:,} bytes a rank, {'fits' if half <= limit else 'not enough'})")
+    if fewer < biggest.num_rows:
+        changes.append(f"cut table {biggest.name!r} by {fewer:,} of its {biggest.num_rows:,} rows")
+    changes.append(f"allow {needed:,} bytes a rank")
+    return (
+        f"every row stored once on {W} ranks needs {needed:,} bytes a rank, {needed - limit:,} more than the limit of "
+        f"{limit:,}; the biggest table is {biggest.name!r} with {share:,} of them. One of these would make it fit: "
+        + "; ".join(changes)
+    )
+
+
+def _ranks_that_fit(shapes: Sequence[TableShape], limit: int, ranks_per_node: int) -> int | None:
+    """The least number of ranks, in whole nodes, whose memory holds every row once."""
+    if sum(shape.row_bytes for shape in shapes) > limit:
+        return None  # a table's last round of rows may need a row on every rank
+    total = sum(shape.row_bytes * shape.num_rows for shape in shapes)
+    ranks = -(-total // limit)
+    ranks += -ranks % ranks_per_node
+    while least_bytes(shapes, ranks) > limit:
+        ranks += ranks_per_node
+    return int(ranks)
