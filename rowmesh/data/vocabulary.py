@@ -1,8 +1,8 @@
 """Vocabulary: gives every distinct value of a column a code, in order of first appearance.
 
 The values themselves are kept, back to back, and compared byte by byte: two values never share a code.
-Memory: the bytes of the distinct values and 24 to 48 bytes for each (a hash table of int32 codes at most
-half full, an offset and a hash, in arrays that double).
+Memory: the bytes of the distinct values, up to twice, and 24 to 48 bytes for each (a hash table of int32 codes
+at most half full, an offset and a hash, in arrays that double).
 """
 
 # pyright: reportAttributeAccessIssue=false

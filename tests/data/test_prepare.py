@@ -186,6 +186,18 @@ def test_equal_input_gives_equal_files(tmp_path):
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_counts_of_every_table_are_memory_mapped(tmp_path):
+    train = write(tmp_path / "t.csv", [f"1,1,v{i % 7},w{i % 3}" for i in range(70)])
+    prepare({"train": [train]}, tmp_path / "out", SCHEMA)
+    prepared = Prepared.open(tmp_path / "out")
+    counts = {table.name: prepared.counts(table.name) for table in prepared.tables}
+    assert {name: values.tolist() for name, values in counts.items()} == {"a": [10] * 7 + [0], "b": [24, 23, 23, 0]}
+    for table in prepared.tables:
+        assert isinstance(counts[table.name], np.memmap)
+        assert (counts[table.name].dtype, counts[table.name].shape) == (np.int64, (table.num_rows,))
+        assert not counts[table.name].flags.writeable
+
+
 def test_bad_rows_are_kept_and_counted(tmp_path):
     train = write(tmp_path / "t.csv", ["1,1,p,u", "1,x,p,u", "0,2,p,u", "3,2,p,u"])
     prepared = prepare({"train": [train]}, tmp_path / "out", SCHEMA)
