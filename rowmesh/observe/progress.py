@@ -52,7 +52,7 @@ class Progress:
     def advance(self, step: int) -> None:
         """Shows that `step` steps of the run are done, now and then: call it after every step."""
         now_s = time.perf_counter()
-        if now_s - self._shown_s >= self._interval_s:
+        if now_s - self._shown_s >= self._interval_s or (self._live and step == self._total):
             self._show(step, now_s)
 
     def update(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float) -> None:

@@ -15,7 +15,7 @@ from rowmesh import checkpoint
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.observe import environment_report
+from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.config import Config
@@ -131,8 +131,10 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: b
 
 def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
-    metrics = evaluate(job, split)
     known = job.data.splits[split]
+    num_batches = -(-known.samples // job.config.data.batch_size)
+    with Progress(num_batches, title=split, enabled=job.mesh.rank == 0) as progress:
+        metrics = evaluate(job, split, progress.advance)
     _say(job.mesh, *results(split, metrics, known))
     record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
     record["planted_optimum"] = known.optimum

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rowmesh.train.checks import check_batch, naming_lost_peers
@@ -9,10 +11,15 @@ from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, Predictions
 
 
-def evaluate(job: Job, split: str) -> Metrics:
+def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda number: None) -> Metrics:
     """The metrics of a split, equal on all ranks.
 
     Collective and blocking: every rank calls it. Moves 5 bytes a sample to rank 0 beside the rows.
+
+    Args:
+        job: what to evaluate.
+        split: on which samples.
+        on_batch: is told after each batch how many are done.
 
     Raises:
         DataError: there is no such split, or it holds values that are not finite.
@@ -24,6 +31,7 @@ def evaluate(job: Job, split: str) -> Metrics:
         for number, batch in enumerate(job.loader(split)):
             check_batch(batch, job.data.schema.dense, f"{split} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels)
+            on_batch(number + 1)
         metrics = predictions.metrics(job.mesh.group)
     job.network.train(was_training)
     return metrics

@@ -55,7 +55,14 @@ def test_every_step_moves_it(monkeypatch):
     stream = Terminal()
     with Progress(9, stream=stream) as progress:
         progress.advance(4)
+        monkeypatch.setattr("rowmesh.observe.progress.BAR_INTERVAL_S", 1000.0)
     assert "4/9" in stream.getvalue()
+    stream = Terminal()
+    with Progress(9, stream=stream) as progress:
+        progress.advance(8)
+        progress.advance(9)
+    assert "8/9" not in stream.getvalue(), "too soon"
+    assert "9/9" in stream.getvalue(), "the end is always shown"
 
 
 def test_other_ranks_are_silent():

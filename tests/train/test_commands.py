@@ -5,6 +5,7 @@ import re
 import shutil
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rowmesh import EmbeddingCollection, checkpoint
 from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.observe import Progress
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
@@ -109,6 +111,14 @@ def test_evaluation_prints_what_it_runs_on_and_the_result(config_file, tmp_path,
         assert line in trained
     assert "after 2 steps" in out
     assert out.endswith(trained[trained.index("test: 501 samples") :])
+
+
+def test_a_long_evaluation_shows_how_far_it_is(config_file, tmp_path, capsys, monkeypatch):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    capsys.readouterr()
+    monkeypatch.setattr("rowmesh.train.commands.Progress", partial(Progress, interval_s=0.0))
+    run_evaluation(tmp_path / "run", ["data.batch_size=100"])
+    assert re.search(r"^test step 3/6, \d+ s left$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_metrics_that_cannot_be_written_are_printed(config_file, tmp_path, capsys, monkeypatch):
