@@ -10,11 +10,12 @@ from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, RowmeshError, SparseBatch, TableSpec
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError
-from rowmesh.optim import SGD, Adam
+from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import Constant
+from rowmesh.tables.spec import MAX_DIM
 from tests.support import behaviour
 from tests.support.scenario import Scenario
-from tests.support.training import train
+from tests.support.training import merged, train, train_reference
 
 TRANSPORTS = ["one_sided", "collective"]
 COUNTED = (
@@ -157,6 +158,30 @@ def test_slots_of_look_ups_without_an_update(ranks):
             for mine, theirs in zip(collective, one_sided, strict=True)
         ]
         assert all(num_bytes > 0 and num_bytes % 4 == 0 for num_bytes in slots)
+
+
+# The largest rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
+def test_the_largest_dim_trains_like_the_reference(ranks, world_size, dtype, tolerance):
+    rules = (SGD(lr=0.3), AdaGrad(lr=0.1, eps=0.1), RowWiseAdaGrad(lr=0.1, eps=0.1), Adam(lr=0.05, eps=0.1))
+    tables = tuple(
+        TableSpec(name=f"t{i}", num_rows=30, dim=MAX_DIM - (i == 2), pooling=pooling, optimizer=rule, dtype=dtype)
+        for i, (rule, pooling) in enumerate(zip(rules, ("sum", "mean", "sum", "none"), strict=True))
+    )
+    scenario = Scenario(tables=tables, batch_sizes=(5,) * world_size, bag_sizes=(0, 3))
+    parts = [train(Mesh(), scenario)]
+    if world_size > 1:
+        parts = ranks.run(train, scenario, "collective", world_size=world_size)
+    mine, theirs = merged(scenario, parts), train_reference(scenario)
+    for name in mine.rows:
+        torch.testing.assert_close(
+            mine.rows[name].double(), theirs.rows[name].double(), rtol=tolerance, atol=0.1 * tolerance
+        )
+        for state, tensor in mine.state[name].items():
+            torch.testing.assert_close(tensor, theirs.state[name][state], rtol=tolerance, atol=0.1 * tolerance)
 
 
 # What stays, what goes

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rowmesh import EmbeddingCollection, Mesh
+from rowmesh import Mesh
 from rowmesh.errors import ConfigurationError, PeerError
-from rowmesh.exchange.choice import choose_transport
 from tests.support import behaviour
 from tests.support.ranks import RankError, RankPool, is_running
 
@@ -74,22 +73,6 @@ def test_ranks_out_of_step(ranks, transport, verb, who):
             f"PeerError: rank {rank}: ranks are out of step: {who}; every rank must call forward and step equally "
             "often and in the same order"
         )
-
-
-def test_shared_memory_across_hosts_is_refused():
-    mesh = Mesh(rank=0, world_size=4, hosts=(0, 0, 1, 1), pids=(1, 2, 1, 2))
-    with pytest.raises(
-        ConfigurationError, match=r"'one_sided' cannot work: the 4 ranks are on 2 hosts.*use 'collective'"
-    ):
-        EmbeddingCollection(behaviour.TABLES, mesh=mesh, transport="one_sided")
-    transport, reason = choose_transport("auto", mesh, 1)
-    assert transport.name == "collective"
-    assert "2 hosts" in reason
-
-
-def test_unknown_transports_are_refused():
-    with pytest.raises(ConfigurationError, match=r"'auto', 'collective' or 'one_sided', got 'nccl'"):
-        EmbeddingCollection(behaviour.TABLES, transport="nccl")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("missing", [{"MASTER_PORT"}, {"RANK"}, {"WORLD_SIZE"}, {"MASTER_ADDR", "MASTER_PORT"}])

@@ -1,0 +1,45 @@
+"""Routes: what they ask for, and that they give back what they borrow; kernels are in tests/ops/test_route.py."""
+
+import gc
+
+import numpy as np
+
+from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
+from rowmesh.exchange.route import Route
+
+TABLES = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=9, dim=3)]
+
+
+def array(address, dtype, count):
+    return np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(dtype) * count).from_address(address)).tolist()
+
+
+def test_unique_rows_and_where_they_are():
+    embeddings = EmbeddingCollection(TABLES)
+    route = embeddings.route(SparseBatch.from_bags({"a": [[7, 2], [7]], "b": [[2], [2, 2]]}))
+    (group,) = route.groups
+    outbox, rows = group.workspace.outbox, embeddings._exchanges[0].arena.rows
+    assert group.num_unique == 3
+    assert group.owner_bounds == [0, 3]
+    assert outbox.segment_offsets.tolist() == [[0, 2, 3]]
+    assert outbox.accesses.tolist() == [[3, 3]]
+    assert array(outbox.lists.address + outbox.slots_offset, np.uint32, 3) == [7, 2, 9 + 2]
+    assert array(group.inverse, np.uint32, 6) == [0, 1, 0, 2, 2, 2]
+    addresses = array(group.workspace.addresses.buffer.address, np.int64, 3)
+    assert addresses == [rows[slot].data_ptr() for slot in (7, 2, 11)]
+
+
+def test_a_route_of_nothing():
+    embeddings = EmbeddingCollection(TABLES)
+    embeddings.route(SparseBatch.from_bags({"a": [[1]], "b": [[1]]}))  # leaves its numbers in a workspace
+    gc.collect()
+    (exchange,) = embeddings._exchanges
+    route = Route.of_nothing(embeddings._exchanges)
+    (group,) = route.groups
+    assert exchange.workspaces == []
+    assert group.owner_bounds == [0, 0]
+    assert not group.workspace.outbox.segment_offsets.any()
+    assert not group.workspace.outbox.accesses.any()
+    del route, group
+    assert len(exchange.workspaces) == 1
+    assert exchange.counters.routes == 1

@@ -1,0 +1,34 @@
+"""Roll call: who waits, as the ranks wrote it down."""
+
+import torch.distributed as dist
+
+from rowmesh.mesh import roll_call
+from rowmesh.mesh.roll_call import RollCall
+
+
+class Group:
+    group_name = "g"
+
+
+def test_answers(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    calls = [RollCall(rank, 3, Group()) for rank in range(3)]
+    assert calls[0].absent() == [0, 1, 2]
+    calls[0].answer()
+    calls[2].answer()
+    assert [call.absent() for call in calls] == [[1]] * 3
+    calls[2].withdraw()
+    calls[1].withdraw()  # it never answered
+    assert calls[0].absent() == [1, 2]
+
+
+def test_nobody_knows_where_the_store_is_gone(monkeypatch):
+    def fail():
+        raise RuntimeError("connection reset")
+
+    assert RollCall(0, 1, None).absent() is None
+    monkeypatch.setattr(roll_call, "_get_default_store", fail)
+    call = RollCall(0, 2, Group())
+    call.answer()
+    assert call.absent() is None

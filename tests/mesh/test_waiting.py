@@ -1,0 +1,48 @@
+"""Waiting for collectives: values of all ranks, and who is named where they do not come."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.roll_call import RollCall
+from rowmesh.mesh.waiting import barrier, gather_objects
+
+
+def gather(mesh):
+    """Objects of different sizes."""
+    return gather_objects(mesh, {"rank": mesh.rank, "text": "x" * 1000 * mesh.rank}, "testing")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_of_all_ranks_in_their_order(ranks, world_size):
+    expected = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(world_size)]
+    assert ranks.run(gather, world_size=world_size) == [expected] * world_size
+
+
+def test_one_rank_has_its_own():
+    assert gather_objects(Mesh(), 5, "testing") == [5]
+    barrier(Mesh(), "testing")
+
+
+def come_late(mesh, delay_s):
+    """Ranks other than 0 come late, but in time; whoever waited leaves no answer to the roll call."""
+    mesh = replace(mesh, timeout_s=4.0)
+    if mesh.rank:
+        time.sleep(delay_s)
+    barrier(mesh, "testing")
+    time.sleep(0.2)
+    return RollCall(mesh.rank, mesh.world_size, mesh.group).absent()
+
+
+def test_ranks_that_come_late(ranks):
+    assert ranks.run(come_late, 1.5, world_size=2) == [[0, 1], [0, 1]]
+
+
+def test_messages_tell_hosts_apart():
+    mesh = Mesh(rank=0, world_size=3, hosts=(0, 0, 1), pids=(5, 6, 7), timeout_s=9.0)
+    assert mesh.not_come([1, 2]) == (
+        "waited in vain for rank 1 (process 6, alive), rank 2 (process 7 on another host); every rank must call "
+        "forward and step equally often, and within the timeout of 9 s"
+    )
