@@ -227,6 +227,11 @@ def test_trains_the_same(ranks, function, transport, world_size):
     assert same_rows(plain, other)
 
 
+def test_collections_of_different_transports_side_by_side(ranks):
+    for one_sided, collective in ranks.run(behaviour.mix_transports, world_size=2):
+        assert same_rows([one_sided], [collective])
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_default_device_does_not_matter(ranks, transport, world_size):

@@ -31,7 +31,8 @@ class SparseBatch:
         bag_size: the number of ids in every bag where all bags are equal (1 for one-hot), else None.
         jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given. Not copied: they must stay as they
             are until the backward of the batch is done.
-        weights: per-id weights `[N]`, float32 or float64, or None.
+        weights: per-id weights `[N]`, float32 or float64, or None. They multiply rows; a mean is the sum of the
+            products over the number of ids, not over the sum of the weights. They get no gradient.
 
     Example:
         >>> import torch

@@ -27,7 +27,8 @@ class TableSpec:
         num_rows: ids of this table are 0 … num_rows − 1.
         dim: D, the length of a row, 1 to 1024; need not be a multiple of anything.
         features: the features that look rows up in this table; several may share it. Default: its name.
-        pooling: how the rows of a bag become one vector; "none" returns one vector an id.
+        pooling: how the rows of a bag become one vector; "none" returns one vector an id. The same for all features of
+            the table: pooled and sequence features cannot share one.
         initializer: the distribution rows start from, a function of (seed, table name, row).
         optimizer: the update rule.
         dtype: storage of the rows. bfloat16 rows are pooled in and updated from float32 state.

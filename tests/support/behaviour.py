@@ -175,6 +175,21 @@ def use_some_look_ups(
     return rows, pushes
 
 
+def mix_transports(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
+    """Trains two collections side by side in one loop, each over a transport of its own."""
+    collections = [EmbeddingCollection(TABLES, mesh=mesh, transport=name) for name in ("one_sided", "collective")]
+    optimizers = [EmbeddingOptimizer(collection) for collection in collections]
+    for step in range(3):
+        batch = batch_of(mesh.rank, step)
+        torch.stack([collection(batch).values.square().sum() for collection in collections]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    rows = [rows_of(collection) for collection in collections]
+    for collection in collections:
+        collection.close()
+    return rows
+
+
 def fall_out_of_step(mesh: Mesh, transport: Any, verb: str) -> str:
     """The error where rank 1 looks up once more than the others, or steps once more."""
     collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport)
