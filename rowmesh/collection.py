@@ -26,7 +26,7 @@ from rowmesh.exchange.transport import Transport, Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.memory import Scratch
-from rowmesh.placement import DealtPlacement
+from rowmesh.placement import AddressMap, Piece, Plan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
 
@@ -48,7 +48,7 @@ class JaggedRows:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a table that this rank owns.
+    """Some rows of a table that are in this rank's memory.
 
     Attributes:
         rows: which rows of the table they are.
@@ -134,7 +134,7 @@ class _Pool(torch.autograd.Function):
 
 
 class EmbeddingCollection(nn.Module):
-    """Embedding tables, their rows dealt over the ranks.
+    """Embedding tables, their rows spread over the ranks.
 
     Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
     them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
@@ -147,6 +147,8 @@ class EmbeddingCollection(nn.Module):
         seed: of the initial values, which are the same for every number of ranks.
         transport: how rows travel: "one_sided" (shared memory, ranks of one host), "collective"
             (torch.distributed), or "auto": one-sided where that is possible.
+        plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
+            same model.
 
     Raises:
         ConfigurationError: tables clash, or the transport cannot work here.
@@ -170,12 +172,16 @@ class EmbeddingCollection(nn.Module):
         mesh: Mesh | None = None,
         seed: int = 0,
         transport: TransportName = "auto",
+        plan: Plan | None = None,
     ) -> None:
         super().__init__()
         self.tables = tuple(tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables)
         self.mesh = mesh or Mesh()
+        shapes = [TableShape.of(table) for table in self.tables]
+        self.plan = plan or Plan.dealt(shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self._check_agreement(seed, transport)
+        self.plan.check_fits(shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self._make_pooling()
         self._transport: Transport
         self._transport, self.transport_reason = choose_transport(transport, self.mesh, len(self.groups))
@@ -193,6 +199,7 @@ class EmbeddingCollection(nn.Module):
     def _check_agreement(self, seed: int, transport: str) -> None:
         """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
         mine = [repr(table) for table in self.tables] + [f"seed {seed}", f"transport {transport!r}"]
+        mine += self.plan.to_json().splitlines()
         everyone = gather_objects(self.mesh, mine, "comparing the tables of all ranks")
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
@@ -204,20 +211,17 @@ class EmbeddingCollection(nn.Module):
 
     def _make_exchange(self, group: TableGroup) -> GroupExchange:
         try:
-            placement = DealtPlacement(tuple(table.num_rows for table in group.tables), self.mesh.world_size)
+            address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
         except ConfigurationError as error:
-            names = ", ".join(f"{table.name!r} ({table.num_rows:,} rows)" for table in group.tables)
-            raise ConfigurationError(f"group {group.name} of tables {names}: {error}") from error
-        arena = DenseArena(group, placement.num_slots, self._transport.allocate)
-        num_segments = len(group.tables)
-        make_outbox = partial(self._transport.make_outbox, num_segments)
-        return GroupExchange(group, placement, arena, self.mesh.rank, make_outbox)
+            raise ConfigurationError(f"group {group.name} of {error}") from error
+        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], self._transport.allocate)
+        make_outbox = partial(self._transport.make_outbox, address_map.num_segments)
+        return GroupExchange(group, address_map, arena, make_outbox)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
-            placement, rank = exchange.placement, self.mesh.rank
-            owned = [(base, placement.rows_of(t, rank)) for t, base in enumerate(placement.bases)]
-            exchange.arena.initialize(seed, owned)
+            held = exchange.address_map.held
+            exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
 
     def _make_pooling(self) -> None:
         pooled = [(name, table.dim) for table in self.tables for name in table.features if table.pooling != "none"]
@@ -375,20 +379,32 @@ class EmbeddingCollection(nn.Module):
         """Forgets gradients that were not pushed."""
         self._pending.clear()
 
-    def local_rows(self, table: str) -> LocalRows:
-        """The rows of a table that this rank owns, and their optimizer state, as views.
+    def local_rows(self, table: str) -> list[LocalRows]:
+        """The rows of a table whose home is this rank, and their optimizer state, as views.
+
+        Every row of a table is among the local rows of one rank. Where the plan copies rows, their copies are not: who
+        changes values in place changes those of `held_rows`.
 
         Raises:
             KeyError: there is no such table.
         """
+        exchange, number = self._find(table)
+        return [_view(exchange.arena, piece) for piece in exchange.address_map.homed(number)]
+
+    def held_rows(self, table: str) -> list[LocalRows]:
+        """All rows of a table that this rank holds, copies of others' included, as views.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        exchange, number = self._find(table)
+        return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
+
+    def _find(self, table: str) -> tuple[GroupExchange, int]:
         for exchange in self._exchanges:
-            for index, spec in enumerate(exchange.group.tables):
+            for number, spec in enumerate(exchange.group.tables):
                 if spec.name == table:
-                    rows = exchange.placement.rows_of(index, self.mesh.rank)
-                    base = exchange.placement.bases[index]
-                    part = slice(base, base + len(rows))
-                    state = {name: tensor[part] for name, tensor in exchange.arena.state.items()}
-                    return LocalRows(rows, exchange.arena.rows[part], state)
+                    return exchange, number
         raise KeyError(f"no table {table!r}; there are {[spec.name for spec in self.tables]}")
 
     def barrier(self) -> None:
@@ -407,3 +423,9 @@ class EmbeddingCollection(nn.Module):
 
 def _nothing(group: RouteGroup) -> None:
     """What an evaluation does while rows travel."""
+
+
+def _view(arena: DenseArena, piece: Piece) -> LocalRows:
+    """A piece of a table where it lies."""
+    part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
+    return LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})

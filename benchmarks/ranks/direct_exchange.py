@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rowmesh import Mesh, TableSpec
 from rowmesh.ops.merge_update import Merger
-from rowmesh.placement import DealtPlacement
+from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.tables import DenseArena, fuse
 
 
@@ -33,16 +33,15 @@ class DirectExchange:
         (group,) = fuse(tables)
         self._mesh, self._batches, self._dim = mesh, batches, group.dim
         self._gradient = gradient.view(-1, len(tables), group.dim)
-        self._placement = DealtPlacement(tuple(table.num_rows for table in tables), mesh.world_size)
-        self._arena = DenseArena(group, self._placement.num_slots)
-        self._arena.initialize(0, [(b, self._placement.rows_of(t, mesh.rank)) for t, b in enumerate(self._bases)])
+        plan = Plan.dealt([TableShape.of(table) for table in tables], mesh.world_size)
+        address_map = AddressMap(plan, [table.name for table in tables], mesh.rank)
+        self._shifts = torch.tensor([table.ranges[0].shift for table in plan.tables])
+        self._bases = torch.tensor([address_map.locate(number, 0)[1] for number in range(len(tables))])
+        self._arena = DenseArena(group, address_map.num_slots[mesh.rank])
+        self._arena.initialize(0, [list(address_map.held(number)) for number in range(len(tables))])
         self._merger = Merger(len(tables))
         self._lr = group.optimizer.lr
         self._steps = self._rounds = self._bytes_sent = 0
-
-    @property
-    def _bases(self) -> tuple[int, ...]:
-        return self._placement.bases
 
     def step(self, number: int) -> None:
         """Forward, backward, update."""
@@ -67,8 +66,8 @@ class DirectExchange:
     def _sort_by_owner(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The ids' order by (owner, table); their slots in that order; counts `[W, F]`."""
         world_size, num_tables = self._mesh.world_size, ids.shape[0]
-        owners = (ids + torch.tensor(self._placement.shifts).view(-1, 1, 1)) % world_size
-        slots = (ids // world_size + torch.tensor(self._bases).view(-1, 1, 1)).flatten().int()
+        owners = (ids + self._shifts.view(-1, 1, 1)) % world_size
+        slots = (ids // world_size + self._bases.view(-1, 1, 1)).flatten().int()
         order = torch.cat([(owners.flatten() == rank).nonzero().flatten() for rank in range(world_size)])
         counts = torch.stack([(owners == rank).view(num_tables, -1).sum(1) for rank in range(world_size)])
         return order, slots.index_select(0, order), counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,10 @@ from rowmesh.checkpoint.manifest import (
     as_numpy,
     dtype_name,
 )
-from rowmesh.checkpoint.write import LocalRows, RowHolder
+from rowmesh.checkpoint.write import CHUNK_ROWS, LocalRows, RowHolder
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
-
-CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -65,25 +64,39 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
     for table in embeddings.tables:
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)
-        _fill(table.name, embeddings.local_rows(table.name), entry, files, optimizer_state)
+        _fill(table.name, embeddings.held_rows(table.name), entry, files, optimizer_state)
     return _load_dense(files / DENSE)
 
 
-def _fill(table: str, local: LocalRows, entry: TableEntry, files: Path, optimizer_state: bool) -> None:
-    targets = {"values": local.values, **(local.state if optimizer_state else {})}
-    missing = len(local.rows)
+def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Path, optimizer_state: bool) -> None:
+    missing = wanted = sum(len(piece.rows) for piece in pieces)
     for part in entry.parts:
-        sources = {kind: _map(files, table, kind, part, target) for kind, target in targets.items()}
-        for begin in range(0, len(local.rows), CHUNK_ROWS):
-            chunk = slice(begin, begin + CHUNK_ROWS)
-            rows = local.rows[chunk]
-            positions = _positions(part, np.arange(rows.start, rows.stop, rows.step))
-            here = np.flatnonzero(positions >= 0)
+        sources: dict[str, npt.NDArray[Any]] = {}
+        for piece in pieces:
+            targets = {"values": piece.values, **(piece.state if optimizer_state else {})}
+            for kind, target in targets.items():
+                if kind not in sources:
+                    sources[kind] = _map(files, table, kind, part, target)
+            missing -= _fill_piece(piece.rows, targets, part, sources)
+    if missing:
+        raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files}")
+
+
+def _fill_piece(
+    numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, npt.NDArray[Any]]
+) -> int:  # fmt: skip
+    """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
+    found = 0
+    for begin in range(0, len(numbers), CHUNK_ROWS):
+        chunk = slice(begin, begin + CHUNK_ROWS)
+        rows = numbers[chunk]
+        positions = _positions(part, np.arange(rows.start, rows.stop, rows.step))
+        here = np.flatnonzero(positions >= 0)
+        if len(here):
             for kind, target in targets.items():
                 as_numpy(target)[chunk][here] = sources[kind][positions[here]]
-            missing -= len(here)
-    if missing:
-        raise CheckpointError(f"table {table!r}: {missing} of {len(local.rows)} rows are in no file of {files}")
+        found += len(here)
+    return found
 
 
 def _positions(part: Part, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,11 +34,13 @@ from rowmesh.checkpoint.manifest import (
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
 
+CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
+
 T = TypeVar("T")
 
 
 class LocalRows(Protocol):
-    """The rows of a table that live on this rank: their numbers, values and optimizer state."""
+    """Some rows of a table in this rank's memory: their numbers, values and optimizer state."""
 
     @property
     def rows(self) -> range: ...
@@ -52,7 +55,8 @@ class RowHolder(Protocol):
 
     @property
     def tables(self) -> Sequence[TableSpec]: ...
-    def local_rows(self, table: str) -> LocalRows: ...
+    def local_rows(self, table: str) -> Sequence[LocalRows]: ...
+    def held_rows(self, table: str) -> Sequence[LocalRows]: ...
 
 
 def save(
@@ -105,16 +109,27 @@ def _prepare(folder: Path, target: Path) -> None:
 def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> dict[str, Part]:
     parts = {}
     for table in embeddings.tables:
-        local = embeddings.local_rows(table.name)
-        arrays = {"values": local.values, **local.state}
-        files = {kind: file_name(table.name, rank, kind) for kind in arrays}
-        for kind, name in files.items():
-            _write_file(target / name, partial(np.save, arr=as_numpy(arrays[kind])))
-        parts[table.name] = Part(rank, (RowRange.of(local.rows),), files)
+        pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
+        files = {}
+        for kind in ("values", *pieces[0].state) if pieces else ():
+            files[kind] = file_name(table.name, rank, kind)
+            arrays = [as_numpy(piece.values if kind == "values" else piece.state[kind]) for piece in pieces]
+            _write_file(target / files[kind], partial(_write_arrays, arrays=arrays))
+        parts[table.name] = Part(rank, tuple(RowRange.of(piece.rows) for piece in pieces), files)
     if rank == 0:
         _write_file(target / DENSE, partial(torch.save, dict(dense)))
     _synchronize(target)
     return parts
+
+
+def _write_arrays(file: IO[bytes], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    """One array after the other as one .npy file, without a copy of the whole."""
+    shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
+    header = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    for array in arrays:
+        for begin in range(0, len(array), CHUNK_ROWS):
+            file.write(np.ascontiguousarray(array[begin : begin + CHUNK_ROWS]).data)
 
 
 def _manifest(

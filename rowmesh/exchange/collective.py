@@ -143,7 +143,7 @@ class CollectiveTransport:
         outbox.reserve_gradients(group.num_unique * gradient_bytes)
         workspace.replies.reserve(incoming.num_entries * max(gradient_bytes, row_bytes))
         workspace.requests.reserve(4 * incoming.num_entries)
-        out = _Parts(outbox.lists.bytes, outbox.slots_offset, group.owner_bounds, 4)
+        out = _Parts(outbox.lists.bytes, outbox.slots_offset, group.stop_bounds, 4)
         into = _Parts(workspace.requests.buffer.bytes, 0, incoming.bounds, 4)
         self._wait(group, self._post(group, out, into))
 
@@ -155,7 +155,7 @@ class CollectiveTransport:
             incoming.bounds[rank], incoming.bounds[rank + 1], workspace.replies.buffer.address,
         )  # fmt: skip
         out = _Parts(workspace.replies.buffer.bytes, 0, incoming.bounds, exchange.row_bytes)
-        into = _Parts(workspace.received.buffer.bytes, 0, group.owner_bounds, exchange.row_bytes)
+        into = _Parts(workspace.received.buffer.bytes, 0, group.reply_bounds, exchange.row_bytes)
         return self._post(group, out, into)
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
@@ -199,7 +199,7 @@ class CollectiveTransport:
 
     def _send_gradients(self, group: RouteGroup) -> dist.Work:
         size, workspace = group.exchange.gradient_bytes, group.workspace
-        out = _Parts(workspace.outbox.gradients.bytes, 0, group.owner_bounds, size)
+        out = _Parts(workspace.outbox.gradients.bytes, 0, group.stop_bounds, size)
         return self._post(group, out, _Parts(workspace.replies.buffer.bytes, 0, group.incoming.bounds, size))
 
     def _merge(self, index: int, groups: Sequence[RouteGroup]) -> None:

@@ -59,7 +59,7 @@ class GroupCounters:
 
     @property
     def table_accesses(self) -> dict[str, int]:
-        """Table → ids of all ranks that fell on rows this rank owns; counted at updates."""
+        """Table → ids of all ranks that were asked of this rank; counted at updates."""
         return dict(zip(self.tables, self._accesses.tolist(), strict=True))
 
     @property
@@ -68,7 +68,9 @@ class GroupCounters:
         return dict(zip(self.tables, self._distinct.tolist(), strict=True))
 
     def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
-        """Adds what the owner saw in one update: ids by table `[S]`, offsets of the distinct rows `[S + 1]`."""
-        self._accesses += accesses
-        self._distinct += offsets[1:]
-        self._distinct -= offsets[:-1]
+        """Adds what was asked of this rank in one update: ids by segment `[S′]`, offsets of distinct rows `[S′ + 1]`.
+
+        Segments are tables, once for each kind of rows.
+        """
+        self._accesses += accesses.reshape(-1, len(self.tables)).sum(0)
+        self._distinct += np.diff(offsets).reshape(-1, len(self.tables)).sum(0)

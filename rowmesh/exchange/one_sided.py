@@ -106,7 +106,7 @@ class OneSidedTransport:
         """Nothing to do: routing has put the addresses of the rows in place."""
         self._num_fetches += 1
         for group in route.groups:
-            remote = group.num_unique - (group.owner_bounds[self._mesh.rank + 1] - group.owner_bounds[self._mesh.rank])
+            remote = group.num_unique - (group.stop_bounds[self._mesh.rank + 1] - group.stop_bounds[self._mesh.rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:

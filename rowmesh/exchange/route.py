@@ -1,6 +1,6 @@
 """Route: which rows a batch needs, who owns them, and in which order they travel.
 
-    fuse → segment unique → locate → stable sort by (owner, segment)
+    fuse → segment unique → locate → stable sort by (stop, segment)
 
 Source: FusedRec §3 and Algorithm 1, lines 1–4.
 """
@@ -23,7 +23,7 @@ from rowmesh.ops.merge_update import Merger
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.route import route as route_kernel
 from rowmesh.ops.segment_unique.cpu import SegmentHash
-from rowmesh.placement import DealtPlacement
+from rowmesh.placement import AddressMap
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup
 from rowmesh.tables.arena import compute_dtype
@@ -39,7 +39,8 @@ class RouteGroup:
         "is_compressed",
         "layout",
         "num_unique",
-        "owner_bounds",
+        "reply_bounds",
+        "stop_bounds",
         "workspace",
     )
 
@@ -54,7 +55,8 @@ class RouteGroup:
         self.is_compressed = False
         self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
-        self.owner_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]
+        self.stop_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]  # of each stop's requests
+        self.reply_bounds: list[int] = workspace.reply_offsets.tolist()  # of each stop's replies
 
 
 class Route:
@@ -108,41 +110,34 @@ class GroupExchange:
     """What stays the same from batch to batch for one group."""
 
     def __init__(
-        self,
-        group: TableGroup,
-        placement: DealtPlacement,
-        arena: DenseArena,
-        rank: int,
-        make_outbox: Callable[[], Outbox],
-    ) -> None:
+        self, group: TableGroup, address_map: AddressMap, arena: DenseArena, make_outbox: Callable[[], Outbox]
+    ) -> None:  # fmt: skip
         self.group = group
-        self.placement = placement
+        self.address_map = address_map
         self.arena = arena
-        self.rank = rank
-        self.world_size = placement.world_size
-        self.num_segments = len(group.tables)
+        self.rank = address_map.rank
+        self.world_size = address_map.plan.world_size
+        self.num_segments = address_map.num_segments
         self.row_bytes = group.dim * group.dtype.itemsize
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
         self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
-        self.arenas[rank] = arena.address
+        self.arenas[self.rank] = arena.address
         self.has_remote = self.world_size > 1  # rows that have to be received; false where all can be read in place
         self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
         self.workspaces: list[Workspace] = []  # idle
         self._all_workspaces: list[Workspace] = []  # and those that routes hold
         self._make_outbox = make_outbox
-        self._segments = np.repeat(np.arange(self.num_segments), [len(table.features) for table in group.tables])
-        self._num_rows = np.array(placement.num_rows, np.int64)
-        self._bases = np.array(placement.bases, np.int64)
-        self._shifts = np.array(placement.shifts, np.int64)
-        self._hash = SegmentHash(list(placement.num_rows))
-        self._unique, self._owners, self._slots = Scratch(), Scratch(), Scratch()
-        self._unique_offsets = np.zeros(self.num_segments + 1, np.int64)
+        num_tables = len(group.tables)
+        self._tables = np.repeat(np.arange(num_tables), [len(table.features) for table in group.tables])
+        self._hash = SegmentHash(list(address_map.num_rows))
+        self._unique, self._stops, self._keys = Scratch(), Scratch(), Scratch()
+        self._unique_offsets = np.zeros(num_tables + 1, np.int64)
+        self._header = address_map.header(self.arenas.ctypes.data, self.row_bytes)
         # Asking NumPy for an address costs more than some kernels take.
-        self._tables = tuple(a.ctypes.data for a in (self._bases, self._shifts, self._num_rows))
-        self._segments_address: int = self._segments.ctypes.data
+        self._tables_address: int = self._tables.ctypes.data
         self._unique_offsets_address: int = self._unique_offsets.ctypes.data
-        self._arenas_address: int = self.arenas.ctypes.data
+        self._header_address: int = self._header.ctypes.data
 
     def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
         """Routes one group's ids.
@@ -175,12 +170,13 @@ class GroupExchange:
         workspace = self._borrow()
         workspace.outbox.segment_offsets[:] = 0
         workspace.outbox.accesses[:] = 0
+        workspace.reply_offsets[:] = 0
         return RouteGroup(self, workspace, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), 0, 0)
 
     def _borrow(self) -> Workspace:
         if self.workspaces:
             return self.workspaces.pop()
-        workspace = Workspace(self._make_outbox())
+        workspace = Workspace(self._make_outbox(), self.world_size)
         self._all_workspaces.append(workspace)
         return workspace
 
@@ -192,20 +188,20 @@ class GroupExchange:
 
     def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
         self._hash(
-            ids.data_ptr(), layout.address, 8 * DESCRIPTOR, self._segments_address, layout.num_features,
+            ids.data_ptr(), layout.address, 8 * DESCRIPTOR, self._tables_address, layout.num_features,
             unique, counts, inverse, self._unique_offsets_address,
         )  # fmt: skip
 
     def _sort(self, workspace: Workspace, unique: int, counts: int, num_ids: int) -> int:
         found = int(self._unique_offsets[-1])
         outbox = workspace.outbox
-        slots = outbox.reserve_lists(found)
+        keys = outbox.reserve_lists(found)
         received = workspace.received.reserve(found * self.row_bytes) if self.has_remote else 0
         return route_kernel(
-            unique, self._unique_offsets_address, counts, self.num_segments, *self._tables, self.world_size,
-            self._owners.reserve(4 * num_ids), self._slots.reserve(4 * num_ids), self._arenas_address, received,
-            self.row_bytes, slots, workspace.uniques.reserve(4 * found), outbox.lists.address,
-            outbox.accesses_address, workspace.addresses.reserve(8 * found),
+            self._header_address, unique, self._unique_offsets_address, counts, self._stops.reserve(4 * num_ids),
+            self._keys.reserve(4 * num_ids), received, keys, workspace.uniques.reserve(4 * found),
+            outbox.lists.address, outbox.accesses_address, workspace.reply_address,
+            workspace.addresses.reserve(8 * found),
         )  # fmt: skip
 
     def _mapped(self, ids: Tensor, batch: SparseBatch, layout: GroupLayout) -> Tensor:

@@ -63,8 +63,10 @@ class Outbox:
 class Workspace:
     """Private memory of a group's part of a route, and the outbox its requests go into."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, world_size: int) -> None:
         self.outbox = outbox
+        self.reply_offsets = np.zeros(world_size + 1, np.int64)  # where the replies of each stop begin
+        self.reply_address: int = self.reply_offsets.ctypes.data
         self.counts = Scratch()  # uint32 [U]: how often each unique id occurs
         self.uniques = Scratch()  # uint32 [U]: which unique id each slot of the outbox is
         self.addresses = Scratch()  # int64 [U]: where its row is

@@ -105,6 +105,13 @@ class Mesh:
         """Whether all ranks share a host."""
         return len(set(self.hosts)) == 1
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of every host where all have equally many, one host after the other; else all ranks are one node."""
+        size = self.hosts.count(self.hosts[0])
+        blocks = tuple(self.hosts[rank // size * size] for rank in range(self.world_size))
+        return size if self.hosts == blocks and len(set(self.hosts)) * size == self.world_size else self.world_size
+
     def dead_ranks(self) -> list[int]:
         """Ranks on this host whose process is gone (ranks on other hosts cannot be seen)."""
         here = self.hosts[self.rank]

@@ -322,6 +322,12 @@ def store_u32(typing: Any, address: Any, value: Any) -> Any:
 
 
 @_intrinsic
+def load_u16(typing: Any, address: Any) -> Any:
+    """The uint16 at `address`, as an int64."""
+    return _load(_I16, types.int64, "zext")
+
+
+@_intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
     """The float32 at `address`."""
     return _load(_F32, types.float32)

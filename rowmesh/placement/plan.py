@@ -220,6 +220,31 @@ class Plan:
                         f"less, or use more ranks"
                     )
 
+    def check_fits(self, shapes: Sequence[TableShape], world_size: int, ranks_per_node: int) -> None:
+        """Makes sure that the plan is one for these tables and ranks.
+
+        Raises:
+            ConfigurationError: it is complete in itself, but for other tables or ranks; says which.
+        """
+        self.check()
+        if self.world_size != world_size:
+            raise ConfigurationError(
+                f"the plan is for {self.world_size} ranks, but {world_size} take part; plan again, or start as many"
+            )
+        depends = any(part.two_hop or part.rule == "node" for table in self.tables for part in table.ranges)
+        if depends and self.ranks_per_node != ranks_per_node:
+            raise ConfigurationError(
+                f"the plan is for nodes of {self.ranks_per_node} ranks, but these have {ranks_per_node}; plan again"
+            )
+        for shape in shapes:
+            if self.table(shape.name).shape != shape:
+                raise ConfigurationError(
+                    f"the plan is for another table {shape.name!r}: {self.table(shape.name).shape}, here it is "
+                    f"{shape}; plan again"
+                )
+        if extra := {table.name for table in self.tables} - {shape.name for shape in shapes}:
+            raise ConfigurationError(f"the plan has tables that are not here: {sorted(extra)}; plan again")
+
     def to_json(self) -> str:
         """Readable, one line a range."""
         head = {

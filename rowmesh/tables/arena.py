@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,11 +11,20 @@ from torch import Tensor
 
 from rowmesh.ops.initialize import initialize
 from rowmesh.ops.memory import Buffer, Memory
-from rowmesh.ops.merge_update import Merger, update_kernels
+from rowmesh.ops.merge_update import Merger, Singles, update_kernels
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.optim import Adam
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import table_key
+
+
+class Piece(Protocol):
+    """Rows of a table and the slots they are in."""
+
+    @property
+    def rows(self) -> range: ...
+    @property
+    def slots(self) -> range: ...
 
 
 class DenseArena:
@@ -60,25 +70,29 @@ class DenseArena:
         """Memory of the rows, and of the optimizer state."""
         return self._memory.num_bytes, sum(memory.num_bytes for memory in self._state_memory)
 
-    def initialize(self, seed: int, owned: Iterable[tuple[int, range]]) -> None:
-        """Gives every row its initial value; `owned` has (first slot, rows) for each table."""
-        for table, (base, rows) in zip(self.group.tables, owned, strict=True):
-            if len(rows) == 0:
-                continue
+    def initialize(self, seed: int, held: Iterable[Iterable[Piece]]) -> None:
+        """Gives every row its initial value; `held` has the pieces of each table, in consecutive slots."""
+        for table, pieces in zip(self.group.tables, held, strict=True):
             a, b = table.initializer.parameters(table.num_rows)
-            initialize(
-                self.rows[base : base + len(rows)], table_key(seed, table.name),
-                first=rows.start, stride=rows.step, distribution=table.initializer.name, a=a, b=b,
-            )  # fmt: skip
+            for piece in pieces:
+                if len(piece.rows) == 0:
+                    continue
+                initialize(
+                    self.rows[piece.slots.start : piece.slots.stop], table_key(seed, table.name),
+                    first=piece.rows.start, stride=piece.rows.step, distribution=table.initializer.name, a=a, b=b,
+                )  # fmt: skip
 
-    def apply(self, merger: Merger, lr: float, scaling: float, step: int) -> None:
+    def apply(
+        self, merged: Merger | Singles, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
+    ) -> None:  # fmt: skip
         """Updates the rows of merged requests in place.
 
         Args:
-            merger: distinct slots and the gradients that were sent for each.
+            merged: distinct slots and the gradients that were sent for each.
             lr: learning rate.
             scaling: what summed gradients are multiplied by.
             step: which update this is, from 1 (Adam's bias corrections).
+            part: which of the distinct slots, first and one past the last; default: all.
         """
         eps, beta1, beta2 = self.group.optimizer.hyperparameters
         correction = 1.0
@@ -87,8 +101,9 @@ class DenseArena:
             correction = (1.0 - beta2**step) ** -0.5
         addresses = [memory.address for memory in self._state_memory] + [0, 0]
         self._update.update_merged(
-            merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged,
-            self.address, addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+            merged.merged_slots, merged.heads, merged.nexts, merged.addresses, *(part or (0, merged.num_merged)),
+            merged.node_ends, merged.num_nodes, self.address, addresses[0], addresses[1], lr, scaling, eps, beta1,
+            beta2, correction,
         )  # fmt: skip
 
 

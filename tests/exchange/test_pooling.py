@@ -37,11 +37,11 @@ def test_weights_of_a_mean_are_divided_by_the_bags_size():
     """So that weights of 1 change nothing; they are not normalized."""
     embeddings = a_collection()
     batch = SparseBatch.from_bags(BAGS)
-    rows = embeddings.local_rows("a").values
+    rows = embeddings.local_rows("a")[0].values
     weights = torch.tensor([2.0, 4.0, 6.0, 1.0, 1.0, 5.0])
     weighted = SparseBatch(batch.features, batch.ids, 3, jagged_offsets=batch.offsets, weights=weights)
     with torch.no_grad():
         out = embeddings(weighted)
     torch.testing.assert_close(out["a"], torch.stack([(2 * rows[1] + 4 * rows[2]) / 2, 0 * rows[0], 6 * rows[2]]))
-    history = embeddings.local_rows("s").values
+    history = embeddings.local_rows("s")[0].values
     torch.testing.assert_close(out["s"].values, torch.stack([history[3], history[4], 5 * history[3]]))

@@ -20,7 +20,7 @@ def test_unique_rows_and_where_they_are():
     (group,) = route.groups
     outbox, rows = group.workspace.outbox, embeddings._exchanges[0].arena.rows
     assert group.num_unique == 3
-    assert group.owner_bounds == [0, 3]
+    assert group.stop_bounds == [0, 3]
     assert outbox.segment_offsets.tolist() == [[0, 2, 3]]
     assert outbox.accesses.tolist() == [[3, 3]]
     assert array(outbox.lists.address + outbox.slots_offset, np.uint32, 3) == [7, 2, 9 + 2]
@@ -37,7 +37,7 @@ def test_a_route_of_nothing():
     route = Route.of_nothing(embeddings._exchanges)
     (group,) = route.groups
     assert exchange.workspaces == []
-    assert group.owner_bounds == [0, 0]
+    assert group.stop_bounds == [0, 0]
     assert not group.workspace.outbox.segment_offsets.any()
     assert not group.workspace.outbox.accesses.any()
     del route, group

@@ -1,12 +1,15 @@
 """Merge and update against their references: every rule, every dim, every storage, and the order of sums."""
 
+import ctypes
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops.merge_update import Merger, reference, update_kernels
+from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, update_kernels
 from rowmesh.ops.simd import BFLOAT16, COMPUTE_DTYPE, FLOAT32, STORAGE
 from rowmesh.optim import RULES, Adam
 from tests.support.memory import Vast
@@ -33,10 +36,15 @@ class Requests:
         self.offsets = [self.ahead + torch.tensor([0, *map(len, segments)]).cumsum(0) for segments in lists]
         self.num_entries = sum(len(slots) - self.ahead for slots in self.slots)
 
-    def merge(self, merger):
+    def merge(self, merger, node_sizes=()):
+        """`node_sizes` are the numbers of ranks of each node."""
         parts = zip(self.small, self.offsets, self.grads, strict=True)
         sources = [(slots.data_ptr(), offsets.data_ptr(), grads.data_ptr()) for slots, offsets, grads in parts]
-        merger(sources, self.grads[0].shape[1] * self.grads[0].itemsize, self.num_entries)
+        merger(sources, self.grads[0].shape[1] * self.grads[0].itemsize, self.num_entries, self.ends(node_sizes))
+
+    def ends(self, node_sizes):
+        sizes = [len(slots) - self.ahead for slots in self.slots]
+        return [sum(sizes[:rank]) for rank in torch.tensor(node_sizes).cumsum(0).tolist()]
 
     def reference(self):
         return reference.merge(
@@ -51,8 +59,8 @@ def apply(requests, merger, weights, state, rule, lr, scaling, step):
         lr, correction = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     addresses = [tensor.data_ptr() for tensor in state.values()] + [0, 0]
     update_kernels(weights.shape[1], STORAGE[weights.dtype], rule.name).update_merged(
-        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, merger.num_merged, weights.data_ptr(),
-        addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
+        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends,
+        merger.num_nodes, weights.data_ptr(), addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
     )  # fmt: skip
 
 
@@ -167,3 +175,40 @@ def test_adam_weighs_a_first_step_as_torch_does():
 
 def test_storages_are_told_apart():
     assert update_kernels(3, FLOAT32, "sgd") is not update_kernels(3, BFLOAT16, "sgd")
+
+
+@settings(max_examples=80)
+@given(requests_of_ranks=lists(), data=st.data())
+def test_sums_of_a_node_come_first(requests_of_ranks, data):
+    """To the bit: what summing each node's requests and then the nodes' sums gives; sums alone are the same."""
+    num_ranks = len(requests_of_ranks)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(num_ranks - 1, 1)), max_size=3)) | {0, num_ranks})
+    requests = Requests(requests_of_ranks, 3, torch.float32)
+    merger = Merger(len(requests_of_ranks[0]), 0, 12)
+    requests.merge(merger, [b - a for a, b in pairwise(cuts)])
+    parts = [
+        reference.merge([s[3:] for s in requests.slots[a:b]], [g[3:] for g in requests.grads[a:b]])
+        for a, b in pairwise(cuts)
+    ]
+    slots, total = reference.merge([s for s, _ in parts], [g for _, g in parts])
+    weights = torch.zeros(500, 3)
+    apply(requests, merger, weights, {}, RULES["sgd"](), 1.0, 1.0, 1)
+    assert torch.equal(-weights[slots], total)
+    sums = torch.full((merger.num_merged, 3), torch.nan)
+    sum_kernels(3, FLOAT32).sum_merged(
+        merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends, merger.num_nodes,
+        sums.data_ptr(),
+    )  # fmt: skip
+    merged = as_tensor(merger.merged_slots, merger.num_merged)
+    assert torch.equal(sums[torch.argsort(merged)], total)
+    again = Singles()
+    again(merger.merged_slots, sums.data_ptr(), 12, merger.num_merged)
+    repeated = torch.zeros(500, 3)
+    apply(requests, again, repeated, {}, RULES["sgd"](), 1.0, 1.0, 1)
+    assert torch.equal(repeated, weights)
+
+
+def as_tensor(address, count):
+    """The uint32 at an address."""
+    values = (ctypes.c_uint32 * count).from_address(address) if count else []
+    return torch.tensor(list(values), dtype=torch.int64)

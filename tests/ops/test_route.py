@@ -1,74 +1,130 @@
-"""Route against its reference: owners, slots, the stable sort, and where every row is read."""
+"""Route against its reference: stops, keys, the stable sort, and where every row is read."""
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
 from hypothesis import given
 
-from rowmesh.ops.route import reference, route
-from rowmesh.placement import DealtPlacement
+from rowmesh.ops.route import HEADER, locate, reference, route
+from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.address_map import REPLIES
 from tests.support.memory import Poisoned
 
 ROW_BYTES = 20
+HERE = 10**12
 
 
-def run(unique, unique_offsets, counts, placement, arenas, received):
-    world_size, num_segments = placement.world_size, len(placement.num_rows)
-    tables = [torch.tensor(values) for values in (placement.bases, placement.shifts, placement.num_rows)]
+def run(unique, unique_offsets, counts, address_map, arenas, received):
+    world_size, num_segments = address_map.plan.world_size, address_map.num_segments
+    header = address_map.header(arenas.ctypes.data, ROW_BYTES)
+    assert len(header) == HEADER
     scratch = [torch.empty(len(unique), dtype=torch.int32) for _ in range(2)]
-    slots, uniques = Poisoned(torch.int32, len(unique)), Poisoned(torch.int32, len(unique))
+    keys, uniques = Poisoned(torch.int32, len(unique)), Poisoned(torch.int32, len(unique))
     offsets = Poisoned(torch.int64, world_size, num_segments + 1)
     accesses = Poisoned(torch.int64, world_size, num_segments)
-    addresses = Poisoned(torch.int64, len(unique))
+    replies, addresses = Poisoned(torch.int64, world_size + 1), Poisoned(torch.int64, len(unique))
     refused = route(
-        unique.data_ptr(), unique_offsets.data_ptr(), counts.data_ptr(), num_segments,
-        *(table.data_ptr() for table in tables), world_size, *(part.data_ptr() for part in scratch),
-        arenas.data_ptr(), received, ROW_BYTES, slots.address, uniques.address, offsets.address,
-        accesses.address, addresses.address,
+        header.ctypes.data, unique.data_ptr(), unique_offsets.data_ptr(), counts.data_ptr(),
+        *(part.data_ptr() for part in scratch), received, keys.address, uniques.address, offsets.address,
+        accesses.address, replies.address, addresses.address,
     )  # fmt: skip
-    return refused, [part.result() for part in (slots, uniques, offsets, accesses, addresses)]
+    return refused, [part.result() for part in (keys, uniques, offsets, accesses, replies, addresses)]
+
+
+@st.composite
+def plans(draw):
+    ranks_per_node = draw(st.integers(1, 4))
+    world_size = ranks_per_node * draw(st.integers(1, 3))
+    tables = []
+    for index, num_rows in enumerate(draw(st.lists(st.sampled_from([1, 2, 3, 100, 9000, 8 * 10**8]), min_size=1))):
+        cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=12))) if num_rows > 1 else []
+        ranges = []
+        for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
+            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
+            ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
+        tables.append(TablePlan(TableShape(f"t{index}", num_rows, ROW_BYTES, ROW_BYTES), tuple(ranges)))
+    return Plan(tuple(tables[:5]), world_size, ranks_per_node)
 
 
 @st.composite
 def requests(draw):
-    num_rows = draw(st.lists(st.sampled_from([1, 2, 3, 100, 8 * 10**8]), min_size=1, max_size=5))
-    parts = [draw(st.lists(st.integers(0, n - 1), unique=True, max_size=20)) for n in num_rows]
+    plan = draw(plans())
+    starts = [[part.start for part in table.ranges] for table in plan.tables]
+    parts = []
+    for table, begins in zip(plan.tables, starts, strict=True):
+        rows = st.integers(0, table.shape.num_rows - 1) | st.sampled_from(begins)
+        parts.append(draw(st.lists(rows, unique=True, max_size=20)))
     unique = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     offsets = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
     counts = torch.tensor([draw(st.integers(1, 9)) for _ in unique], dtype=torch.int32)
-    return DealtPlacement(tuple(num_rows), draw(st.integers(1, 9))), unique, offsets, counts
+    rank = draw(st.integers(0, plan.world_size - 1))
+    return AddressMap(plan, [table.name for table in plan.tables], rank), unique, offsets, counts
 
 
-@given(requests=requests(), num_readable=st.integers(0, 9))
-def test_equals_the_reference(requests, num_readable):
-    placement, unique, offsets, counts = requests
-    arenas = torch.tensor([10**12 * (rank + 1) if rank < num_readable else 0 for rank in range(placement.world_size)])
-    refused, (slots, uniques, segment_offsets, accesses, addresses) = run(
-        unique, offsets, counts, placement, arenas, received=77
+def located(address_map, unique, offsets):
+    """Stop, key, segment and kind of every unique id, one by one."""
+    places = []
+    for table in range(address_map.num_tables):
+        for row in unique[offsets[table] : offsets[table + 1]].tolist():
+            stop, key, kind = address_map.locate(table, row)
+            places.append((stop, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
+    return places
+
+
+@given(requests=requests(), readable=st.booleans())
+def test_equals_the_reference(requests, readable):
+    address_map, unique, offsets, counts = requests
+    world_size, rank = address_map.plan.world_size, address_map.rank
+    arenas = np.array([HERE * (1 + r) if readable or r == rank else 0 for r in range(world_size)], np.int64)
+    refused, (keys, uniques, segment_offsets, accesses, replies, addresses) = run(
+        unique, offsets, counts, address_map, arenas, received=77
     )
     assert refused == -1
-    tables = [torch.tensor(values) for values in (placement.bases, placement.shifts, placement.num_rows)]
-    expected = reference.route(unique, offsets, counts, *tables, placement.world_size)
-    unsigned = slots.long() % 2**32
-    for mine, theirs in zip((unsigned, uniques, segment_offsets, accesses), expected, strict=True):
+    places = located(address_map, unique, offsets)
+    stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
+    expected = reference.route(stops, wanted, segments, counts.long(), world_size, address_map.num_segments)
+    for mine, theirs in zip((keys.long() % 2**32, uniques, segment_offsets, accesses), expected, strict=True):
         assert mine.tolist() == theirs.tolist()
-    check_addresses(placement, unique, offsets, arenas.tolist(), uniques, addresses)
+    positions, reply = torch.argsort(uniques), 0
+    for u in uniques.tolist():  # in the order in which rows are asked for
+        stop, key, _, kind = places[u]
+        if kind in ("replicated", "forwarded"):
+            expected_address = arenas[rank] + key % address_map.key_stride * ROW_BYTES
+        elif kind in ("relayed", "node"):
+            expected_address = 0 if stop == rank else 77 + reply * ROW_BYTES
+        else:
+            expected_address = arenas[stop] + key * ROW_BYTES if arenas[stop] else 77 + reply * ROW_BYTES
+        assert int(addresses[u]) == expected_address
+        reply += kind in REPLIES
+    by_stop = [sum(1 for p in places if p[0] == stop and p[3] in REPLIES) for stop in range(world_size)]
+    assert replies.diff().tolist() == by_stop
+    assert len(positions) == len(places)
 
 
-def check_addresses(placement, unique, offsets, arenas, uniques, addresses):
-    positions = torch.argsort(uniques)
-    for table in range(len(placement.num_rows)):
-        for u in range(int(offsets[table]), int(offsets[table + 1])):
-            owner, slot = placement.locate(table, int(unique[u]))
-            readable = arenas[owner] + slot * ROW_BYTES
-            expected = readable if arenas[owner] else 77 + int(positions[u]) * ROW_BYTES
-            assert int(addresses[u]) == expected
+@given(requests=requests())
+def test_homes_and_slots_are_those_of_the_plan(requests):
+    address_map, unique, offsets, _ = requests
+    plan = address_map.plan
+    arenas = np.zeros(plan.world_size, np.int64)
+    header = address_map.header(arenas.ctypes.data, ROW_BYTES)
+    for table, entry in enumerate(plan.tables):
+        rows = unique[offsets[table] : offsets[table + 1]].contiguous()
+        homes, slots = (torch.empty(len(rows), dtype=torch.int32) for _ in range(2))
+        locate(header.ctypes.data, table, rows.data_ptr(), len(rows), homes.data_ptr(), slots.data_ptr())
+        for row, home, slot in zip(rows.tolist(), homes.tolist(), slots.tolist(), strict=True):
+            assert home == entry.range_of(row).home(row, plan.world_size)
+            pieces = AddressMap(plan, [t.name for t in plan.tables], home).homed(table)
+            found = [piece.slots[piece.rows.index(row)] for piece in pieces if row in piece.rows]
+            assert found == [slot]
 
 
 @given(row=st.sampled_from([-1, 3, 4, 2**40, -(2**63), 2**63 - 1]), world_size=st.integers(1, 5))
 def test_refuses_the_first_id_that_is_no_row(row, world_size):
     unique = torch.tensor([0, 1, 2, row, -1])
+    shapes = [TableShape("a", 1, 4, 4), TableShape("b", 3, 4, 4)]
     refused, _ = run(
-        unique, torch.tensor([0, 1, 5]), torch.ones(5, dtype=torch.int32), DealtPlacement((1, 3), world_size),
-        torch.zeros(world_size, dtype=torch.int64), 0,
+        unique, torch.tensor([0, 1, 5]), torch.ones(5, dtype=torch.int32),
+        AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0), np.zeros(world_size, np.int64), 0,
     )  # fmt: skip
     assert refused == 3

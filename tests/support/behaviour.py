@@ -18,6 +18,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.support.training import joined
 
 TABLES = (
     TableSpec(name="a", num_rows=300, dim=3, optimizer=SGD(lr=0.1)),
@@ -44,9 +45,9 @@ def rows_of(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
     """A copy of this rank's rows and state."""
     copies = {}
     for table in collection.tables:
-        local = collection.local_rows(table.name)
-        copies[table.name] = local.values.clone()
-        copies |= {f"{table.name}.{name}": tensor.clone() for name, tensor in local.state.items()}
+        pieces = collection.local_rows(table.name)
+        copies[table.name] = joined(pieces, "values", table)
+        copies |= {f"{table.name}.{name}": joined(pieces, name, table) for name in table.optimizer.state}
     return copies
 
 
@@ -265,8 +266,8 @@ def train_wrapped(mesh: Mesh, transport: Any, parts: int) -> tuple[dict[str, dic
 
 def rows_by_number(collection: EmbeddingCollection, table: str) -> dict[int, torch.Tensor]:
     """Row number → row, of the rows of this rank."""
-    local = collection.local_rows(table)
-    return dict(zip(local.rows, local.values.clone(), strict=True))
+    pieces = collection.local_rows(table)
+    return {row: value for piece in pieces for row, value in zip(piece.rows, piece.values.clone(), strict=True)}
 
 
 def process(mesh: Mesh) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection import EmbeddingCollection, LocalRows
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
@@ -41,7 +41,7 @@ class Trained:
     outputs: list[Tensor] = field(default_factory=list)
     rows: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    owned: dict[str, range] = field(default_factory=dict)
+    owned: dict[str, list[int]] = field(default_factory=dict)
     head: list[Tensor] = field(default_factory=list)
     counters: dict[str, GroupCounters] = field(default_factory=dict)
     common: CommonCounters = field(default_factory=CommonCounters)
@@ -121,13 +121,21 @@ def _sum(value: Tensor, mesh: Mesh) -> Tensor:
 
 def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None:
     for table in collection.tables:
-        local = collection.local_rows(table.name)
-        trained.owned[table.name] = local.rows
-        trained.rows[table.name] = local.values.clone()
-        trained.state[table.name] = {name: tensor.clone() for name, tensor in local.state.items()}
+        pieces = collection.local_rows(table.name)
+        trained.owned[table.name] = [row for piece in pieces for row in piece.rows]
+        trained.rows[table.name] = joined(pieces, "values", table)
+        trained.state[table.name] = {name: joined(pieces, name, table) for name in table.optimizer.state}
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
     trained.common = collection.common_counters
     trained.counters = {counters.group: counters for counters in collection.counters}
+
+
+def joined(pieces: list[LocalRows], kind: str, table: TableSpec) -> Tensor:
+    """A copy of the values or of one state of several pieces of a table, in their order."""
+    by_row = kind != "values" and table.optimizer.state[kind] == "row"
+    nothing = torch.zeros(0, *(() if by_row else (table.dim,)), dtype=table.dtype if kind == "values" else None)
+    parts = [piece.values if kind == "values" else piece.state[kind] for piece in pieces if len(piece.rows)]
+    return torch.cat(parts) if parts else nothing
 
 
 def merged(scenario: Scenario, parts: list[Trained]) -> Trained:

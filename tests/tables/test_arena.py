@@ -5,7 +5,7 @@ import torch
 
 from rowmesh.ops.initialize.reference import values
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
-from rowmesh.placement import DealtPlacement
+from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.tables import DenseArena, TableSpec, Uniform, fuse
 from rowmesh.tables.initializer import table_key
 
@@ -35,12 +35,15 @@ def test_every_rank_starts_from_its_part_of_the_same_table():
         TableSpec(name=name, num_rows=n, dim=3, initializer=Uniform(bound=1.0)) for name, n in (("a", 7), ("b", 1))
     ]
     (group,) = fuse(tables)
-    placement = DealtPlacement((7, 1), 3)
+    plan = Plan.dealt([TableShape.of(table) for table in tables], 3)
     for rank in range(3):
-        arena = DenseArena(group, placement.num_slots)
-        owned = [(base, placement.rows_of(table, rank)) for table, base in enumerate(placement.bases)]
-        arena.initialize(5, owned)
-        for table, (base, rows) in zip(tables, owned, strict=True):
-            for index, row in enumerate(rows):
+        address_map = AddressMap(plan, ["a", "b"], rank)
+        arena = DenseArena(group, address_map.num_slots[rank])
+        held = [list(address_map.held(number)) for number in range(2)]
+        arena.initialize(5, held)
+        for table, pieces in zip(tables, held, strict=True):
+            for row, slot in (
+                (row, slot) for piece in pieces for row, slot in zip(piece.rows, piece.slots, strict=True)
+            ):
                 expected = values(table_key(5, table.name), torch.tensor([row]).numpy(), 3, "uniform", -1.0, 1.0)
-                assert torch.equal(arena.rows[base + index], torch.from_numpy(expected)[0].float())
+                assert torch.equal(arena.rows[slot], torch.from_numpy(expected)[0].float())

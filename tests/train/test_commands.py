@@ -34,7 +34,7 @@ def load_model(folder):
     state = checkpoint.load(run.model, embeddings)
     tensors = {f"network.{name}": value for name, value in state["network"].items()}
     for table in embeddings.tables:
-        local = embeddings.local_rows(table.name)
+        (local,) = embeddings.local_rows(table.name)
         tensors |= {f"{table.name}.{kind}": each for kind, each in {"values": local.values, **local.state}.items()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

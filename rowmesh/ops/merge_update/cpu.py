@@ -117,10 +117,12 @@ class Merger:
         merged_slots, heads: addresses of uint32 `[M]`: the slots, and the first entry of each one's chain.
         nexts: address of uint32 `[entries]`: the entry after each, or END.
         addresses: address of int64 `[entries]`: where the gradient of an entry is.
+        node_ends: address of int64 `[num_nodes]`: one past the last entry from each node.
+        num_nodes: nodes that requests came from.
     """
 
     def __init__(self, num_segments: int, arena: int = 0, row_bytes: int = 1 << 30) -> None:
-        self.num_merged = 0
+        self.num_merged, self.num_nodes = 0, 1
         self.merged_offsets = np.zeros(num_segments + 1, np.int64)
         self.merged_slots = self.heads = self.nexts = self.addresses = 0
         self._num_segments = num_segments
@@ -129,15 +131,30 @@ class Merger:
         self._scratch = [Scratch() for _ in range(5)]
         self._sources = Buffer(64)
         self._table = Scratch()
+        self._node_ends = Buffer(64)
+        self.node_ends: int = self._node_ends.address
 
-    def __call__(self, sources: Sequence[tuple[int, int, int]], gradient_bytes: int, num_entries: int) -> None:
+    def __call__(
+        self,
+        sources: Sequence[tuple[int, int, int]],
+        gradient_bytes: int,
+        num_entries: int,
+        node_ends: Sequence[int] = (),
+    ) -> None:
         """Merges.
 
         Args:
             sources: addresses of each source's slots, segment offsets and gradients, in the source's own numbering.
             gradient_bytes: of one gradient.
             num_entries: requests of all sources together.
+            node_ends: where they come from several nodes, one past each node's last entry.
         """
+        self.num_nodes = max(len(node_ends), 1)
+        if len(node_ends) > 1:
+            if 8 * len(node_ends) > self._node_ends.num_bytes:
+                self._node_ends = Buffer(8 * len(node_ends))
+                self.node_ends = self._node_ends.address
+            self._node_ends.array(np.int64, len(node_ends))[:] = node_ends
         self.merged_slots, self.heads, tails, self.nexts, self.addresses = (
             scratch.reserve(num_entries * size) for scratch, size in zip(self._scratch, (4, 4, 4, 4, 8), strict=True)
         )
@@ -191,6 +208,40 @@ def _change_row(
     store_row(address, row, storage)
 
 
+@inlined
+def _prefetch_gradients(heads, nexts, addresses, m, out_bytes):
+    """The first two gradients of a chain, the second only where there is one."""
+    soon = load_u32(heads + 4 * m)
+    prefetch(load_i64(addresses + 8 * soon), out_bytes)
+    after = load_u32(nexts + 4 * soon)
+    prefetch(load_i64(addresses + 8 * (soon if after == END else after)), out_bytes)
+
+
+@inlined
+def _sum_chain(entry, nexts, addresses, node_ends, num_nodes, dim, out):
+    """The sum of a chain's gradients: those of a node first, then the sums of the nodes, each in order."""
+    part = load_row(load_i64(addresses + 8 * entry), dim, out)
+    if num_nodes == 1:
+        entry = load_u32(nexts + 4 * entry)
+        while entry != END:
+            part = add(part, load_row(load_i64(addresses + 8 * entry), dim, out))
+            entry = load_u32(nexts + 4 * entry)
+        return part
+    total, is_first, node = part, True, 0
+    while True:
+        while entry >= load_i64(node_ends + 8 * node):
+            node += 1
+        entry = load_u32(nexts + 4 * entry)
+        while entry < load_i64(node_ends + 8 * node):
+            part = add(part, load_row(load_i64(addresses + 8 * entry), dim, out))
+            entry = load_u32(nexts + 4 * entry)
+        total = part if is_first else add(total, part)
+        if entry == END:
+            return total
+        is_first = False
+        part = load_row(load_i64(addresses + 8 * entry), dim, out)
+
+
 @functools.cache
 def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
     """The update kernels of one rule, for one dimension and storage, compiled at their first call.
@@ -208,28 +259,19 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
 
     @kernel
     def update_merged(
-        slots, heads, nexts, addresses, num_merged, arena, state1, state2,
+        slots, heads, nexts, addresses, first, end, node_ends, num_nodes, arena, state1, state2,
         lr_, scaling_, eps_, beta1_, beta2_, correction_,
     ):  # fmt: skip
-        """Sums the chain of each distinct slot and updates its row."""
+        """Sums the chains of the distinct slots first … end − 1 and updates their rows."""
         lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
         # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
         rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
         scaling, correction, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(DIM)
-        last = num_merged - 1
-        for m in range(num_merged):
-            ahead = load_u32(slots + 4 * min(m + AHEAD, last))
+        for m in range(first, end):
+            ahead = load_u32(slots + 4 * min(m + AHEAD, end - 1))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
-            soon = load_u32(heads + 4 * min(m + GRADIENT_AHEAD, last))
-            prefetch(load_i64(addresses + 8 * soon), OUT_BYTES)
-            after = load_u32(nexts + 4 * soon)
-            prefetch(load_i64(addresses + 8 * (soon if after == END else after)), OUT_BYTES)
-            entry = load_u32(heads + 4 * m)
-            total = load_row(load_i64(addresses + 8 * entry), DIM, OUT)
-            entry = load_u32(nexts + 4 * entry)
-            while entry != END:
-                total = add(total, load_row(load_i64(addresses + 8 * entry), DIM, OUT))
-                entry = load_u32(nexts + 4 * entry)
+            _prefetch_gradients(heads, nexts, addresses, min(m + GRADIENT_AHEAD, end - 1), OUT_BYTES)
+            total = _sum_chain(load_u32(heads + 4 * m), nexts, addresses, node_ends, num_nodes, DIM, OUT)
             slot = load_u32(slots + 4 * m)
             _change_row(
                 scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction,
@@ -237,3 +279,47 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
             )  # fmt: skip
 
     return SimpleNamespace(update_merged=update_merged)
+
+
+@functools.cache
+def sum_kernels(dim: int, storage: int) -> SimpleNamespace:
+    """The kernels that sum chains without updating, for one dimension and storage."""
+    DIM = dim
+    OUT = FLOAT64 if storage == FLOAT64 else FLOAT32
+    OUT_BYTES = dim * COMPUTE_BYTES[storage]
+
+    @kernel
+    def sum_merged(heads, nexts, addresses, first, end, node_ends, num_nodes, out):
+        """`out[i]` = the sum that `update_merged` would apply to distinct slot first + i."""
+        for m in range(first, end):
+            _prefetch_gradients(heads, nexts, addresses, min(m + GRADIENT_AHEAD, end - 1), OUT_BYTES)
+            total = _sum_chain(load_u32(heads + 4 * m), nexts, addresses, node_ends, num_nodes, DIM, OUT)
+            store_row(out + (m - first) * OUT_BYTES, total, OUT)
+
+    return SimpleNamespace(sum_merged=sum_merged)
+
+
+@kernel
+def chain_singles(count, gradients, gradient_bytes, heads, nexts, addresses):
+    """Chains of one entry each, gradient after gradient, for slots that are distinct already."""
+    for m in range(count):
+        store_u32(heads + 4 * m, m)
+        store_u32(nexts + 4 * m, END)
+        store_i64(addresses + 8 * m, gradients + m * gradient_bytes)
+
+
+class Singles:
+    """Distinct slots with one gradient each, in the form of a Merger."""
+
+    def __init__(self) -> None:
+        self.num_merged, self.num_nodes, self.node_ends = 0, 1, 0
+        self.merged_slots = self.heads = self.nexts = self.addresses = 0
+        self._scratch = [Scratch() for _ in range(3)]
+
+    def __call__(self, slots: int, gradients: int, gradient_bytes: int, count: int) -> None:
+        """`slots` and `gradients` are addresses: uint32 `[count]`, and one gradient after the other."""
+        self.merged_slots, self.num_merged = slots, count
+        self.heads, self.nexts, self.addresses = (
+            scratch.reserve(count * size) for scratch, size in zip(self._scratch, (4, 4, 8), strict=True)
+        )
+        chain_singles(count, gradients, gradient_bytes, self.heads, self.nexts, self.addresses)

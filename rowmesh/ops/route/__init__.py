@@ -1,13 +1,14 @@
-"""Route: from unique ids to owners and slots, sorted by (owner, segment).
+"""Route: from unique ids to where each is asked for, sorted by (stop, segment).
 
-The counts per (owner, segment) come with the sort: they tell an owner which table each slot it receives belongs to, so
-that category and instance of every id are known there without further communication.
+The counts per (stop, segment) come with the sort: they tell whoever receives a list which table each key in it belongs
+to, so that category and instance of every id are known there without further communication.
 
-Source: FusedRec §3 "Embedding Route" (rank-wise sort) and "Lossless Lookup".
-Differs: the owner is dealt by arithmetic instead of hashed, and ids travel as 32-bit slots, from which the owner can
-tell the row (row = slot's place in the table · W + what the owner's rank gives).
+Source: FusedRec §3 "Embedding Route" (rank-wise sort) and "Lossless Lookup"; OPER §5.1 (one pass resolves local,
+remote and replicated rows alike).
+Differs: the stop follows from a few ranges a table, and ids travel as 32-bit keys, from which the receiver can tell the
+slot.
 """
 
-from rowmesh.ops.route.cpu import route
+from rowmesh.ops.route.cpu import HEADER, locate, route
 
-__all__ = ["route"]
+__all__ = ["HEADER", "locate", "route"]

@@ -1,99 +1,248 @@
-"""Route on a CPU: two passes over the unique ids, a counting sort by owner that keeps the order by segment."""
+"""Route on a CPU: two passes over the unique ids, a counting sort by stop that keeps the order by segment."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rowmesh.ops.simd import kernel, load_i64, load_u32, prefetch, store_i64, store_u32
+from rowmesh.ops.simd import (
+    inlined,
+    kernel,
+    load_f64,
+    load_i64,
+    load_u16,
+    load_u32,
+    prefetch,
+    store_i64,
+    store_u32,
+)
 
 # Short rows are asked for as soon as their address is known, so that the misses run under the routing of the others
 # (dim 16: 12 % of a step). Long ones would fill the cache before pool comes to them.
 PREFETCHED_ROW_BYTES = 128
 
+# Words of a header (int64), which stays the same from batch to batch.
+HEADER = 14
+(
+    RANGES, INDEX, HEADS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
+    ARENAS, ROW_BYTES, KIND_FLAGS,
+) = range(0, 8 * 14, 8)  # fmt: skip
+DESCRIPTOR_BYTES, INDEX_BYTES = 80, 64
+_START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _PER_MODULUS, _PER_DIVISOR = range(0, 80, 8)
+_KIND_BITS = 24  # a stop and its kind share 32 bits
+RELAY, COPY = 1, 2  # flags of a range; KIND_FLAGS has those of kind k in bits 2k and 2k + 1
+
+
+@inlined
+def _find(index, heads, ranges, row):
+    """The descriptor of the range that a row is in."""
+    first = load_i64(index)
+    head = load_i64(index + 32)
+    if row < head:
+        return ranges + DESCRIPTOR_BYTES * (first + load_u16(heads + 2 * (load_i64(index + 24) + row)))
+    low = load_i64(index + 16)
+    count = load_i64(index + 8) - low
+    if count <= 4:
+        for k in range(40, 64, 8):
+            low += np.int64(load_i64(index + k) <= row)
+        return ranges + DESCRIPTOR_BYTES * low
+    while count > 1:
+        half = count >> 1
+        low += half * np.int64(load_i64(ranges + DESCRIPTOR_BYTES * (low + half) + _START) <= row)  # no branch
+        count -= half
+    return ranges + DESCRIPTOR_BYTES * low
+
+
+@inlined
+def _home(row, start, shift, modulus, rank, base, per_modulus, per_divisor):
+    """Home and slot. (Products with 1 / n, from the middle of the unit, are exact for rows below 2^50 / n.)"""
+    x = row - start
+    y = x + shift
+    home = y - np.int64((np.float64(y) + 0.5) * per_modulus) * modulus + rank
+    return home, base + np.int64((np.float64(x) + 0.5) * per_divisor)
+
+
+@inlined
+def _describe(part):
+    """What `_home` needs to know of a range."""
+    return (
+        load_i64(part + _START), load_i64(part + _SHIFT), load_i64(part + _MODULUS), load_i64(part + _RANK),
+        load_i64(part + _BASE), load_f64(part + _PER_MODULUS), load_f64(part + _PER_DIVISOR),
+    )  # fmt: skip
+
+
+@kernel
+def locate(header, table, ids, count, homes, slots):
+    """Home (uint32) and slot (uint32) of every row of one table; `route` without the sort."""
+    ranges, heads = load_i64(header + RANGES), load_i64(header + HEADS)
+    index = load_i64(header + INDEX) + INDEX_BYTES * table
+    for i in range(count):
+        row = load_i64(ids + 8 * i)
+        part = _find(index, heads, ranges, row)
+        start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+        home, slot = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
+        store_u32(homes + 4 * i, home)
+        store_u32(slots + 4 * i, slot)
+
 
 @kernel
 def route(
-    unique, unique_offsets, counts, num_segments, bases, shifts, num_rows, world_size, owner_scratch, slot_scratch,
-    arenas, received, row_bytes, slots, uniques, segment_offsets, accesses, addresses,
+    header, unique, unique_offsets, counts, stop_scratch, key_scratch, received, keys, uniques, segment_offsets,
+    accesses, reply_offsets, addresses,
 ):  # fmt: skip
-    """Rows dealt over the ranks: owner (row + shift) mod W, slot base + row // W.
+    """Where every unique id is asked for, sorted.
 
-    All arguments but the counts, sizes and row_bytes are addresses.
+    All arguments are addresses. S′ = kinds · tables, W ranks.
 
     Args:
+        header: int64 words, see above; what they point to is described in `rowmesh.placement.address_map`.
         unique, unique_offsets, counts: what segment unique returned (int64, int64, uint32).
-        bases, shifts, num_rows: int64 `[S]`, of the table that each segment is.
-        owner_scratch, slot_scratch: uint32 `[U]`.
-        arenas: int64 `[W]`, where the rows of an owner can be read in place, or 0.
-        received: where the rows of the other owners will be received, in the order of `slots`.
-        slots: uint32 `[U]` out, sorted by (owner, segment).
-        uniques: uint32 `[U]` out; `slots[p]` is where unique id `uniques[p]` is.
-        segment_offsets: int64 `[W, S + 1]` out, into `slots`.
-        accesses: int64 `[W, S]` out: ids (not only distinct ones) by owner and segment.
-        addresses: int64 `[U]` out: where row u is, or will be once it is received.
+        stop_scratch, key_scratch: uint32 `[U]`.
+        received: where the rows of other ranks will be received, in the order of `keys` without those of kinds that get
+            no reply.
+        keys: uint32 `[U]` out, sorted by (stop, segment).
+        uniques: uint32 `[U]` out; `keys[p]` asks for unique id `uniques[p]`.
+        segment_offsets: int64 `[W, S′ + 1]` out, into `keys`.
+        accesses: int64 `[W, S′]` out: ids (not only distinct ones) by stop and segment.
+        reply_offsets: int64 `[W + 1]` out: where each stop's replies begin among all replies.
+        addresses: int64 `[U]` out: where row u is, or will be once it is received; 0 for rows that this rank asks
+            itself for as an agent.
 
     Returns:
         −1, or the index u of the first unique id that is not a row of its table.
     """
+    num_tables, num_kinds = load_i64(header + NUM_TABLES), load_i64(header + NUM_KINDS)
+    world_size = load_i64(header + WORLD_SIZE)
+    num_segments = num_tables * num_kinds
     for i in range(world_size * (num_segments + 1)):
         store_i64(segment_offsets + 8 * i, 0)
     for i in range(world_size * num_segments):
         store_i64(accesses + 8 * i, 0)
-    power = world_size & (world_size - 1) == 0
+    refused = _place_all(
+        header, unique, unique_offsets, counts, stop_scratch, key_scratch, segment_offsets, accesses, num_tables,
+        num_segments, world_size,
+    )  # fmt: skip
+    if refused >= 0:
+        return refused
+    total, replies = 0, 0
+    replying = load_i64(header + NUM_REPLYING) * num_tables
+    for stop in range(world_size):
+        store_i64(reply_offsets + 8 * stop, replies - total)  # until all are placed, from position to reply
+        for s in range(num_segments + 1):
+            cell = segment_offsets + 8 * (stop * (num_segments + 1) + s)
+            size = load_i64(cell)
+            store_i64(cell, total)
+            total += size
+            if s < replying:
+                replies += size
+    store_i64(reply_offsets + 8 * world_size, replies)
+    _sort(
+        header, unique_offsets, stop_scratch, key_scratch, received, keys, uniques, segment_offsets, reply_offsets,
+        addresses, num_tables, num_segments,
+    )  # fmt: skip
+    # The offsets served as cursors, which leaves each at its end: the beginning of the next.
+    for stop in range(world_size):
+        for s in range(num_segments, 0, -1):
+            cell = segment_offsets + 8 * (stop * (num_segments + 1) + s)
+            store_i64(cell, load_i64(cell - 8))
+        cell = segment_offsets + 8 * stop * (num_segments + 1)
+        store_i64(cell, 0 if stop == 0 else load_i64(cell - 8))
+        reply = reply_offsets + 8 * stop
+        store_i64(reply, load_i64(reply) + load_i64(cell))
+    return -1
+
+
+@inlined
+def _place_all(
+    header, unique, unique_offsets, counts, stop_scratch, key_scratch, segment_offsets, accesses, num_tables,
+    num_segments, world_size,
+):  # fmt: skip
+    """Finds stop, kind and key of every unique id and counts them by (stop, segment)."""
+    ranges, heads = load_i64(header + RANGES), load_i64(header + HEADS)
+    rank, per_node = load_i64(header + RANK), load_i64(header + RANKS_PER_NODE)
+    key_stride = load_i64(header + KEY_STRIDE)
+    node_first = rank // per_node * per_node
+    nodes_per_rank = 1.0 / per_node
     bits = 0
     while (1 << bits) < world_size:
         bits += 1
-    for s in range(num_segments):
-        base, shift = load_i64(bases + 8 * s), load_i64(shifts + 8 * s)
-        limit = np.uint64(load_i64(num_rows + 8 * s))
+    for s in range(num_tables):
+        index = load_i64(header + INDEX) + INDEX_BYTES * s
+        limit = np.uint64(load_i64(load_i64(header + NUM_ROWS) + 8 * s))
+        part = ranges + DESCRIPTOR_BYTES * load_i64(index)
+        is_one = load_i64(index + 8) - load_i64(index) == 1
+        start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+        kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
+        if is_one and flags == 0 and modulus == load_i64(part + _DIVISOR) == 1 << bits:
+            # A whole table dealt over a power of two of ranks, as where nothing is planned: shifts instead of products.
+            mask = world_size - 1
+            for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
+                row = load_i64(unique + 8 * u)
+                if np.uint64(row) >= limit:
+                    return u
+                stop = row + shift & mask
+                store_u32(key_scratch + 4 * u, base + (row >> bits))
+                store_u32(stop_scratch + 4 * u, stop | kind << _KIND_BITS)
+                _count(stop, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
+            continue
         for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
             row = load_i64(unique + 8 * u)
             if np.uint64(row) >= limit:
                 return u
-            if power:
-                quotient = row >> bits
-                owner = row + shift & world_size - 1
-            else:
-                quotient = np.int64(np.uint64(row) // np.uint64(world_size))
-                owner = row - quotient * world_size + shift
-                if owner >= world_size:
-                    owner -= world_size
-            store_u32(owner_scratch + 4 * u, owner)
-            store_u32(slot_scratch + 4 * u, base + quotient)
-            cell = segment_offsets + 8 * (owner * (num_segments + 1) + s)
-            store_i64(cell, load_i64(cell) + 1)
-            cell = accesses + 8 * (owner * num_segments + s)
-            store_i64(cell, load_i64(cell) + load_u32(counts + 4 * u))
-    total = 0
-    for owner in range(world_size):
-        for s in range(num_segments + 1):
-            cell = segment_offsets + 8 * (owner * (num_segments + 1) + s)
-            size = load_i64(cell)
-            store_i64(cell, total)
-            total += size
-    # The offsets serve as cursors, which leaves each at its end: the beginning of the next.
-    for s in range(num_segments):
+            if not is_one:
+                part = _find(index, heads, ranges, row)
+                start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+                kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
+            stop, key = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
+            if flags & RELAY:
+                node = np.int64((np.float64(stop) + 0.5) * nodes_per_rank)
+                key += node * key_stride
+                stop += node_first - node * per_node
+            store_u32(key_scratch + 4 * u, key)
+            store_u32(stop_scratch + 4 * u, stop | kind << _KIND_BITS)
+            _count(stop, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
+    return -1
+
+
+@inlined
+def _count(stop, segment, num_segments, segment_offsets, accesses, count):
+    """One more row for a stop and segment, and as many accesses as it has."""
+    cell = segment_offsets + 8 * (stop * (num_segments + 1) + segment)
+    store_i64(cell, load_i64(cell) + 1)
+    cell = accesses + 8 * (stop * num_segments + segment)
+    store_i64(cell, load_i64(cell) + load_u32(count))
+
+
+@inlined
+def _sort(
+    header, unique_offsets, stop_scratch, key_scratch, received, keys, uniques, segment_offsets, reply_offsets,
+    addresses, num_tables, num_segments,
+):  # fmt: skip
+    """Brings keys in order, and finds where each row is read."""
+    arenas, row_bytes = load_i64(header + ARENAS), load_i64(header + ROW_BYTES)
+    rank, key_stride = load_i64(header + RANK), load_i64(header + KEY_STRIDE)
+    kind_flags, here = load_i64(header + KIND_FLAGS), load_i64(arenas + 8 * rank)
+    for s in range(num_tables):
         for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
-            owner, slot = load_u32(owner_scratch + 4 * u), load_u32(slot_scratch + 4 * u)
-            cell = segment_offsets + 8 * (owner * (num_segments + 1) + s)
+            word, key = load_u32(stop_scratch + 4 * u), load_u32(key_scratch + 4 * u)
+            stop, kind = word & (1 << _KIND_BITS) - 1, word >> _KIND_BITS
+            cell = segment_offsets + 8 * (stop * (num_segments + 1) + kind * num_tables + s)
             position = load_i64(cell)
             store_i64(cell, position + 1)
-            store_u32(slots + 4 * position, slot)
+            store_u32(keys + 4 * position, key)
             store_u32(uniques + 4 * position, u)
-            arena = load_i64(arenas + 8 * owner)
-            if arena:
-                store_i64(addresses + 8 * u, arena + slot * row_bytes)
-                if row_bytes <= PREFETCHED_ROW_BYTES:
-                    prefetch(arena + slot * row_bytes, 64)
+            flags = kind_flags >> 2 * kind & 3
+            if flags == 0:
+                arena = load_i64(arenas + 8 * stop)
+                if arena:
+                    store_i64(addresses + 8 * u, arena + key * row_bytes)
+                    if row_bytes <= PREFETCHED_ROW_BYTES:
+                        prefetch(arena + key * row_bytes, 64)
+                    continue
+            if flags & COPY:
+                slot = key % key_stride if flags & RELAY else key
+                store_i64(addresses + 8 * u, here + slot * row_bytes)
+            elif flags and stop == rank:
+                store_i64(addresses + 8 * u, 0)
             else:
-                store_i64(addresses + 8 * u, received + position * row_bytes)
-    for owner in range(world_size):
-        for s in range(num_segments, 0, -1):
-            cell = segment_offsets + 8 * (owner * (num_segments + 1) + s)
-            store_i64(cell, load_i64(cell - 8))
-        cell = segment_offsets + 8 * owner * (num_segments + 1)
-        if owner == 0:
-            store_i64(cell, 0)
-        else:
-            store_i64(cell, load_i64(cell - 8))
-    return -1
+                reply = position + load_i64(reply_offsets + 8 * stop)
+                store_i64(addresses + 8 * u, received + reply * row_bytes)

@@ -1,0 +1,241 @@
+"""Address map: a plan as one rank's kernels read it.
+
+For a group's tables and one rank it says where every row is asked for (its *stop*), under which key, and of which kind
+the exchange of it is:
+
+    direct      at the home, which replies with the row
+    relayed     at the agent, the rank of this node that has the home's place in its node; the agent asks the home
+    node        at the agent, which holds a copy; gradients go on to the home
+    forwarded   nowhere: a copy is here; gradients go to the agent, then on to the home
+    replicated  nowhere: a copy is here; gradients go to the home
+
+Slots follow each other in a rank's memory range by range. Ranges on a fixed rank come last, so that all others have the
+same slots on all ranks. A key is a slot; where an agent is between, it is the slot plus V times the home's node.
+
+Source: OPER §5.1 (one address for every row, whatever its parallelism). Differs: a few ranges a table, each with a
+rule, instead of an array as long as the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement.plan import Plan, RowRange
+
+# In this order those of each of the sets below stand next to each other.
+KINDS = ("direct", "relayed", "node", "forwarded", "replicated")
+REPLIES = {"direct", "relayed", "node"}  # kinds whose rows travel
+RELAYS = {"relayed", "node", "forwarded"}  # kinds that stop at the agent
+COPIES = {"node", "forwarded", "replicated"}  # kinds with copies to keep equal
+FLAGS = {"direct": 0, "relayed": 1, "node": 1, "forwarded": 3, "replicated": 2}
+MAX_KEY = 2**32 - 1
+DESCRIPTOR = 10  # int64 values that describe a range to a kernel: see `AddressMap.ranges`
+_SEARCHED = 4  # ranges among which the kernel finds one by comparing with all starts
+_NEVER = 2**63 - 1
+_DIRECT_ROWS = 4096  # rows of a table's head that find their range through an index
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a table and where one rank holds them: row `rows[i]` is in slot `slots[i]`."""
+
+    rows: range
+    slots: range
+
+
+class AddressMap:
+    """Where one rank asks for the rows of one group.
+
+    Args:
+        plan: of all tables.
+        tables: names of the group's tables, in order.
+        rank: who asks.
+
+    Attributes:
+        kinds: those that occur, in the order of KINDS; the segment of a row is kind · S + table.
+        num_slots: of every rank.
+        key_stride: V.
+        ranges: int64 `[R, 10]`: start, shift, modulus, rank, divisor, base, kind, flags, then 1 / modulus and 1 /
+            divisor as the bits of a float64. Home = (row − start + shift) mod modulus + rank, slot = base + (row −
+            start) // divisor. Flags: 1 the stop is the agent, 2 a copy is here.
+        index: int64 `[S, 8]`: the table's first range, one past its last, the first range to search among, where its
+            head begins in `heads`, how many rows the head has, and the starts of the three ranges after the first to
+            search among.
+        heads: uint16, for the first rows of tables of many ranges: the range, counted from the table's first.
+
+    Raises:
+        ConfigurationError: keys would not fit into 32 bits.
+    """
+
+    def __init__(self, plan: Plan, tables: Sequence[str], rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.tables = tuple(plan.table(name) for name in tables)
+        self.num_rows = tuple(table.shape.num_rows for table in self.tables)
+        self._limits = np.array(self.num_rows, np.int64)
+        self._bases, self.num_slots = self._lay_out()
+        self.key_stride = max(self.num_slots)
+        self._check_keys()
+        present = {self._kind(part) for table in self.tables for part in table.ranges}
+        self.kinds = tuple(kind for kind in KINDS if kind in present)
+        self.ranges = np.array([self._describe(*item) for item in self._items()], np.int64)
+        self.ranges[:, 8] = (1.0 / self.ranges[:, 2]).view(np.int64)
+        self.ranges[:, 9] = (1.0 / self.ranges[:, 4]).view(np.int64)
+        heads = [_head(table.ranges) for table in self.tables]
+        self.heads = np.concatenate([np.zeros(0, np.uint16), *heads])
+        self.index = self._make_index([len(head) for head in heads])
+
+    @property
+    def num_tables(self) -> int:
+        """S."""
+        return len(self.tables)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that rows are sorted into: one for each table and kind."""
+        return len(self.kinds) * self.num_tables
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the map."""
+        return self.ranges.nbytes + self.index.nbytes + self.heads.nbytes
+
+    def segments(self, kinds: set[str]) -> range:
+        """The segments of kinds that stand next to each other in KINDS; where there are none, where they would be."""
+        chosen = [index for index, kind in enumerate(self.kinds) if kind in kinds]
+        if not chosen:
+            first = min(KINDS.index(kind) for kind in kinds)
+            before = sum(KINDS.index(kind) < first for kind in self.kinds) * self.num_tables
+            return range(before, before)
+        return range(chosen[0] * self.num_tables, (chosen[-1] + 1) * self.num_tables)
+
+    def header(self, arenas: int, row_bytes: int) -> np.ndarray:
+        """The words that `rowmesh.ops.route` reads; the map must live as long as they do.
+
+        Args:
+            arenas: address of int64 `[W]`: where each rank's slot 0 can be read, or 0.
+            row_bytes: of one row.
+        """
+        plan = self.plan
+        replying = sum(kind in REPLIES for kind in self.kinds)
+        flags = sum((FLAGS[kind] << 2 * index) for index, kind in enumerate(self.kinds))
+        return np.array([
+            self.ranges.ctypes.data, self.index.ctypes.data, self.heads.ctypes.data, self._limits.ctypes.data,
+            self.num_tables, len(self.kinds), replying, plan.world_size, self.rank, plan.ranks_per_node,
+            self.key_stride, arenas, row_bytes, flags,
+        ], np.int64)  # fmt: skip
+
+    def locate(self, table: int, row: int) -> tuple[int, int, str]:
+        """(stop, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
+        plan, part, base = self.plan, *self._part(table, row)
+        home, kind = part.home(row, plan.world_size), self._kind(part)
+        slot = base + (row - part.start) // self._divisor(part)
+        if kind not in RELAYS:
+            return home, slot, kind
+        node, place = divmod(home, plan.ranks_per_node)
+        return self.rank // plan.ranks_per_node * plan.ranks_per_node + place, node * self.key_stride + slot, kind
+
+    def held(self, table: int) -> Iterator[Piece]:
+        """All rows of a table that this rank holds, copies included, range by range."""
+        world_size, per_node = self.plan.world_size, self.plan.ranks_per_node
+        for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
+            stride = self._divisor(part)
+            if part.rule == "fixed" and part.rank != self.rank:
+                continue
+            first = 0
+            if part.rule in ("dealt", "node"):
+                first = (self.rank % stride - part.shift) % stride
+            assert stride in (1, per_node, world_size)
+            rows = range(part.start + first, part.stop, stride)
+            yield Piece(rows, range(base, base + len(rows)))
+
+    def homed(self, table: int) -> Iterator[Piece]:
+        """The rows of a table whose home is this rank: every row of a table is in one rank's pieces."""
+        for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
+            if part.rule == "fixed":
+                if part.rank == self.rank:
+                    yield Piece(range(part.start, part.stop), range(base, base + len(part)))
+                continue
+            world_size, divisor = self.plan.world_size, self._divisor(part)
+            first = (self.rank - part.shift) % world_size
+            rows = range(part.start + first, part.stop, world_size)
+            begin, step = base + first // divisor, world_size // divisor
+            yield Piece(rows, range(begin, begin + len(rows) * step, step))
+
+    def _kind(self, part: RowRange) -> str:
+        nodes, world_size = self.plan.num_nodes, self.plan.world_size
+        relayed = part.two_hop and nodes > 1
+        if part.rule == "replicated" and world_size > 1:
+            return "forwarded" if relayed else "replicated"
+        if part.rule == "node" and nodes > 1:
+            return "node"
+        return "relayed" if relayed else "direct"
+
+    def _divisor(self, part: RowRange) -> int:
+        return {
+            "dealt": self.plan.world_size, "node": self.plan.ranks_per_node, "replicated": 1, "fixed": 1,
+        }[part.rule]  # fmt: skip
+
+    def _lay_out(self) -> tuple[list[list[int]], tuple[int, ...]]:
+        """The first slot of every range, and the slots of every rank."""
+        world_size, per_node = self.plan.world_size, self.plan.ranks_per_node
+        bases: list[list[int]] = [[0] * len(table.ranges) for table in self.tables]
+        slots = [0] * world_size
+        for fixed in (False, True):
+            for number, table in enumerate(self.tables):
+                for index, part in enumerate(table.ranges):
+                    if (part.rule == "fixed") == fixed:
+                        bases[number][index] = slots[part.rank if fixed else 0]
+                        for rank in [part.rank] if fixed else range(world_size):
+                            slots[rank] += part.num_slots(rank, world_size, per_node)
+        return bases, tuple(slots)
+
+    def _check_keys(self) -> None:
+        keys = self.key_stride * self.plan.num_nodes
+        if keys > MAX_KEY:
+            names = ", ".join(f"{table.name!r} ({table.shape.num_rows:,} rows)" for table in self.tables)
+            nodes = f" on each of {self.plan.num_nodes} nodes" if self.plan.num_nodes > 1 else ""
+            raise ConfigurationError(
+                f"tables {names}: the fullest rank would hold {self.key_stride:,} rows{nodes}; at most {MAX_KEY:,} can "
+                "be told apart; use more ranks, or give some tables another optimizer, which makes a group of their own"
+            )
+
+    def _items(self) -> Iterator[tuple[RowRange, int]]:
+        for table, bases in zip(self.tables, self._bases, strict=True):
+            yield from zip(table.ranges, bases, strict=True)
+
+    def _part(self, table: int, row: int) -> tuple[RowRange, int]:
+        for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
+            if part.start <= row < part.stop:
+                return part, base
+        raise IndexError(f"table {self.tables[table].name!r} has no row {row}")
+
+    def _make_index(self, head_sizes: Sequence[int]) -> np.ndarray:
+        rows, first, head = [], 0, 0
+        for table, size in zip(self.tables, head_sizes, strict=True):
+            behind = next(number for number, part in enumerate(table.ranges) if part.stop > size)
+            starts = [part.start for part in table.ranges[behind + 1 : behind + _SEARCHED]]
+            starts += [_NEVER] * (_SEARCHED - 1 - len(starts))
+            rows.append((first, first + len(table.ranges), first + behind, head, size, *starts))
+            first, head = first + len(table.ranges), head + size
+        return np.array(rows, np.int64)
+
+    def _describe(self, part: RowRange, base: int) -> tuple[int, ...]:
+        kind = self._kind(part)
+        fixed = part.rule == "fixed"
+        return (
+            part.start, 0 if fixed else part.shift, 1 if fixed else self.plan.world_size, part.rank if fixed else 0,
+            self._divisor(part), base, self.kinds.index(kind), FLAGS[kind], 0, 0,
+        )  # fmt: skip
+
+
+def _head(ranges: Sequence[RowRange]) -> np.ndarray:
+    """The range of each of the first rows, up to where few ranges are left; the kernel searches among those."""
+    if len(ranges) <= _SEARCHED:
+        return np.zeros(0, np.uint16)
+    rows = min(ranges[-_SEARCHED].start, _DIRECT_ROWS)
+    starts = np.array([part.start for part in ranges])
+    return (np.searchsorted(starts, np.arange(rows), side="right") - 1).astype(np.uint16)
