@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     if 3 in options.table:
         runs.append(lambda: placement_tables.table_3(report, shapes, options.quick))
     if options.figure:
-        runs.append(lambda: placement_tables.figure_10(report, shapes, options.quick))
+        runs.append(lambda: placement_tables.figure_10(report, shapes))
     for name in options.topology:
         runs.append(lambda name=name: placement_links.topology(report, name, shapes, options.quick))
     if options.profile:
