@@ -209,18 +209,14 @@ def _kind(part: RowRange) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Homes:
-    """Where the rows of a plan are at home: pieces of runs within ranges, each dealt from a first home on.
-
-    A piece gives each rank `rounds` rows, and the `rest` ranks from its first home on `repeats` more.
-    """
+    """Where the rows of a plan are at home: pieces of runs within ranges, dealt from a first home on or fixed there."""
 
     num_ranks: int
     run: np.ndarray
     kind: np.ndarray
     first_home: np.ndarray
-    rounds: np.ndarray
-    rest: np.ndarray
-    repeats: np.ndarray
+    lengths: np.ndarray
+    is_fixed: np.ndarray
 
     @staticmethod
     def of(plan: Plan, demand: Demand) -> _Homes:
@@ -236,20 +232,18 @@ class _Homes:
         part = np.searchsorted(starts, bounds[:-1], "right") - 1
         lengths, is_fixed = np.diff(bounds), rank[part] >= 0
         first_home = np.where(is_fixed, rank[part], (bounds[:-1] - starts[part] + shift[part]) % W)
-        return _Homes(
-            W, run, kind[part], first_home, np.where(is_fixed, 0, lengths // W), np.where(is_fixed, 1, lengths % W),
-            np.where(is_fixed, lengths, 1),
-        )  # fmt: skip
+        return _Homes(W, run, kind[part], first_home, lengths, is_fixed)
 
     def sum(self, of_row: np.ndarray) -> np.ndarray:
         """[5, W]: the sum of a number of each row, by how rows travel and where they are at home."""
         W, x = self.num_ranks, of_row[self.run]
-        everywhere = np.bincount(self.kind, x * self.rounds, 5)
-        more = x * self.repeats
-        cell = self.kind * (2 * W) + self.first_home
-        edges = np.bincount(cell, more, 10 * W) - np.bincount(cell + self.rest, more, 10 * W)
+        dealt = np.where(self.is_fixed, 0.0, x)
+        everywhere = np.bincount(self.kind, dealt * (self.lengths // W), 5)
+        first, rest = self.kind * (2 * W) + self.first_home, self.lengths % W
+        edges = np.bincount(first, dealt, 10 * W) - np.bincount(first + rest, dealt, 10 * W)
         line = np.cumsum(edges.reshape(5, 2 * W), axis=1)
-        return everywhere[:, None] + line[:, :W] + line[:, W:]
+        fixed = np.bincount(self.kind * W + self.first_home, (x - dealt) * self.lengths, 5 * W)
+        return everywhere[:, None] + line[:, :W] + line[:, W:] + fixed.reshape(5, W)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rowmesh.errors import ConfigurationError
@@ -19,8 +19,8 @@ class Request:
 
     Attributes:
         batch_size: samples of a rank in a step.
-        mode: `train` pays for gradients and for keeping copies equal, and every copy has optimizer state; `infer` pays
-            for fetches alone and stores values alone.
+        mode: `train` pays for gradients and for keeping copies equal too, `infer` for fetches alone. Either way every
+            copy takes the optimizer state of its table's shape, which is 0 for tables that are only served.
         deduplicated: the exchange sends a row once for all samples of a batch, as rowmesh does. False counts every
             access, as the paper does.
         extra_memory: memory for copies, as a share of what a rank holds without any.
@@ -81,10 +81,6 @@ class Request:
         """What `objective` comes to."""
         return self.objective == "slowest_link"
 
-    def shapes(self, shapes: Sequence[TableShape]) -> tuple[TableShape, ...]:
-        """The tables as they are stored: without optimizer state where nothing is trained."""
-        return tuple(shape if self.training else replace(shape, state_bytes=0) for shape in shapes)
-
     def limit_bytes(self, shapes: Sequence[TableShape], world_size: int, device_bytes: int | None = None) -> int:
         """The memory a rank may use for the tables.
 
@@ -95,6 +91,6 @@ class Request:
         """
         limit = self.memory_limit_bytes
         if limit is None:
-            least = Plan.dealt(self.shapes(shapes), world_size).memory_bytes[0]
+            least = Plan.dealt(shapes, world_size).memory_bytes[0]
             limit = int(least * (1 + self.extra_memory))
         return limit if device_bytes is None else min(limit, device_bytes)

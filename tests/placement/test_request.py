@@ -29,10 +29,9 @@ def test_a_request_that_means_nothing_is_refused(fields, message):
 
 
 def test_extra_memory_is_a_share_of_what_rows_take_without_copies():
-    # Four ranks hold at most 3 rows of 68 bytes and 2 rows of 20; in inference 3 of 64 and 2 of 16.
+    # Four ranks hold at most 3 rows of 68 bytes and 2 rows of 20.
     assert Request(batch_size=8, extra_memory=0).limit_bytes(SHAPES, 4) == 244
     assert Request(batch_size=8, extra_memory=0.5).limit_bytes(SHAPES, 4) == 366
-    assert Request(batch_size=8, extra_memory=0.5, mode="infer").limit_bytes(SHAPES, 4) == 336
 
 
 def test_a_limit_replaces_the_share_and_a_device_is_never_exceeded():

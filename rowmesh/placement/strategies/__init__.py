@@ -1,0 +1,83 @@
+"""Strategies: ways to make a plan, behind one contract.
+
+    dealt             levels by one multiplier, then dealt; the default
+    partitioned       the paper's
+    memory_greedy, access_greedy, table_wise, row_wise, torchrec_like     what others do
+    exact             optimal levels by integer programming, with its gap
+    exact_partitions  the paper's problem by integer programming, with its bound
+    auto              the best of all quick ones
+
+Example:
+    >>> from rowmesh.placement import TableShape
+    >>> from rowmesh.placement.profile import Profile
+    >>> from rowmesh.placement.request import Request
+    >>> from rowmesh.placement.topology import Topology
+    >>> shape = TableShape("item", 8, value_bytes=64, gradient_bytes=64)
+    >>> profile = Profile.from_counts({"item": [9, 5, 3, 2, 1, 1, 1, 1]}, [shape], num_samples=30)
+    >>> plan = search("auto", profile, Topology.uniform(4), Request(batch_size=4))
+    >>> plan.notes["auto"].split(":")[0]
+    'dealt'
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Protocol
+
+from rowmesh.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rowmesh.placement.plan import Plan
+    from rowmesh.placement.profile import Profile
+    from rowmesh.placement.request import Request
+    from rowmesh.placement.topology import Topology
+
+
+class Strategy(Protocol):
+    """Makes a plan for a profile on a topology.
+
+    Every row has one home. `dealt`, `partitioned`, both exact ones and `auto` never exceed the request's memory and
+    raise `ConfigurationError` where they cannot; the others do not look at it.
+    """
+
+    def __call__(self, profile: Profile, topology: Topology, request: Request) -> Plan: ...
+
+
+# Imported at first use: some need Numba or scipy.
+STRATEGIES = {
+    "auto": "auto.search",
+    "dealt": "dealt.search",
+    "partitioned": "partitioned.search",
+    "memory_greedy": "baselines.memory_greedy",
+    "access_greedy": "baselines.access_greedy",
+    "table_wise": "baselines.table_wise",
+    "row_wise": "baselines.row_wise",
+    "torchrec_like": "baselines.torchrec_like",
+    "exact": "exact.search",
+    "exact_partitions": "exact_partitions.search",
+}
+BASELINES = ("memory_greedy", "access_greedy", "table_wise", "row_wise", "torchrec_like")
+QUICK = ("dealt", "partitioned", *BASELINES)
+
+
+def find(name: str) -> Strategy:
+    """A strategy by name.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    if name not in STRATEGIES:
+        raise ConfigurationError(f"no placement strategy {name!r}; there are {', '.join(STRATEGIES)}")
+    module, function = STRATEGIES[name].split(".")
+    return getattr(importlib.import_module(f"rowmesh.placement.strategies.{module}"), function)
+
+
+def search(name: str, profile: Profile, topology: Topology, request: Request) -> Plan:
+    """A plan by the strategy of that name, checked.
+
+    Raises:
+        ConfigurationError: there is no such strategy, or the request cannot be met.
+    """
+    plan = find(name)(profile, topology, request)
+    plan.check()
+    return plan

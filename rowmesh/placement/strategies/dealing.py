@@ -91,21 +91,31 @@ def memory_bytes(spans: Sequence[Span], demand: Demand) -> int:
     return sum(int(demand.row_bytes[span.table]) * span.range().num_slots(0, W, G) for span in spans)
 
 
-def deal(spans: Sequence[Span], demand: Demand, seconds: np.ndarray) -> list[list[RowRange]]:
+def deal(
+    spans: Sequence[Span],
+    demand: Demand,
+    seconds: np.ndarray,
+    *,
+    started: np.ndarray | None = None,
+    max_head_rows: int = MAX_HEAD_ROWS,
+) -> list[list[RowRange]]:
     """The ranges of each table, with heads and shifts that balance the ranks.
 
     Args:
         spans: in order of tables and rows.
         demand: of all rows.
         seconds: [5, K], what a row of each run costs, by how rows travel: the load that is balanced.
+        started: [W], loads that the ranks already have.
+        max_head_rows: how many rows may be ranges of their own.
     """
+    W = demand.world_size
     table = _Table(demand, seconds)
-    hands = _hands(spans, table)
+    hands = _hands(spans, table, max_head_rows // W if W > 1 else 0)
     dealt = {span: max((hand.stop for hand in hands if hand.span is span), default=span.start) for span in spans}
     rest = [Span(span.table, dealt[span], span.stop, span.kind) for span in spans if dealt[span] < span.stop]
     blocks = [block for span in rest for block in _blocks(span, table)]
     items: list[_Hand | _Rest] = [*hands, *(_Rest(block, table.residues(block)) for block in blocks)]
-    _balance(items, table)
+    _balance(items, demand, np.zeros(W) if started is None else started.copy())
     ranges: list[list[RowRange]] = [[] for _ in demand.shapes]
     for item in items:
         ranges[item.span.table] += item.ranges()
@@ -207,10 +217,9 @@ class _Rest:
         return [self.span.range(self.shift)]
 
 
-def _hands(spans: Sequence[Span], table: _Table) -> list[_Hand]:
+def _hands(spans: Sequence[Span], table: _Table, most: int) -> list[_Hand]:
     """The hands whose rows are furthest apart, from the first row of a span on without gaps."""
     W = table.demand.world_size
-    most = MAX_HEAD_ROWS // W if W > 1 else 0
     found = []
     for span in spans:
         if span.kind == NODE:
@@ -237,9 +246,8 @@ def _blocks(span: Span, table: _Table) -> list[Span]:
     return [Span(span.table, *bound, span.kind) for bound in pairwise(cuts)]
 
 
-def _balance(items: Sequence[_Hand | _Rest], table: _Table) -> None:
-    W, G = table.demand.world_size, table.demand.ranks_per_node
-    load = np.zeros(W)
+def _balance(items: Sequence[_Hand | _Rest], demand: Demand, load: np.ndarray) -> None:
+    W, G = demand.world_size, demand.ranks_per_node
     for item in items:
         if isinstance(item, _Rest) and item.span.kind == NODE:
             item.ranks_per_node = G

@@ -63,7 +63,7 @@ def describe(problem: Problem, levels: Levels, spans: list[Span]) -> dict[str, A
         "rows": rules,
         "two_hop_rows": two_hop,
         "multiplier_s_per_byte": levels.multiplier,
-        "bound": levels.bound_seconds,
+        "bound": None if problem.request.minimizes_slowest_link else levels.bound_seconds,
         "limit_bytes": problem.limit_bytes,
         "objective": "slowest_link" if problem.request.minimizes_slowest_link else "total",
     }

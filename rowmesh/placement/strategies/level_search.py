@@ -66,11 +66,11 @@ class LevelSearch:
         """The best levels that fit on every rank, and their spans: a deal rounds up to whole rows on every rank.
 
         Args:
-            take: finds levels within a budget; by default the best.
+            take: finds levels within a budget of bytes over all ranks; by default `take`.
         """
-        limit, budget = self.problem.limit_bytes, self.budget_bytes
+        limit, budget, take = self.problem.limit_bytes, self.budget_bytes, take or self.take
         while True:
-            levels = (take or self.take)(budget)
+            levels = take(budget)
             spans = spans_of(levels, self.choices, self.demand)
             over = memory_bytes(spans, self.demand) - limit
             if over <= 0:

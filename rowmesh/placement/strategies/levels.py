@@ -184,4 +184,4 @@ class Steps:
         hot[run[to == HOT]] = rows[to == HOT]
         below = (to == WARM) | self.skips_warm[: fitting + 1]
         copied[run[below]] = rows[below]
-        return Levels(hot, copied, multiplier, self.without_seconds - saved)
+        return Levels(hot, copied, multiplier, float(self.without_seconds - saved))

@@ -24,19 +24,18 @@ class Problem:
     topology: Topology
     request: Request
 
-    @cached_property
+    @property
     def shapes(self) -> tuple[TableShape, ...]:
-        """The tables as they are stored."""
-        return self.request.shapes([table.shape for table in self.profile.tables])
+        """The tables."""
+        return self.profile.shapes
 
     @cached_property
     def demand(self) -> Demand:
         """What a step asks for."""
-        demand = Demand.of(
+        return Demand.of(
             self.profile, self.topology.world_size, self.topology.ranks_per_node, self.request.batch_size,
             deduplicated=self.request.deduplicated,
         )  # fmt: skip
-        return replace(demand, shapes=self.shapes)
 
     @cached_property
     def limit_bytes(self) -> int:
@@ -83,8 +82,8 @@ def _does_not_fit(problem: Problem, needed: int) -> str:
     biggest = max(shapes, key=lambda shape: shape.row_bytes * shape.num_rows)
     share = -(-biggest.num_rows // W) * biggest.row_bytes
     fewer = (needed - limit + biggest.row_bytes - 1) // biggest.row_bytes * W
-    changes = []
-    if (ranks := _ranks_that_fit(shapes, limit, problem.topology.ranks_per_node)) is not None:
+    changes, step = [], problem.topology.ranks_per_node if problem.topology.num_nodes > 1 else 1
+    if (ranks := _ranks_that_fit(shapes, limit, step)) is not None:
         changes.append(f"use {ranks} ranks")
     if any(shape.value_bytes == shape.gradient_bytes for shape in shapes):
         halved = [replace(s, value_bytes=min(s.value_bytes, s.gradient_bytes // 2)) for s in shapes]
@@ -100,13 +99,13 @@ def _does_not_fit(problem: Problem, needed: int) -> str:
     )
 
 
-def _ranks_that_fit(shapes: Sequence[TableShape], limit: int, ranks_per_node: int) -> int | None:
-    """The least number of ranks, in whole nodes, whose memory holds every row once."""
+def _ranks_that_fit(shapes: Sequence[TableShape], limit: int, step: int) -> int | None:
+    """The least multiple of `step` ranks whose memory holds every row once."""
     if sum(shape.row_bytes for shape in shapes) > limit:
         return None  # a table's last round of rows may need a row on every rank
     total = sum(shape.row_bytes * shape.num_rows for shape in shapes)
     ranks = -(-total // limit)
-    ranks += -ranks % ranks_per_node
+    ranks += -ranks % step
     while least_bytes(shapes, ranks) > limit:
-        ranks += ranks_per_node
+        ranks += step
     return int(ranks)
