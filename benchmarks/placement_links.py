@@ -35,7 +35,7 @@ def topology(report: Report, name: str, shapes: Sequence[str], quick: bool) -> N
                 _compare_with_bound(report, case, network, shape, best, request)
             least = min(cost for cost in costs.values() if cost is not None)
             if (dealt := costs["dealt"]) is not None:
-                report.ratio(f"{case}: dealt over the best strategy (target 1)", round(dealt / least, 4))
+                report.ratio(f"{case}: dealt over the best strategy, target 1", round(dealt / least, 4))
 
 
 def _requests(quick: bool) -> list[Request]:
@@ -71,8 +71,13 @@ def _line(report: Report, network: Topology, shape: Shape, strategy: str, reques
     fits = max(found.plan.memory_bytes) <= limit
     kinds = _kinds(cost, network, request)
     if strategy == "dealt" and request.mode == "infer" and request.minimizes_slowest_link:
+        planned = _kinds(cost_of(found.plan, shape.counted, request), network, request)
         where = f"{network.name} {shape.name} slowest_link infer {_exchange(request)} {request.extra_memory:.0%}"
-        report.ratio(f"{where}: slowest link between nodes over slowest within", kinds.get("inter_over_intra"))
+        for accesses, ratios in (("counted", planned), ("true", kinds)):
+            report.ratio(
+                f"{where}: slowest link between nodes over slowest within, by {accesses} accesses",
+                ratios.get("inter_over_intra"),
+            )
     report.line(
         **line, objective_us=float(f"{seconds * 1e6:.6g}"), fits=fits, **kinds,
         search_ms=round(found.seconds * 1e3, 2),
@@ -92,8 +97,8 @@ def _compare_with_bound(
     )
     in_sample, out_of_sample = counted / found.notes["bound"], true / limit.notes["bound"]
     report.line(case=case, over_bound_in_sample=round(in_sample, 7), over_oracle_bound=round(out_of_sample, 6))
-    report.ratio(f"{case}: dealt over the bound in sample (target 1.01)", round(in_sample, 7))
-    report.ratio(f"{case}: dealt out of sample over the oracle's bound", round(out_of_sample, 6))
+    report.ratio(f"{case}: dealt over the bound by counted accesses, target 1.01", round(in_sample, 7))
+    report.ratio(f"{case}: dealt by true accesses over the bound of who knows them", round(out_of_sample, 6))
 
 
 def _kinds(cost: Cost, network: Topology, request: Request) -> dict[str, Any]:

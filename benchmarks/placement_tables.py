@@ -147,9 +147,9 @@ def _balance(report: Report, shape: Shape, strategy: str, exchange: str, request
     if strategy in ("dealt", "exact"):
         where = f"table3 {shape.name} {exchange}, {strategy}"
         if strategy == "dealt":
-            report.ratio(f"{where}: balance of links (target 0.999)", round(degree_of_balance(values), 6))
+            report.ratio(f"{where}: balance of links, target 0.999", round(degree_of_balance(values), 6))
         if "gap_to_bound" in line:
-            report.ratio(f"{where}: gap to bound in sample (target 0.0001)", line["gap_to_bound"])
+            report.ratio(f"{where}: gap to the bound by counted accesses, target 0.0001", line["gap_to_bound"])
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,11 @@ def _summarize_figure_10(
     for what in ("memory_mib", "lookup_mib", "link_mib"):
         best = max(spreads[what]["balance"] for spreads in found.values())
         report.ratio(
-            f"figure10 {name} {exchange}: dealt's balance of {what.removesuffix('_mib')} over the best (target 0.99)",
+            f"figure10 {name} {exchange}: dealt's balance of {what.removesuffix('_mib')} over the best, target 0.99",
             round(found["dealt"][what]["balance"] / best, 5) if best else None,
         )
     least = min(spreads["link_mib"]["max"] for spreads in found.values())
     report.ratio(
-        f"figure10 {name} {exchange}: dealt's busiest link over the best (target 1.01)",
+        f"figure10 {name} {exchange}: dealt's busiest link over the best, target 1.01",
         round(found["dealt"]["link_mib"]["max"] / least, 5) if least else None,
     )
