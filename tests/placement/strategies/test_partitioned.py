@@ -163,6 +163,6 @@ def test_partitions_that_do_not_fit_are_refused():
     """One rank reads the hottest row, the other must store the rest."""
     profile = Profile.from_counts({"item": [100] + [10] * 10}, [TableShape("item", 11, 64, 64)], 1000)
     with pytest.raises(
-        ConfigurationError, match=r"'partitioned': 11 partitions need 640 bytes .* 256 more than .* 384"
+        ConfigurationError, match=r"'partitioned': 11 partitions need 576 bytes .* 192 more than .* 384"
     ):
         search(profile, Topology.uniform(2), Request(batch_size=8, mode="infer", extra_memory=0.0))
