@@ -12,8 +12,9 @@ from rowmesh.placement.strategies.dealing import Span, memory_bytes, spans_of
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, LinkCosts, RowBytes, Steps
 from rowmesh.placement.strategies.problem import Problem
 
-BISECTIONS = 14
-MOST_UNEQUAL = 1e3
+MOST_UNEQUAL = 1e2
+POSITIONS = 8
+BALANCED = 5e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class LevelSearch:
     @staticmethod
     def of(problem: Problem) -> LevelSearch:
         """The sum over links is least under their own costs; the slowest, where links between nodes weigh as much more
-        as makes both kinds take equally long, which is found by bisection.
+        as makes both kinds take equally long.
         """
         demand = problem.demand.falling()
         moved = RowBytes.of(demand, problem.request)
@@ -48,10 +49,13 @@ class LevelSearch:
             choices = Choices.of(demand, moved.seconds(weighed), max_hops)
             return LevelSearch(problem, demand, moved, choices, Steps.of(choices))
 
-        hops = range(1, problem.request.max_hops + 1)
+        max_hops = problem.request.max_hops
         if not problem.request.minimizes_slowest_link or demand.num_nodes == 1 or demand.ranks_per_node == 1:
-            return under(1.0, max(hops))
-        return min((_balanced(lambda dearer, n=n: under(dearer, n)) for n in hops), key=LevelSearch.slowest_link)
+            return under(1.0, max_hops)
+        dearer, best = _balanced(lambda factor: under(factor, 1))
+        if max_hops == 2 and under(dearer, 2).slowest_link() < best.slowest_link():
+            _, best = _balanced(lambda factor: under(factor, 2))
+        return best
 
     @property
     def budget_bytes(self) -> int:
@@ -97,14 +101,31 @@ class LevelSearch:
         return max(self.link_seconds(self.take(self.budget_bytes)))
 
 
-def _balanced(under: Callable[[float], LevelSearch]) -> LevelSearch:
-    """The factor on links between nodes for which the slowest link is fastest."""
-    low, high = 1 / MOST_UNEQUAL, MOST_UNEQUAL
-    tried = []
-    for _ in range(BISECTIONS):
-        dearer = float(np.sqrt(low * high))
-        search = under(dearer)
+def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch]:
+    """The factor on links between nodes under which the slowest link is fastest, and the search under it.
+
+    The dearer links between nodes are made, the less moves over them: both kinds take equally long at the root of a
+    falling function, which is found by false position (Illinois) over the logarithm of the factor.
+    """
+    tried: list[tuple[float, int, float, LevelSearch]] = []
+
+    def imbalance(exponent: float) -> float:
+        search = under(float(np.exp(exponent)))
         within, between = search.link_seconds(search.take(search.budget_bytes))
-        tried.append((max(within, between), len(tried), search))
-        low, high = (dearer, high) if between > within else (low, dearer)
-    return min(tried, key=lambda entry: entry[:2])[2]
+        tried.append((max(within, between), len(tried), float(np.exp(exponent)), search))
+        return (between - within) / (between + within) if between + within > 0 else 0.0
+
+    low, high = -float(np.log(MOST_UNEQUAL)), float(np.log(MOST_UNEQUAL))
+    at_low, at_high = imbalance(low), imbalance(high)
+    if at_low > 0 > at_high:
+        for _ in range(POSITIONS):
+            middle = (low * at_high - high * at_low) / (at_high - at_low)
+            at_middle = imbalance(middle)
+            if abs(at_middle) < BALANCED:
+                break
+            if at_middle > 0:
+                low, at_low, at_high = middle, at_middle, at_high / 2
+            else:
+                high, at_high, at_low = middle, at_middle, at_low / 2
+    _, _, factor, best = min(tried, key=lambda entry: entry[:2])
+    return factor, best
