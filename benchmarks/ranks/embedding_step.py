@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import rowmesh.collection
@@ -13,7 +12,7 @@ import rowmesh.exchange.pooling
 from benchmarks import rank as rank_side
 from benchmarks.hardware import CopyFloor, PingPong
 from benchmarks.phases import PhaseClock
-from benchmarks.ranks.setup import output_gradient, sparse_batch, table_specs
+from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.exchange.barrier import Barrier
@@ -39,6 +38,7 @@ PHASES = [
     (CollectiveTransport, "_exchange_counts", "counts"),
     (CollectiveTransport, "_exchange_slots", "slots"),
     (CollectiveTransport, "_send_rows", "gather and send rows"),
+    (CollectiveTransport, "_compare", "compare"),
     (CollectiveTransport, "_send_gradients", "send gradients"),
     (CollectiveTransport, "_wait", "wait"),
 ]
@@ -63,7 +63,7 @@ class SparsePart:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, transport: Any, mesh: Mesh) -> None:
+    def __init__(self, workload: Workload, mesh: Mesh, transport: Any) -> None:
         self._workload, self._mesh = workload, mesh
         tables = table_specs(workload)
         embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
@@ -124,12 +124,7 @@ class Commands:
 
 def main() -> None:
     """Serves until the benchmark hangs up."""
-    torch.set_num_threads(1)
-    workload, options = rank_side.settings()
-    with Mesh.connect() as mesh:
-        commands = Commands(workload, options["transport"], mesh)
-        rank_side.serve(round=commands.round, phases=commands.phases)
-        commands.close()
+    serve(Commands, "round", "phases")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks import rank as rank_side
 from benchmarks.ranks.direct_exchange import DirectExchange
-from benchmarks.ranks.setup import output_gradient, sparse_batch, table_specs
+from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import Workload, WorkloadBatch, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, TableSpec
 
@@ -27,7 +27,6 @@ class Collections:
             self._batches.append(
                 [sparse_batch(p, replace(batch, ids=ids)) for p, ids in zip(parts, pieces, strict=True)]
             )
-        self._others = mesh.world_size - 1
         columns = [sum(table.dim for table in part) for part in parts]
         gradient = torch.randn(batches[0].ids.shape[1], sum(columns)) * 1e-3
         self._gradients = [part.contiguous() for part in gradient.split(columns, dim=1)]
@@ -41,22 +40,15 @@ class Collections:
             optimizer.step()
 
     def totals(self) -> tuple[int, int]:
-        """All-to-all rounds and bytes sent since the start; the round of the counts is one a forward."""
-        rounds = bytes_sent = 0
-        for collection in self._collections:
-            for counters in collection.counters:
-                rounds += counters.all_to_all_rounds
-                bytes_sent += counters.bytes_sent
-            forwards = collection.counters[0].routes
-            rounds += forwards
-            bytes_sent += forwards * self._others * 8 * sum(2 * len(g.tables) + 1 for g in collection.groups)
-        return rounds, bytes_sent
+        """All-to-all rounds and bytes sent since the start, messages that serve all groups included."""
+        everything = [each for one in self._collections for each in (one.common_counters, *one.counters)]
+        return sum(each.all_to_all_rounds for each in everything), sum(each.bytes_sent for each in everything)
 
 
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, num_tables: int, mesh: Mesh) -> None:
+    def __init__(self, workload: Workload, mesh: Mesh, num_tables: int) -> None:
         self._workload, self._mesh = workload, mesh
         every = table_specs(workload)
         largest = sorted(range(len(every)), key=lambda i: -every[i].num_rows)[:num_tables]
@@ -89,6 +81,9 @@ class Commands:
             for name, variant in self._variants.items()
         }
 
+    def close(self) -> None:
+        """Private memory goes by itself."""
+
     def _each(self, number: int) -> None:
         for variant in self._variants.values():
             variant.step(number)
@@ -100,11 +95,7 @@ def _barrier() -> None:
 
 def main() -> None:
     """Serves until the benchmark hangs up."""
-    torch.set_num_threads(1)
-    workload, options = rank_side.settings()
-    with Mesh.connect() as mesh:
-        commands = Commands(workload, options["num_tables"], mesh)
-        rank_side.serve(round=commands.round, count=commands.count)
+    serve(Commands, "round", "count")
 
 
 if __name__ == "__main__":

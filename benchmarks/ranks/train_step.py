@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import rank as rank_side
-from benchmarks.ranks.setup import sparse_batch, table_specs
+from benchmarks.ranks.setup import serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
 from rowmesh.models import DLRM
@@ -19,7 +19,7 @@ from rowmesh.observe.memory import resident_bytes
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, transport: Any, mesh: Mesh) -> None:
+    def __init__(self, workload: Workload, mesh: Mesh, transport: Any) -> None:
         self._workload = workload
         tables = table_specs(workload)
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
@@ -78,12 +78,7 @@ class Commands:
 
 def main() -> None:
     """Serves until the benchmark hangs up."""
-    torch.set_num_threads(1)
-    workload, options = rank_side.settings()
-    with Mesh.connect() as mesh:
-        commands = Commands(workload, options["transport"], mesh)
-        rank_side.serve(train=commands.train, memory=commands.memory)
-        commands.close()
+    serve(Commands, "train", "memory")
 
 
 if __name__ == "__main__":
