@@ -1,7 +1,7 @@
 """Memory for tables and buffers: 64-byte aligned, on huge pages where the system has them, reused.
 
 Fresh memory costs a page fault every 4 KB; on a training step that is up to half of the time. So buffers grow and are
-kept, and tensors that are handed to the user come from a pool that takes them back when the last reference is gone.
+kept.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,39 +123,3 @@ class Scratch:
     def num_bytes(self) -> int:
         """How much is held."""
         return self._buffer.num_bytes
-
-
-class TensorPool:
-    """Hands out tensors over reused memory; memory returns when no tensor and no graph refers to it any more.
-
-    Every tensor that shares the storage keeps the NumPy array it was made from alive; the array's
-    finalizer puts the memory back. A user who keeps an output therefore keeps it intact.
-    """
-
-    def __init__(self, max_idle: int = 4) -> None:
-        self._idle: list[Buffer] = []
-        self._max_idle = max_idle
-
-    def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """An uninitialised tensor."""
-        itemsize = dtype.itemsize
-        count = 1
-        for size in shape:
-            count *= size
-        if count == 0:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        buffer = self._find(count * itemsize)
-        array = buffer.bytes[: count * itemsize]  # a new array object: its end is the end of the loan
-        weakref.finalize(array, self._give_back, buffer).atexit = False
-        return torch.frombuffer(array, dtype=dtype).view(shape)
-
-    def _find(self, num_bytes: int) -> Buffer:
-        for i, buffer in enumerate(self._idle):
-            if num_bytes <= buffer.num_bytes <= 4 * num_bytes + HUGE_PAGE:
-                return self._idle.pop(i)
-        return Buffer(num_bytes + num_bytes // 8)
-
-    def _give_back(self, buffer: Buffer) -> None:
-        self._idle.append(buffer)
-        if len(self._idle) > self._max_idle:
-            self._idle.pop(0)

@@ -1,4 +1,4 @@
-"""Buffers: alignment, growth, and tensors that stay intact as long as somebody holds them."""
+"""Buffers: alignment, views, growth."""
 
 import gc
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rowmesh.ops.memory import HUGE_PAGE, Buffer, Scratch, TensorPool
+from rowmesh.ops.memory import HUGE_PAGE, Buffer, Scratch
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 64, 4097, HUGE_PAGE, 3 * HUGE_PAGE + 1])
@@ -34,36 +34,3 @@ def test_scratch_grows_and_stays():
     assert scratch.reserve(500) == address
     scratch.reserve(10**6)
     assert scratch.num_bytes >= 10**6
-
-
-def test_pool_reuses_memory_only_when_nobody_holds_it():
-    pool = TensorPool()
-    first = pool.take(torch.float32, 100, 10)
-    first.fill_(1.0)
-    view = first[3:5].t()
-    address = first.data_ptr()
-    del first
-    second = pool.take(torch.float32, 100, 10)
-    second.fill_(2.0)
-    assert bool((view == 1.0).all())
-    assert second.data_ptr() != address
-    del view, second
-    assert pool.take(torch.float32, 100, 10).data_ptr() == address or pool._idle
-
-
-def test_pool_keeps_a_tensor_that_only_a_graph_holds():
-    pool = TensorPool()
-    values = pool.take(torch.float32, 50).fill_(3.0)
-    weight = torch.ones(50, requires_grad=True)
-    loss = (weight * values).sum()
-    del values
-    pool.take(torch.float32, 50).fill_(9.0)
-    loss.backward()
-    assert bool((weight.grad == 3.0).all())
-
-
-def test_pool_does_not_hoard():
-    pool = TensorPool(max_idle=2)
-    tensors = [pool.take(torch.float32, 1000) for _ in range(10)]
-    del tensors
-    assert len(pool._idle) == 2
