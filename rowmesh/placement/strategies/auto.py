@@ -25,7 +25,7 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     from rowmesh.placement.strategies import QUICK, find
 
     problem = Problem(profile, topology, request)
-    assert problem.spare_bytes >= 0
+    problem.check_feasible()
     plans, left_out = {}, {}
     for name in QUICK:
         try:

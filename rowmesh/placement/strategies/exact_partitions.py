@@ -23,7 +23,8 @@ from rowmesh.placement.strategies.partitions import Partitions
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
-THRESHOLD = 0.05
+THRESHOLD = 0.02
+WANTED_GAP = 1e-4
 
 
 def search(profile: Profile, topology: Topology, request: Request, threshold: float = THRESHOLD) -> Plan:
@@ -42,7 +43,7 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
     problem = Problem(profile, topology, request)
     parts = Partitions.cut(profile, problem.demand, threshold)
     began = time.perf_counter()
-    paths, bound = _solve(problem, parts)
+    paths, bound = _solve(problem, parts, threshold)
     everywhere = (paths == np.arange(topology.world_size)).all(axis=1)
     holders = (paths == np.arange(topology.world_size)).argmax(axis=1)
     notes = {
@@ -55,10 +56,9 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
     return problem.plan(parts.ranges(holders, everywhere), "exact_partitions", notes)
 
 
-def _solve(problem: Problem, parts: Partitions) -> tuple[np.ndarray, float]:
+def _solve(problem: Problem, parts: Partitions, threshold: float) -> tuple[np.ndarray, float]:
     """(paths [P, M], bound). Variables: holds [P · M] binary, fetches [P · M · M], the slowest link."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix, eye, hstack, kron
+    from scipy.optimize import Bounds, milp
 
     P, M = len(parts), problem.topology.world_size
     read, stored = parts.read_bytes / parts.read_bytes.sum(), parts.stored_bytes / problem.limit_bytes
@@ -66,41 +66,48 @@ def _solve(problem: Problem, parts: Partitions) -> tuple[np.ndarray, float]:
     np.fill_diagonal(cost, 0.0)
     scale = cost.max() if M > 1 else 1.0
     link_cost = (cost / scale).ravel()
-    per_rank = kron(eye(P), kron(np.ones((M, 1)), eye(M)))  # fetches [k, i, j] need holds [k, j]
-    links = np.flatnonzero(link_cost)
-    seconds = kron(csr_matrix(read), eye(M * M)).tocsr()[links].multiply(link_cost[links][:, None])
-
-    def nothing(rows: int, columns: int) -> csr_matrix:
-        return csr_matrix((rows, columns))
-
-    constraints = [
-        LinearConstraint(hstack([-per_rank, eye(P * M * M), nothing(P * M * M, 1)]).tocsr(), ub=0),
-        LinearConstraint(
-            hstack([nothing(P * M, P * M), kron(eye(P * M), np.ones((1, M))), nothing(P * M, 1)]).tocsr(), 1, 1
-        ),
-        LinearConstraint(hstack([kron(csr_matrix(stored), eye(M)), nothing(M, P * M * M + 1)]).tocsr(), ub=1),
-        LinearConstraint(
-            hstack([nothing(len(links), P * M), seconds, csr_matrix(-np.ones((len(links), 1)))]).tocsr(), ub=0
-        ),
-    ]
-    slowest = problem.request.minimizes_slowest_link
     objective = np.zeros(P * M + P * M * M + 1)
-    if slowest:
+    if problem.request.minimizes_slowest_link:
         objective[-1] = 1
     else:
         objective[P * M : -1] = np.kron(read, link_cost)
     integrality = np.concatenate([np.ones(P * M), np.zeros(P * M * M + 1)])
     most: Any = np.concatenate([np.ones(P * M + P * M * M), [np.inf]])
     result: Any = milp(
-        objective, integrality=integrality, constraints=constraints,
-        bounds=Bounds(0, most),
-        options={"time_limit": problem.request.time_limit_s, "mip_rel_gap": 1e-4},
+        objective, integrality=integrality, constraints=_constraints(read, stored, link_cost, M),
+        bounds=Bounds(0, most), options={"time_limit": problem.request.time_limit_s, "mip_rel_gap": WANTED_GAP},
     )  # fmt: skip
     if result.x is None:
         raise ConfigurationError(
             f"strategy 'exact_partitions' found no placement of {P:,} partitions on {M} ranks in "
-            f"{problem.request.time_limit_s:g} s ({result.message}); raise time_limit_s or threshold"
+            f"{problem.request.time_limit_s:g} s ({result.message}); lower the threshold of {threshold:g} where they "
+            "are too coarse to fit, or raise time_limit_s"
         )
     holds = result.x[: P * M].reshape(P, 1, M) > 0.5
     paths = np.where(holds, result.x[P * M : -1].reshape(P, M, M), -1.0).argmax(axis=2)
     return paths, float(result.mip_dual_bound * parts.read_bytes.sum() * scale)
+
+
+def _constraints(read: np.ndarray, stored: np.ndarray, link_cost: np.ndarray, M: int) -> list[Any]:
+    """Fetched from holders alone; by every rank, once; within memory; no link slower than the slowest."""
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_matrix, eye, hstack, kron
+
+    P, links = len(read), np.flatnonzero(link_cost)
+    seconds = kron(csr_matrix(read), eye(M * M)).tocsr()[links].multiply(link_cost[links][:, None])
+    holder = kron(eye(P), kron(np.ones((M, 1)), eye(M)))
+    slowest = csr_matrix(np.ones((len(links), 1)))
+
+    def row(holds: Any, fetches: Any, slowest_link: Any) -> Any:
+        blocks = [holds, fetches, slowest_link]
+        height = next(block.shape[0] for block in blocks if block is not None)
+        widths = (P * M, P * M * M, 1)
+        filled = [csr_matrix((height, w)) if b is None else b for b, w in zip(blocks, widths, strict=True)]
+        return hstack(filled).tocsr()
+
+    return [
+        LinearConstraint(row(-holder, eye(P * M * M), None), ub=0),
+        LinearConstraint(row(None, kron(eye(P * M), np.ones((1, M))), None), 1, 1),
+        LinearConstraint(row(kron(csr_matrix(stored), eye(M)), None, None), ub=1),
+        LinearConstraint(row(None, seconds, -slowest), ub=0),
+    ]

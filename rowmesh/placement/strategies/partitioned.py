@@ -69,7 +69,7 @@ def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str,
 def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarray, float]:
     """Partitions and their homes: the first that are balanced and fit, else the finest that fit."""
     W, limit = problem.topology.world_size, problem.limit_bytes
-    assert problem.spare_bytes >= 0
+    problem.check_feasible()
     fitting = None
     while True:
         parts = Partitions.cut(problem.profile, problem.demand, threshold)

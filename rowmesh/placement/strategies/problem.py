@@ -42,17 +42,25 @@ class Problem:
         """For rows and optimizer state, of a rank."""
         return self.request.limit_bytes(self.shapes, self.topology.world_size, self.topology.memory_bytes)
 
-    @cached_property
+    @property
     def spare_bytes(self) -> int:
         """What a rank has left when every row is stored once.
 
         Raises:
-            ConfigurationError: less than nothing; says what does not fit, by how much, and what would.
+            ConfigurationError: as `check_feasible`.
+        """
+        self.check_feasible()
+        return self.limit_bytes - least_bytes(self.shapes, self.topology.world_size)
+
+    def check_feasible(self) -> None:
+        """Makes sure that every row can be stored once.
+
+        Raises:
+            ConfigurationError: it cannot; says what does not fit, by how much, and what would.
         """
         needed = least_bytes(self.shapes, self.topology.world_size)
         if needed > self.limit_bytes:
             raise ConfigurationError(_does_not_fit(self, needed))
-        return self.limit_bytes - needed
 
     def plan(self, ranges: Sequence[Sequence[RowRange]], strategy: str, notes: dict[str, Any] | None = None) -> Plan:
         """A plan of the ranges of each table."""
