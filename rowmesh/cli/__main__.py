@@ -24,7 +24,7 @@ app = cyclopts.App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
 )
-app.command("rowmesh.cli.data:app", name="data")
+app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data sets.")
 app.command(train)
 app.command(evaluate)
 app.command(env)

@@ -25,7 +25,7 @@ SHARES = Splitter()
 Switch = Annotated[bool, Parameter(negative=())]
 Files = Annotated[list[Path] | None, Parameter(consume_multiple=True, negative=())]
 
-app = App(name="data", help="Make and prepare data sets.")
+app = App(name="data")
 
 
 @app.command

@@ -24,6 +24,7 @@ def test_help_names_every_command(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert all(name in out for name in ("data", "train", "evaluate", "env"))
+    assert "Make and prepare data sets." in out
 
 
 def test_help_does_not_wait_for_torch():
