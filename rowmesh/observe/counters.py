@@ -64,7 +64,7 @@ class CounterLog:
         """Sums the noted steps over ranks and writes them. Collective: every rank calls it."""
         if not self._rows:
             return
-        counts = torch.tensor(self._rows, dtype=torch.int64).view(len(self._rows), len(self._names), -1)
+        counts = torch.tensor(self._rows, dtype=torch.int64, device="cpu").view(len(self._rows), len(self._names), -1)
         rounds = FIELDS.index("all_to_all_rounds")
         own_rounds = counts[:, :, rounds].clone()
         if self._group is not None:

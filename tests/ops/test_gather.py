@@ -59,3 +59,10 @@ def test_refuses_what_does_not_fit():
         gather(table, torch.tensor([4]))
     with pytest.raises(ValueError, match="contiguous"):
         gather(table.t(), torch.tensor([0]))
+
+
+def test_does_not_follow_the_default_device():
+    table, slots = torch.arange(6.0).view(3, 2), torch.tensor([2, 0])
+    with torch.device("meta"):
+        out = gather(table, slots)
+    assert out.tolist() == [[4.0, 5.0], [0.0, 1.0]]

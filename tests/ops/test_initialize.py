@@ -62,6 +62,19 @@ def test_blocks_of_bfloat16_join():
     assert torch.equal(mine, expected)
 
 
+def test_blocks_of_bfloat16_do_not_follow_the_defaults():
+    out = torch.full((5, 3), float("nan"), dtype=torch.bfloat16)
+    expected = out.clone()
+    initialize(expected, 9, first=7, stride=3, distribution="uniform", a=-1.0, b=1.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            initialize(out, 9, first=7, stride=3, distribution="uniform", a=-1.0, b=1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("out", [torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.float16)])
 def test_refuses_what_its_kernel_would_write_wrongly(out):
     with pytest.raises(ValueError, match="out must be contiguous"):

@@ -86,3 +86,10 @@ def test_refuses_what_does_not_fit():
 def test_takes_views():
     ids = torch.arange(10)[::2]
     assert segment_unique(ids, torch.tensor([0, 5]))[0].tolist() == [0, 2, 4, 6, 8]
+
+
+def test_does_not_follow_the_default_device():
+    ids, offsets = torch.tensor([5, 3, 5]), torch.tensor([0, 3])
+    with torch.device("meta"):
+        actual = segment_unique(ids, offsets)
+    assert_same(actual, reference.segment_unique(ids, offsets))

@@ -31,7 +31,7 @@ def gather(table: Tensor, slots: Tensor) -> Tensor:
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < table.shape[0]:
         raise IndexError(f"slots must be in [0, {table.shape[0]}), got {int(slots.min())} to {int(slots.max())}")
     slots = slots.to(torch.int64).contiguous()
-    out = torch.empty(slots.numel(), table.shape[1], dtype=table.dtype)
+    out = torch.empty(slots.numel(), table.shape[1], dtype=table.dtype, device="cpu")
     kernels(table.shape[1], STORAGE[table.dtype]).gather(
         table.data_ptr(), slots.data_ptr(), slots.numel(), out.data_ptr()
     )

@@ -73,7 +73,7 @@ def initialize(
         fill = _kernel(FLOAT64 if out.dtype == torch.float64 else FLOAT32)
         fill(out.data_ptr(), num_rows, dim, np.uint64(key), first, *rule)
         return
-    block = torch.empty(min(num_rows, 65536), dim)
+    block = torch.empty(min(num_rows, 65536), dim, dtype=torch.float32, device="cpu")
     for begin in range(0, num_rows, 65536):
         part = out[begin : begin + 65536]
         _kernel(FLOAT32)(block.data_ptr(), len(part), dim, np.uint64(key), first + begin * stride, *rule)

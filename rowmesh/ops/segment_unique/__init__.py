@@ -40,10 +40,10 @@ def segment_unique(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
         raise ValueError("offsets must not decrease")
     ids, offsets = ids.contiguous(), offsets.contiguous()
     num_ids, num_segments = ids.numel(), offsets.numel() - 1
-    unique = torch.empty(num_ids, dtype=torch.int64)
-    counts = torch.empty(num_ids, dtype=torch.int32)
-    inverse = torch.empty(num_ids, dtype=torch.int32)
-    unique_offsets = torch.zeros(num_segments + 1, dtype=torch.int64)
+    unique = torch.empty(num_ids, dtype=torch.int64, device="cpu")
+    counts = torch.empty(num_ids, dtype=torch.int32, device="cpu")
+    inverse = torch.empty(num_ids, dtype=torch.int32, device="cpu")
+    unique_offsets = torch.zeros(num_segments + 1, dtype=torch.int64, device="cpu")
     segments = np.arange(num_segments)
     SegmentHash([0] * num_segments, offsets.diff().tolist())(
         ids.data_ptr(), offsets.data_ptr(), 8, segments.ctypes.data, num_segments,
