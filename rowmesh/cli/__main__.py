@@ -12,6 +12,7 @@ import cyclopts
 import rowmesh
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
+from rowmesh.cli.plan import plan
 from rowmesh.cli.train import train
 from rowmesh.errors import RowmeshError
 
@@ -25,6 +26,7 @@ app = cyclopts.App(
     suppress_keyboard_interrupt=False,
 )
 app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data sets.")
+app.command(plan)
 app.command(train)
 app.command(evaluate)
 app.command(env)

@@ -58,7 +58,7 @@ class Comparison:
         problem: what was asked for.
         asked: the strategy that was asked for, which may be `auto`.
         candidates: one a strategy.
-        plan: the chosen plan.
+        plan: the chosen plan; its notes say `why`.
     """
 
     problem: Problem
@@ -127,12 +127,12 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         'dealt'
     """
     plan = search(strategy, problem.profile, problem.topology, problem.request)
-    plan = replace(plan, notes={**plan.notes, "asked": strategy})
     names = dict.fromkeys([plan.strategy, *QUICK])
     candidates = tuple(
         _judged(problem, name, plan if name == plan.strategy else _attempt(problem, name)) for name in names
     )
-    return Comparison(problem, strategy, candidates, plan)
+    comparison = Comparison(problem, strategy, candidates, plan)
+    return replace(comparison, plan=replace(plan, notes={**plan.notes, "why": comparison.why}))
 
 
 def is_relative(problem: Problem) -> bool:

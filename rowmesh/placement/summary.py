@@ -6,11 +6,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowmesh.placement.plan import RowRange, TablePlan
+from rowmesh.placement.plan import Plan, RowRange, TablePlan
 from rowmesh.placement.profile import TableProfile
 
 LEVELS = {"hot": ("replicated",), "warm": ("node",), "cold": ("dealt", "fixed")}
 LEVEL_OF = {rule: level for level, rules in LEVELS.items() for rule in rules}
+
+
+def plan_levels(plan: Plan) -> dict[str, int]:
+    """Rows of each level over all tables.
+
+    Example:
+        >>> from rowmesh.placement import TableShape
+        >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+        >>> plan_levels(Plan((TablePlan(shape, (RowRange(0, 1, "replicated"), RowRange(1, 4))),), 2, 2))
+        {'hot': 1, 'warm': 0, 'cold': 3}
+    """
+    rows = dict.fromkeys(LEVELS, 0)
+    for table in plan.tables:
+        for part in table.ranges:
+            rows[LEVEL_OF[part.rule]] += len(part)
+    return rows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
+from rowmesh.train.placement import Placement, evaluation_placement, training_placement
 from rowmesh.train.report import describe, describe_training, results
 from rowmesh.train.resolve import anchored, resolve, to_toml
-from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, Claim, RunFolder, write_json
+from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.splits import check_split, check_training_splits
 from rowmesh.train.together import on_rank_0
 
@@ -45,12 +46,12 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, "setting up"),
         _claimed(mesh, run, overwrite) as claim,
-        _job(config, mesh, data) as job,
+        _job(config, mesh, data, lambda: training_placement(config, mesh, data)) as job,
     ):
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh.group, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
-        on_rank_0(mesh.group, lambda: _begin(claim, config))
+        on_rank_0(mesh.group, lambda: _begin(claim, config, job.placement))
         trainer.run(run)
         _save(job, trainer, run, meaning)
         return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
@@ -81,16 +82,23 @@ def run_evaluation(
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, "setting up"):
         _say(mesh, *on_rank_0(mesh.group, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
-        with _job(config, mesh, data) as job:
+        changed = config.placement != resolve(run.config).placement
+        with _job(
+            config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
+        ) as job:
             _load(job, run)
             _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
             return _evaluate(job, run, split)
 
 
-def _begin(claim: Claim, config: Config) -> None:
+def _begin(claim: Claim, config: Config, placement: Placement) -> None:
     """Leaves what the run is. Folders are kept absolute beside what was given."""
     given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
-    files = {CONFIG: to_toml(anchored(config)), ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n"}
+    files = {
+        CONFIG: to_toml(anchored(config)),
+        ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n",
+        PLAN: placement.plan.to_json(),
+    }
     claim.begin(given, files)
 
 
@@ -170,8 +178,9 @@ def _say_mapped(job: Job) -> None:
 
 
 @contextmanager
-def _job(config: Config, mesh: Mesh, data: Prepared) -> Iterator[Job]:
-    job = build(config, mesh, data)
+def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
+    """Rank 0 reads or makes the plan for all: files may be on its host alone."""
+    job = build(config, mesh, data, on_rank_0(mesh.group, place))
     try:
         yield job
     finally:

@@ -226,6 +226,30 @@ class ParallelConfig(Section):
     timeout_s: Annotated[float, Field(ge=1.0, le=1e7, allow_inf_nan=False)] = 300.0
 
 
+class PlacementConfig(Section):
+    """Which rank holds each row; without a plan or a strategy every table is dealt over all ranks.
+
+    Attributes:
+        plan: a file that `rowmesh plan` made for these tables and as many ranks.
+        strategy: makes a plan at the start of a run, and is the default of `rowmesh plan`.
+        topology: a shipped topology or a file; empty: the ranks of the run, links between hosts dearer than within.
+        extra_memory: memory for copies, as a share of what a rank holds without any.
+        objective: what a plan makes least, summed over or greatest of the links.
+    """
+
+    plan: Folder = ""
+    strategy: str = ""
+    topology: Folder = ""
+    extra_memory: Rate = 0.05
+    objective: Literal["auto", "total", "slowest_link"] = "auto"
+
+    @model_validator(mode="after")
+    def _plan_or_strategy(self) -> Self:
+        if self.plan and self.strategy:
+            raise ValueError(f"give plan={self.plan!r} or strategy={self.strategy!r}, not both")
+        return self
+
+
 class Config(Section):
     """A whole run."""
 
@@ -237,6 +261,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
+    placement: PlacementConfig = PlacementConfig()
 
 
 def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

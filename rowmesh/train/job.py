@@ -15,6 +15,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.models import DLRM
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
+from rowmesh.train.placement import Placement
 from rowmesh.train.tables import common_dim, table_specs
 
 
@@ -28,6 +29,7 @@ class Job:
         data: the prepared data set.
         embeddings: the tables.
         network: the dense network, the same on every rank.
+        placement: which ranks hold each row, and why.
     """
 
     config: Config
@@ -35,6 +37,7 @@ class Job:
     data: Prepared
     embeddings: EmbeddingCollection
     network: DLRM
+    placement: Placement
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
@@ -54,13 +57,13 @@ class Job:
         )
 
 
-def build(config: Config, mesh: Mesh, data: Prepared) -> Job:
+def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> Job:
     """Makes the tables and the network for a data set.
 
     Collective and blocking: every rank calls it, with the same configuration.
 
     Raises:
-        ConfigurationError: tables or sizes that cannot work.
+        ConfigurationError: tables, sizes or a placement that cannot work.
     """
     tables = table_specs(config.tables, data)
     seed = config.train.seed
@@ -73,8 +76,8 @@ def build(config: Config, mesh: Mesh, data: Prepared) -> Job:
         top=config.model.top,
     ).to(network_dtype(tables))
     transport = config.parallel.transport
-    embeddings = EmbeddingCollection(tables, mesh=mesh, seed=seed, transport=transport)
-    return Job(config, mesh, data, embeddings, network)
+    embeddings = EmbeddingCollection(tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan)
+    return Job(config, mesh, data, embeddings, network, placement)
 
 
 def network_dtype(tables: Sequence[TableSpec]) -> torch.dtype:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from rowmesh.suggest import nearest
 from rowmesh.train.config import Config, TableConfig
 
 Key = tuple[str, ...]
@@ -25,22 +25,6 @@ def explain(error: ValidationError, values: dict[str, Any]) -> str:
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} mistakes", *lines])
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """A hint for a name that nobody knows: the nearest known one, or all of them where none is near.
-
-    >>> nearest("train.epoch", ["train.epochs", "train.steps"])
-    "did you mean 'train.epochs'?"
-    >>> nearest("color", ["name", "size"])
-    'known: name, size'
-    """
-    known = list(known)
-    by_path = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    last_parts = {path.rpartition(".")[2]: path for path in reversed(known)}
-    last = difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.75)
-    match = by_path or [last_parts[part] for part in last]
-    return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
-
-
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every key of the configuration, dotted."""
     for name, field in section.model_fields.items():
@@ -56,7 +40,7 @@ def _reason(key: Key, detail: Any) -> str:
         return f"missing; write it in the file or give {_first_key(key)}=…"
     not_a_section = detail["type"] == "model_type"
     if detail["type"] == "extra_forbidden" or (not_a_section and _would_be_a_table(key)):
-        return f"unknown key; {_nearest_key(key)}"
+        return f"unknown key; {_suggestion(key)}"
     if detail["type"] == "value_error":
         return detail["msg"].removeprefix("Value error, ")
     if not_a_section:
@@ -64,16 +48,25 @@ def _reason(key: Key, detail: Any) -> str:
     return f"{detail['msg'].removeprefix('Input ')}, got {detail['input']!r}"
 
 
-def _nearest_key(key: Key) -> str:
+def _suggestion(key: Key) -> str:
+    """The nearest key, or else those that stand beside it."""
     known = list(known_keys())
     if _would_be_a_table(key):
         own = f"tables.{key[1]}." if len(key) > 2 else "tables."
         known = [*known_keys(TableConfig, own), *known]
+    if match := _nearest(".".join(key), known):
+        return f"did you mean {match!r}?"
+    if len(key) == 1:
+        return f"known sections: {', '.join(Config.model_fields)}"
     siblings = [path for path in known if path.startswith("".join(f"{part}." for part in key[:-1]))]
-    hint = nearest(".".join(key), known)
-    if not hint.startswith("known"):
-        return hint
-    return f"known: {', '.join(siblings)}" if len(key) > 1 else f"known sections: {', '.join(Config.model_fields)}"
+    return f"known: {', '.join(siblings)}"
+
+
+def _nearest(path: str, known: list[str]) -> str | None:
+    """The key nearest to a path, or else to its last part alone: its section may be what is wrong or left out."""
+    by_last_part = {key.rpartition(".")[2]: key for key in reversed(known)}
+    last_part = nearest(path.rpartition(".")[2], by_last_part, cutoff=0.75)
+    return nearest(path, known, cutoff=0.75) or (last_part and by_last_part[last_part])
 
 
 def _first_key(section: Key) -> str:

@@ -16,12 +16,13 @@ from rowmesh.train.metrics import Metrics, binary_entropy
 
 
 def describe(job: Job) -> list[str]:
-    """Lines on device, data, tables, transport, network and memory. Collective: every rank calls it."""
+    """Lines on device, data, placement, tables, transport, network and memory. Collective: every rank calls it."""
     memory = _memory_of_every_rank(job)
     facts = [
         ("ranks", _ranks(job)),
         ("device", _device()),
         ("data", _data(job)),
+        ("plan", job.placement.text),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
         *(("group", _group(group)) for group in job.embeddings.groups),
         ("network", _network(job)),

@@ -52,12 +52,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def anchored(config: Config) -> Config:
-    """The same configuration with absolute folders: it means the same wherever it is read."""
+    """The same configuration with absolute paths: it means the same wherever it is read."""
     run, data = (
         section.model_copy(update={"folder": str(Path(section.folder).absolute())})
         for section in (config.run, config.data)
     )
-    return config.model_copy(update={"run": run, "data": data})
+    paths = {
+        key: str(Path(path).absolute())
+        for key in ("plan", "topology")
+        if (path := getattr(config.placement, key)) and Path(path).exists()  # a topology may be a shipped one's name
+    }
+    placement = config.placement.model_copy(update=paths)
+    return config.model_copy(update={"run": run, "data": data, "placement": placement})
 
 
 def to_toml(config: Config) -> str:

@@ -18,11 +18,11 @@ from rowmesh.data.manifest import MANIFEST, Manifest
 from rowmesh.errors import RowmeshError
 from rowmesh.observe.json_lines import naming
 
-CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
+CONFIG, ENVIRONMENT, PLAN, LOCK, KIND = "config.toml", "environment.json", "plan.json", ".lock", "run"
 _PARTIAL = r"\..*\.partial"
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
-    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, "metrics.jsonl", "counters.jsonl"), ""),
+    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, "metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     "model": r"manifest\.json.*|[0-9a-f]{16}",
     "tensorboard": r"events\.out\..*",
@@ -43,6 +43,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / CONFIG
+        self.plan = path / PLAN
         self.metrics = path / "metrics.jsonl"
         self.counters = path / "counters.jsonl"
         self.tensorboard = path / "tensorboard"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rowmesh.data import Prepared
-from rowmesh.data.schema import nearest
 from rowmesh.errors import DataError
+from rowmesh.suggest import hint
 from rowmesh.train.config import Config, DataConfig
 
 
@@ -21,9 +21,7 @@ def check_split(data: Prepared, key: str, split: str) -> str:
     """
     if split not in data.splits:
         known = ", ".join(data.splits)
-        raise DataError(
-            f"{key}: {data.folder} has no split {split!r}, only: {known}{nearest(split, tuple(data.splits))}"
-        )
+        raise DataError(f"{key}: {data.folder} has no split {split!r}, only: {known}{hint(split, data.splits)}")
     if not data.splits[split].samples:
         raise DataError(f"{key}: split {split!r} of {data.folder} has no samples; prepare the data with a larger share")
     return split

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from rowmesh.data.prepared import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim.rules import RULES
+from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import INITIALIZERS
 from rowmesh.train.config import TablesConfig
-from rowmesh.train.mistakes import nearest
 
 
 def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
@@ -26,9 +26,8 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
     """
     for name in config.overridden:
         if name not in data.features:
-            raise ConfigurationError(
-                f"tables.{name}: {data.folder} has no table of this name; {nearest(name, data.features)}"
-            )
+            suggestion = hint(name, data.features) or f"; known: {', '.join(data.features)}"
+            raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
     return tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
 
 

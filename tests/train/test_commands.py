@@ -50,6 +50,7 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
         "manifest.json",
         "metrics.jsonl",
         "model",
+        "plan.json",
     ]
     lines = records(folder / "metrics.jsonl")
     assert [(line["kind"], line["step"]) for line in lines] == [

@@ -1,0 +1,155 @@
+"""What `rowmesh plan` does: from a configuration and options to a comparison, and from that to text and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rowmesh.cli.plan_report import Printer
+from rowmesh.data import Prepared
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.placement.comparison import Comparison, compare
+from rowmesh.placement.explain import explain
+from rowmesh.placement.measure import measure_topology
+from rowmesh.placement.report import write_report
+from rowmesh.placement.request import Mode, Objective, Request
+from rowmesh.placement.text import parse_bytes
+from rowmesh.placement.topology import Topology
+from rowmesh.train.config import Config
+from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
+from rowmesh.train.together import on_rank_0
+
+
+@dataclass(frozen=True)
+class Links:
+    """Where ranks, nodes and the cost of links come from: one of three ways."""
+
+    ranks: int | None = None
+    ranks_per_node: int | None = None
+    topology: str | None = None
+    measure: bool = False
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigurationError where none or several of the ways are given."""
+        ways = {"--ranks": self.ranks, "--topology": self.topology, "--measure": self.measure or None}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"{' and '.join(given)} each say which ranks there are; give one of them")
+        if not given and not config.placement.topology:
+            raise ConfigurationError(
+                "for which ranks? Give --ranks 8 (and --ranks-per-node 4), --topology with one of "
+                f"{', '.join(Topology.shipped())} or a file, or --measure under torchrun"
+            )
+        if self.ranks_per_node is not None and "--topology" in given:
+            raise ConfigurationError("--topology says how many ranks a node has; leave out --ranks-per-node")
+        if self.measure and "WORLD_SIZE" not in os.environ:
+            raise ConfigurationError(
+                "--measure measures the links between the ranks of a run: start it with torchrun "
+                "--nproc-per-node N -m rowmesh.cli plan …"
+            )
+
+    def stated(self, config: Config) -> Topology:
+        """What is not measured."""
+        if self.ranks is None:
+            return Topology.load(self.topology or config.placement.topology)
+        per_node = self.ranks if self.ranks_per_node is None else self.ranks_per_node
+        if self.ranks < 1 or per_node < 1 or self.ranks % per_node:
+            raise ConfigurationError(
+                f"--ranks {self.ranks} do not make nodes of --ranks-per-node {per_node}: all nodes have equally many"
+            )
+        return Topology.grouped(self.ranks // per_node, per_node, INTER_OVER_INTRA)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is wanted of the plan; None is what the configuration says."""
+
+    strategy: str | None = None
+    mode: Mode = "train"
+    objective: Objective | None = None
+    memory: str | None = None
+    extra_memory: float | None = None
+    max_hops: Literal[1, 2] = 2
+    fetch_weight: float = 1.0
+    count_batches: bool = False
+
+    def request(self, config: Config, world_size: int) -> Request:
+        """The request for as many ranks."""
+        request = request_of(config, world_size)
+        if self.memory is not None and self.extra_memory is not None:
+            raise ConfigurationError("--memory and --extra-memory both limit a rank's memory; give one of them")
+        return replace(
+            request,
+            mode=self.mode,
+            objective=self.objective or request.objective,
+            memory_limit_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
+            extra_memory=request.extra_memory if self.extra_memory is None else self.extra_memory,
+            max_hops=self.max_hops,
+            fetch_weight=self.fetch_weight,
+        )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is told and written."""
+
+    explain: str | None = None
+    plan: Path | None = None
+    report: Path | None = None
+    topology: Path | None = None
+
+    def give(self, comparison: Comparison, title: str, printer: Printer) -> None:
+        """Writes and prints what was asked for.
+
+        Raises:
+            ConfigurationError: the plan of the strategy that was asked for does not fit.
+        """
+        written = list(self._write(comparison, title)) if comparison.chosen.fits else []
+        if self.explain:
+            printer.say(comparison.why, *explain(comparison, self.explain))
+        else:
+            printer.print(comparison, title)
+        comparison.plan.check(comparison.problem.limit_bytes)
+        printer.say(*(f"wrote {path}" for path in written))
+
+    def _write(self, comparison: Comparison, title: str) -> Iterator[Path]:
+        writers: list[tuple[Path | None, Callable[[Path], None]]] = [
+            (self.plan, comparison.plan.save),
+            (self.report, lambda path: write_report(comparison, path, title)),
+            (self.topology, comparison.problem.topology.save),
+        ]
+        for path, write in writers:
+            if path is not None:
+                write(path)
+                yield path
+
+
+def run_plan(config: Config, title: str, links: Links, wish: Wish, outputs: Outputs) -> None:
+    """Searches, compares, prints and writes.
+
+    Where links are measured, collective and blocking: every rank of a torchrun launch calls it, and rank 0 does the
+    rest.
+
+    Raises:
+        RowmeshError: options that contradict each other, data or a topology that cannot be read, a request that cannot
+            be met (says what does not fit, by how much, and what would make it fit).
+    """
+    links.check(config)
+    data = Prepared.open(config.data.folder)
+
+    def answer(topology: Topology) -> None:
+        request = wish.request(config, topology.world_size)
+        problem = problem_of(config, data, topology, request, count_batches=wish.count_batches)
+        comparison = compare(problem, wish.strategy or config.placement.strategy or "auto")
+        outputs.give(comparison, title, Printer())
+
+    if not links.measure:
+        answer(links.stated(config))
+        return
+    with Mesh.connect(config.parallel.timeout_s) as mesh:
+        topology = measure_topology(mesh, ranks_per_node=links.ranks_per_node)
+        on_rank_0(mesh.group, lambda: answer(topology))

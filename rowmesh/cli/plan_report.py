@@ -1,0 +1,144 @@
+"""What `rowmesh plan` prints: the strategies side by side, the ranks of the chosen plan, the levels of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rowmesh.placement.comparison import EQUAL, Candidate, Comparison
+from rowmesh.placement.summary import LEVELS, levels_of
+from rowmesh.placement.text import bytes_text, share_text
+
+MAX_RANKS = 16
+PLAIN_WIDTH = 160
+
+
+class Printer:
+    """Prints tables with lines on a terminal, and plain ones of any width elsewhere."""
+
+    def __init__(self) -> None:
+        console = Console()
+        self.console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+    def say(self, *lines: str) -> None:
+        """Prints lines as they are."""
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def print(self, comparison: Comparison, title: str) -> None:
+        """Everything about a comparison."""
+        self.say(*_facts(comparison, title), "")
+        self.console.print(self._strategies(comparison))
+        for candidate in comparison.candidates:
+            if candidate.complaint:
+                self.say(f"  {candidate.name} does not fit: {candidate.complaint}")
+        self.say("", comparison.why, "")
+        self.console.print(self._ranks(comparison))
+        self.say("")
+        self.console.print(self._levels(comparison))
+
+    def _strategies(self, comparison: Comparison) -> Table:
+        table = self._table(
+            "strategy", "memory (balance)", "look-ups (balance)", "fetched", "gradients", "bytes a step",
+            "busiest link (balance)", "cost", "",
+        )  # fmt: skip
+        chosen = comparison.chosen
+        for candidate in sorted(comparison.candidates, key=lambda c: (c is not chosen, not c.fits, c.objective)):
+            mark = "→ " if candidate is chosen else "  "
+            table.add_row(
+                Text(mark + candidate.name),
+                *_numbers(comparison, candidate),
+                style="bold" if candidate is chosen else "",
+            )
+        return table
+
+    def _ranks(self, comparison: Comparison) -> Table:
+        cost = comparison.chosen.cost
+        assert cost is not None
+        columns = {
+            "memory": ([*map(bytes_text, cost.memory_bytes)], cost.memory_bytes),
+            "look-ups a step": ([f"{rows:,.0f}" for rows in cost.lookups], cost.lookups),
+            "received a step": _column(cost.link_bytes.sum(axis=1)),
+            "sent a step": _column(cost.link_bytes.sum(axis=0)),
+        }
+        table = self._table("rank", *columns)
+        if comparison.plan.world_size <= MAX_RANKS:
+            for rank in range(comparison.plan.world_size):
+                table.add_row(str(rank), *(texts[rank] for texts, _ in columns.values()))
+        else:
+            table.add_row("least", *(texts[int(values.argmin())] for texts, values in columns.values()))
+            table.add_row("most", *(texts[int(values.argmax())] for texts, values in columns.values()))
+        return table
+
+    def _levels(self, comparison: Comparison) -> Table:
+        heads = [head for name in LEVELS for head in (f"{name} rows", "accesses")]
+        table = self._table("table", "rows", *heads, "two hops")
+        for planned, profile in zip(comparison.plan.tables, comparison.problem.profile.tables, strict=True):
+            cells = [
+                text
+                for level in levels_of(planned, profile).values()
+                for text in (f"{level.rows:,}", share_text(level.share))
+            ]
+            hops = sum(len(part) for part in planned.ranges if part.two_hop)
+            table.add_row(Text(planned.name), f"{planned.shape.num_rows:,}", *cells, f"{hops:,}")
+        return table
+
+    def _table(self, first: str, *others: str) -> Table:
+        table = Table(box=box.HEAVY_HEAD if self.console.is_terminal else None)
+        table.add_column(first, no_wrap=True)
+        for column in others:
+            table.add_column(column, justify="right")
+        return table
+
+
+def _column(values: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
+    return [bytes_text(value) for value in values], values
+
+
+def _facts(comparison: Comparison, title: str) -> list[str]:
+    problem = comparison.problem
+    topology, request = problem.topology, problem.request
+    num_rows = sum(shape.num_rows for shape in problem.shapes)
+    counted = f"counts of {problem.profile.num_samples:,} samples"
+    batches = " and of their batches" if problem.profile.batch_size else ""
+    objective = "the slowest link" if request.minimizes_slowest_link else "the sum over links"
+    links = f"{topology.num_nodes} × {topology.ranks_per_node} ({topology.name})"
+    source = " ".join(topology.source.split()).partition(". ")[0]
+    return [
+        f"tables    {title}: {len(problem.shapes)} tables, {num_rows:,} rows; {counted}{batches}",
+        f"ranks     {topology.world_size} = {links}; {source}",
+        f"step      {request.batch_size:,} samples a rank, {request.mode}; what is made least is {objective}",
+        f"memory    {bytes_text(problem.limit_bytes)} a rank for rows and optimizer state, "
+        f"{bytes_text(problem.spare_bytes)} of them for copies",
+    ]
+
+
+def _numbers(comparison: Comparison, candidate: Candidate) -> list[str]:
+    cost = candidate.cost
+    if cost is None:
+        return ["no plan", *[""] * 7]
+    return [
+        f"{bytes_text(cost.memory_bytes.max())} ({cost.memory_balance:.3f})",
+        f"{cost.lookups.max():,.0f} ({cost.lookup_balance:.3f})",
+        bytes_text(cost.fetch_bytes.sum()),
+        bytes_text(cost.gradient_bytes.sum()),
+        bytes_text(cost.total_bytes),
+        f"{bytes_text(cost.link_bytes.max())} ({cost.link_balance():.3f})",
+        comparison.cost_text(candidate.objective),
+        _verdict(comparison, candidate),
+    ]
+
+
+def _verdict(comparison: Comparison, candidate: Candidate) -> str:
+    if candidate.over_bytes:
+        return "too big"
+    best = comparison.chosen.objective
+    if candidate is comparison.chosen or not best:
+        return ""
+    more = candidate.objective / best - 1
+    return "the same" if abs(more) < EQUAL else f"{more:+.1%}"

@@ -1,0 +1,164 @@
+"""Which plan a run is placed by: from a file, made at the start from the data's counts, or every table dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rowmesh.data import Prepared
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.placement import Plan, TableShape
+from rowmesh.placement.comparison import compare
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
+from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.summary import plan_levels
+from rowmesh.placement.topology import Topology
+from rowmesh.train.config import Config
+from rowmesh.train.tables import table_specs
+
+# What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
+INTER_OVER_INTRA = 4.21
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan and where it is from.
+
+    Attributes:
+        plan: for the ranks of the run.
+        source: where it is from and why it is used, for people.
+    """
+
+    plan: Plan
+    source: str
+
+    @property
+    def text(self) -> str:
+        """Strategy, levels and reason, in a line."""
+        levels = ", ".join(f"{name} {rows:,}" for name, rows in plan_levels(self.plan).items())
+        why = self.plan.notes.get("why", "")
+        return f"{self.plan.strategy}, {self.source}: rows {levels}" + (f"; {why}" if why else "")
+
+
+def training_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:
+    """The placement that a configuration wants for training on a mesh.
+
+    Raises:
+        ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
+    """
+    placement, shapes = config.placement, shapes_of(config, data)
+    if placement.plan:
+        return Placement(_checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan), placement.plan)
+    if placement.strategy:
+        topology = _run_topology(config, mesh)
+        comparison = compare(problem_of(config, data, topology), placement.strategy)
+        return Placement(comparison.plan, f"made for topology {topology.name}")
+    return _dealt(shapes, mesh, "no plan is given")
+
+
+def evaluation_placement(config: Config, mesh: Mesh, data: Prepared, recorded: Path, *, changed: bool) -> Placement:
+    """The placement for an evaluation: the run's own where it fits the ranks, else every table dealt.
+
+    Args:
+        config: of the evaluation.
+        mesh: of the evaluation.
+        data: of the evaluation.
+        recorded: the plan that the run was trained with.
+        changed: whether the evaluation asks for another placement than the training had.
+
+    Raises:
+        ConfigurationError: another placement is asked for and does not work.
+    """
+    shapes = shapes_of(config, data)
+    if changed and config.placement.plan:
+        plan = _with_state(Plan.load(Path(config.placement.plan)), shapes)
+        return Placement(_checked(plan, shapes, mesh, config.placement.plan), config.placement.plan)
+    if changed:
+        return training_placement(config, mesh, data)
+    if not recorded.exists():
+        return _dealt(shapes, mesh, "the run recorded no plan")
+    plan = Plan.load(recorded)
+    try:
+        plan.check_fits(shapes, mesh.world_size, mesh.ranks_per_node)
+    except ConfigurationError:
+        reason = f"the run's plan is for {plan.world_size} ranks in nodes of {plan.ranks_per_node}"
+        return _dealt(shapes, mesh, reason if plan.world_size != mesh.world_size else f"{reason}, or other tables")
+    return Placement(plan, f"{recorded}, as in training")
+
+
+def problem_of(
+    config: Config, data: Prepared, topology: Topology, request: Request | None = None, *, count_batches: bool = False
+) -> Problem:
+    """The placement problem of a run's tables, with the counts of its data.
+
+    Args:
+        config: of the run.
+        data: of the run.
+        topology: of the ranks.
+        request: what is wanted; by default what the configuration says.
+        count_batches: read all batches once to count how many hold each row.
+    """
+    request = request or request_of(config, topology.world_size)
+    batch_size = request.batch_size if count_batches else None
+    profile = Profile.from_prepared(data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle)
+    return Problem(profile, topology, request)
+
+
+def request_of(config: Config, world_size: int) -> Request:
+    """What a configuration says of a plan."""
+    placement = config.placement
+    return Request(
+        batch_size=-(-config.data.batch_size // world_size),
+        extra_memory=placement.extra_memory,
+        objective=placement.objective,
+    )
+
+
+def shapes_of(config: Config, data: Prepared) -> list[TableShape]:
+    """The run's tables."""
+    return [TableShape.of(table) for table in table_specs(config.tables, data)]
+
+
+def _run_topology(config: Config, mesh: Mesh) -> Topology:
+    if not config.placement.topology:
+        return Topology.grouped(mesh.world_size // mesh.ranks_per_node, mesh.ranks_per_node, INTER_OVER_INTRA)
+    topology = Topology.load(config.placement.topology)
+    if topology.world_size != mesh.world_size:
+        raise ConfigurationError(
+            f"placement.topology: {config.placement.topology} is for {topology.world_size} ranks, but "
+            f"{mesh.world_size} take part; give another, or start as many"
+        )
+    return topology
+
+
+def _dealt(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:
+    return Placement(Plan.dealt(shapes, mesh.world_size, mesh.ranks_per_node), f"over all ranks, as {reason}")
+
+
+def _checked(plan: Plan, shapes: Sequence[TableShape], mesh: Mesh, source: str) -> Plan:
+    """The plan, if it is one for these tables and ranks."""
+    if plan != _with_state(plan, shapes):
+        raise ConfigurationError(
+            f"placement.plan {source}: it was made for inference, without memory for optimizer state; make one with "
+            "`rowmesh plan --mode train`"
+        )
+    try:
+        plan.check_fits(shapes, mesh.world_size, mesh.ranks_per_node)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"placement.plan {source}: {error}") from error
+    return plan
+
+
+def _with_state(plan: Plan, shapes: Sequence[TableShape]) -> Plan:
+    """A plan for inference as one for tables that have optimizer state; any other plan as it is."""
+    by_name = {shape.name: shape for shape in shapes}
+    tables = tuple(
+        replace(table, shape=by_name[table.name])
+        if table.name in by_name and table.shape == replace(by_name[table.name], state_bytes=0)
+        else table
+        for table in plan.tables
+    )
+    return replace(plan, tables=tables)
