@@ -14,11 +14,11 @@ from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
 from rowmesh.data.prepared import PREPARED
 from rowmesh.data.request import drawing_request, preparation_request
-from rowmesh.data.schema import nearest
 from rowmesh.data.splits import Splitter
 from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
+from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
 SHARES = Splitter()
@@ -175,6 +175,6 @@ def _bag_sizes(multi_hot: dict[str, int]) -> dict[int, int]:
     for name in multi_hot:
         if name not in names:
             raise ConfigurationError(
-                f"--multi-hot.{name}: no such table, there are C1 to {names[-1]}{nearest(name, names)}"
+                f"--multi-hot.{name}: no such table, there are C1 to {names[-1]}{hint(name, names)}"
             )
     return {names.index(name): size for name, size in multi_hot.items()}

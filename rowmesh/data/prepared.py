@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowmesh.data.schema import Schema, nearest
+from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
+from rowmesh.suggest import hint
 
 METADATA = "metadata.json"
 PREPARED = "prepared data"
@@ -151,7 +152,7 @@ class Prepared:
         for table in self.tables:
             if table.name == name:
                 return table
-        raise DataError(f"{self.folder} has no feature {name!r}{nearest(name, self.features)}")
+        raise DataError(f"{self.folder} has no feature {name!r}{hint(name, self.features)}")
 
     def split_path(self, split: str) -> Path:
         """The Arrow file of a split.
@@ -161,8 +162,7 @@ class Prepared:
         """
         if split not in self.splits:
             raise DataError(
-                f"{self.folder} has no split {split!r}, only: {', '.join(self.splits)}"
-                f"{nearest(split, tuple(self.splits))}"
+                f"{self.folder} has no split {split!r}, only: {', '.join(self.splits)}{hint(split, self.splits)}"
             )
         return self.folder / f"{split}.arrow"
 

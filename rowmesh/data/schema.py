@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.suggest import hint
 
 DenseTransform = Literal["log1p", "none"]
 UNIX_TIME = "unix"
@@ -115,7 +114,7 @@ class Schema(BaseModel):
         if self.columns:
             for column in self.source_columns:
                 if column not in self.columns:
-                    raise ValueError(f"column {column!r} is not among columns{nearest(column, self.columns)}")
+                    raise ValueError(f"column {column!r} is not among columns{hint(column, self.columns)}")
         return self
 
     @property
@@ -142,7 +141,7 @@ class Schema(BaseModel):
         if not path.is_file():
             raise ConfigurationError(
                 f"schema {str(name_or_path)!r} is neither built in ({', '.join(SCHEMAS)}) nor a TOML file"
-                f"{nearest(str(name_or_path), tuple(SCHEMAS))}"
+                f"{hint(str(name_or_path), SCHEMAS)}"
             )
         try:
             return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -177,22 +176,11 @@ def _is_punctuation(text: str) -> bool:
     return len(text) == 1 and text.isascii() and text not in "\r\n\0"
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint for an error message: the most similar of some names, if any is similar; case does not count.
-
-    >>> nearest("clik", ("click", "hour"))
-    "; did you mean 'click'?"
-    """
-    lowered = {candidate.lower(): candidate for candidate in reversed(names)}
-    close = difflib.get_close_matches(name.lower(), lowered, n=1)
-    return f"; did you mean {lowered[close[0]]!r}?" if close else ""
-
-
 def _explain(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         model = Categorical if len(error["loc"]) > 1 else Schema
-        return f"unknown key {where!r}{nearest(str(error['loc'][-1]), tuple(model.model_fields))}"
+        return f"unknown key {where!r}{hint(str(error['loc'][-1]), model.model_fields)}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 

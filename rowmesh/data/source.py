@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowmesh.data.schema import Schema, nearest
+from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
+from rowmesh.suggest import hint
 
 
 @dataclass(frozen=True)
@@ -36,5 +37,5 @@ def check_columns(path: Path, schema: Schema, found: Sequence[str]) -> None:
     for column in schema.source_columns:
         if column not in found:
             is_whole_line = schema.format == "text" and len(found) == 1
-            hint = f"; is the delimiter {schema.delimiter!r} right?" if is_whole_line else nearest(column, found)
-            raise DataError(f"{path}: column {column!r} is missing{hint} (the file has: {', '.join(found)})")
+            suggestion = f"; is the delimiter {schema.delimiter!r} right?" if is_whole_line else hint(column, found)
+            raise DataError(f"{path}: column {column!r} is missing{suggestion} (the file has: {', '.join(found)})")
