@@ -17,7 +17,11 @@ from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.collective import CollectiveTransport
+from rowmesh.exchange.collective_group import CollectiveGroup
+from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.one_sided import OneSidedTransport
+from rowmesh.exchange.relay import Relay
+from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.transport import Sources
 
@@ -36,11 +40,15 @@ PHASES = [
     (Sources, "apply", "update"),
     (OneSidedTransport, "push", "push"),
     (CollectiveTransport, "_exchange_counts", "counts"),
-    (CollectiveTransport, "_exchange_slots", "slots"),
-    (CollectiveTransport, "_send_rows", "gather and send rows"),
+    (CollectiveGroup, "exchange_keys", "keys"),
+    (CollectiveGroup, "_reply", "gather rows"),
+    (Relay, "request", "relay keys"),
+    (Relay, "fetch", "relay rows"),
+    (Relay, "push", "relay gradients"),
+    (Replicas, "share", "keep copies equal"),
     (CollectiveTransport, "_compare", "compare"),
-    (CollectiveTransport, "_send_gradients", "send gradients"),
-    (CollectiveTransport, "_wait", "wait"),
+    (CollectiveGroup, "_send_gradients", "send gradients"),
+    (Channel, "wait", "wait"),
 ]
 
 

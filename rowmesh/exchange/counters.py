@@ -38,6 +38,7 @@ class GroupCounters:
         unique_ids: of these, distinct within their batch and table.
         all_to_all_rounds: collective rounds for this group alone (`CommonCounters` has those for all groups).
         bytes_sent, bytes_received: to and from other ranks: slots, rows and gradients, whether they are sent or read.
+        all_gathers: collective calls that keep copies of rows equal, among all ranks, a column of them, or a node.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
     """
@@ -50,6 +51,7 @@ class GroupCounters:
     all_to_all_rounds: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    all_gathers: int = 0
     out_of_range: dict[str, int] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
 

@@ -37,12 +37,13 @@ class LocalTransport:
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
         """Merges the routes' gradients and updates."""
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
-            sources = Sources(exchange.num_segments)
+            sources = Sources(exchange)
             for route in routes:
                 sources.add_own(route.groups[index])
             if sources.num_entries:
-                sources.merge(exchange)
-                sources.apply(exchange, update)
+                sources.merge()
+                sources.apply(update)
+                sources.count()
 
     def barrier(self) -> None:
         """Nobody to wait for."""

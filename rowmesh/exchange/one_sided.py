@@ -29,12 +29,13 @@ _ENTRY = 6  # int64 values that announce an outbox
 class _Mapped:
     """A peer's outbox as it looks here; mapped again when the peer makes it anew."""
 
-    __slots__ = ("accesses", "generation", "gradients", "lists", "offsets")
+    __slots__ = ("accesses", "all_offsets", "generation", "gradients", "lists", "offsets")
 
     def __init__(self, lists: SharedBuffer, gradients: SharedBuffer, generation: int, num_segments: int, mesh: Mesh):
         self.lists, self.gradients, self.generation = lists, gradients, generation
         world_size, rank = mesh.world_size, mesh.rank
-        self.offsets = lists.array(np.int64, world_size, num_segments + 1)[rank]
+        self.all_offsets = lists.array(np.int64, world_size, num_segments + 1)
+        self.offsets = self.all_offsets[rank]
         self.accesses = lists.array(np.int64, world_size, num_segments, offset=8 * world_size * (num_segments + 1))[
             rank
         ]
@@ -106,7 +107,8 @@ class OneSidedTransport:
         """Nothing to do: routing has put the addresses of the rows in place."""
         self._num_fetches += 1
         for group in route.groups:
-            remote = group.num_unique - (group.stop_bounds[self._mesh.rank + 1] - group.stop_bounds[self._mesh.rank])
+            replies, rank = group.reply_bounds, self._mesh.rank
+            remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
     def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
@@ -116,16 +118,18 @@ class OneSidedTransport:
         self._barrier.wait()
         self._check_fetches()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
-            sources = Sources(exchange.num_segments)
+            sources = Sources(exchange)
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
-                        sources.add_own(route.groups[index])
+                        self._add_own(sources, route.groups[index])
                 else:
                     self._add_peer(sources, rank, index)
             if sources.num_entries:
-                sources.merge(exchange)
-                sources.apply(exchange, update)
+                sources.merge()
+                sources.apply(update)
+                # All ranks update all copies; one of them counts those rows.
+                sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
     def _announce(self, routes: Sequence[Route]) -> None:
@@ -159,6 +163,13 @@ class OneSidedTransport:
                 f"passes; every rank must call forward and step equally often and in the same order"
             )
 
+    def _add_own(self, sources: Sources, group: RouteGroup) -> None:
+        sources.add_own(group)
+        if group.exchange.copies:
+            outbox = group.workspace.outbox
+            slots = outbox.lists.address + outbox.slots_offset
+            sources.add_copied(slots, outbox.segment_offsets, outbox.gradients.address)
+
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]
         exchange = self._exchanges[index]
@@ -176,6 +187,8 @@ class OneSidedTransport:
             slots = mapped.lists.address + slots_offset(exchange.world_size, exchange.num_segments)
             before = sources.num_entries
             sources.add(slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
+            if exchange.copies:
+                sources.add_copied(slots, mapped.all_offsets, mapped.gradients.address)
             requests = sources.num_entries - before
             exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
 

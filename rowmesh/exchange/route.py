@@ -24,6 +24,7 @@ from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.route import route as route_kernel
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.placement import AddressMap
+from rowmesh.placement.address_map import COPIES
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup
 from rowmesh.tables.arena import compute_dtype
@@ -118,6 +119,7 @@ class GroupExchange:
         self.rank = address_map.rank
         self.world_size = address_map.plan.world_size
         self.num_segments = address_map.num_segments
+        self.copies = address_map.segments(COPIES)
         self.row_bytes = group.dim * group.dtype.itemsize
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
         self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport

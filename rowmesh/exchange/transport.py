@@ -76,20 +76,28 @@ class Update:
 
 
 class Sources:
-    """The lists of requests that an owner merges, in the order of the ranks."""
+    """The lists of requests that a rank merges, in the order of the ranks.
 
-    __slots__ = ("_lists", "accesses", "num_entries")
+    Args:
+        exchange: the group's.
+    """
 
-    def __init__(self, num_segments: int) -> None:
+    __slots__ = ("_exchange", "_keep", "_lists", "_node_ends", "accesses", "num_entries")
+
+    def __init__(self, exchange: GroupExchange) -> None:
+        self._exchange = exchange
         self._lists: list[tuple[int, int, int]] = []
+        self._node_ends: list[int] = []
+        self._keep: list[np.ndarray] = []
         self.num_entries = 0
-        self.accesses = np.zeros(num_segments, np.int64)
+        self.accesses = np.zeros(exchange.num_segments, np.int64)
 
-    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
-        """One rank's requests: `offsets` int64 `[S + 1]` into lists that begin at the two addresses."""
+    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray | None) -> None:
+        """One rank's requests: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
         self._lists.append((slots, offsets.ctypes.data, gradients))
         self.num_entries += int(offsets[-1]) - int(offsets[0])
-        self.accesses += accesses
+        if accesses is not None:
+            self.accesses += accesses
 
     def add_own(self, group: RouteGroup) -> None:
         """The requests this rank makes of itself."""
@@ -97,11 +105,34 @@ class Sources:
         slots = outbox.lists.address + outbox.slots_offset
         self.add(slots, outbox.segment_offsets[rank], outbox.gradients.address, outbox.accesses[rank])
 
-    def merge(self, exchange: GroupExchange) -> None:
-        """Finds the distinct slots."""
-        exchange.merger(self._lists, exchange.gradient_bytes, self.num_entries)
+    def add_copied(self, slots: int, offsets: np.ndarray, gradients: int) -> None:
+        """What one rank asks of the homes elsewhere about rows that have a copy here; `offsets` int64 `[W, S′ + 1]`."""
+        first = self._exchange.copies.start
+        for stop, row in enumerate(offsets):
+            if stop != self._exchange.rank and row[first] < row[-1]:
+                clipped = np.maximum(row, row[first])
+                self._keep.append(clipped)
+                self.add(slots, clipped, gradients, None)
 
-    def apply(self, exchange: GroupExchange, update: Update) -> None:
-        """Updates the rows of a merged group."""
-        exchange.arena.apply(exchange.merger, update.lr, update.scaling, update.step)
-        exchange.counters.count_tables(self.accesses, exchange.merger.merged_offsets)
+    def end_node(self) -> None:
+        """What is added next comes from the next node."""
+        self._node_ends.append(self.num_entries)
+
+    def merge(self) -> None:
+        """Finds the distinct slots."""
+        exchange = self._exchange
+        exchange.merger(self._lists, exchange.gradient_bytes, self.num_entries, self._node_ends)
+
+    def apply(self, update: Update, num_segments: int | None = None) -> None:
+        """Updates the merged rows, of the first segments where a number is given."""
+        merger, part = self._exchange.merger, None
+        if num_segments is not None:
+            part = (0, int(merger.merged_offsets[num_segments]))
+        self._exchange.arena.apply(merger, update.lr, update.scaling, update.step, part)
+
+    def count(self, num_segments: int | None = None) -> None:
+        """Counts what was asked of this rank, of the first segments where a number is given."""
+        offsets = self._exchange.merger.merged_offsets
+        if num_segments is not None:
+            offsets = np.minimum(offsets, offsets[num_segments])
+        self._exchange.counters.count_tables(self.accesses, offsets)

@@ -46,6 +46,7 @@ class Mesh:
     timeout_s: float = 300.0
     group: Any = None
     _owns_group: bool = False
+    _subgroups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -111,6 +112,25 @@ class Mesh:
         size = self.hosts.count(self.hosts[0])
         blocks = tuple(self.hosts[rank // size * size] for rank in range(self.world_size))
         return size if self.hosts == blocks and len(set(self.hosts)) * size == self.world_size else self.world_size
+
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Any:
+        """The process group of the part that this rank is in. Collective: every rank names the same parts.
+
+        Groups are made once and kept until the mesh is closed, since each has connections and threads of its own.
+
+        Raises:
+            PeerError: a rank did not come within the timeout.
+        """
+        mine = None
+        for part in map(tuple, partition):  # all ranks make all groups, in the same order
+            if part not in self._subgroups:
+                try:
+                    self._subgroups[part] = dist.new_group(list(part), timeout=timedelta(seconds=self.timeout_s))
+                except RuntimeError as error:
+                    raise self.peer_error(f"connecting ranks {list(part)}", error) from error
+            if self.rank in part:
+                mine = self._subgroups[part]
+        return mine
 
     def dead_ranks(self) -> list[int]:
         """Ranks on this host whose process is gone (ranks on other hosts cannot be seen)."""

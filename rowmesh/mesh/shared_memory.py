@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import PeerError
-from rowmesh.ops.memory import HUGE_PAGE, advise_huge_pages, collapse_huge_pages, round_up
+from rowmesh.ops.memory import HUGE_PAGE, advise_huge_pages, collapse_huge_pages, round_up, tensor_of
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -101,7 +101,7 @@ class SharedBuffer:
 
     def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
         """A torch view; `offset` in bytes."""
-        return torch.frombuffer(self.bytes, dtype=dtype, offset=offset, count=int(np.prod(shape))).view(shape)
+        return tensor_of(self.bytes, dtype, shape, offset)
 
     def close(self) -> None:
         """No further rank can attach; the memory is freed with its last view on the last rank."""

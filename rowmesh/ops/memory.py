@@ -7,6 +7,7 @@ kept.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from typing import Any, Protocol
@@ -70,6 +71,13 @@ class Memory(Protocol):
         ...
 
 
+def tensor_of(memory: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A torch view of bytes; of none of them where the shape has no elements."""
+    if not (count := math.prod(shape)):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, offset=offset, count=count).view(shape)
+
+
 class Buffer:
     """Private memory with a stable address, aligned to 64 bytes (to 2 MiB where it is that big).
 
@@ -99,7 +107,7 @@ class Buffer:
 
     def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
         """A torch view; `offset` in bytes."""
-        return torch.frombuffer(self.bytes, dtype=dtype, offset=offset, count=int(np.prod(shape))).view(shape)
+        return tensor_of(self.bytes, dtype, shape, offset)
 
 
 class Scratch:

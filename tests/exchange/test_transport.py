@@ -1,24 +1,36 @@
-"""Sources: the requests that an owner merges, in the order in which they are added."""
+"""Sources: the requests that a rank merges, in the order in which they are added."""
+
+from types import SimpleNamespace
 
 import numpy as np
 
 from rowmesh.exchange.transport import Sources
 
 
+def an_exchange(merged, copies=range(2, 2)):
+    return SimpleNamespace(
+        num_segments=2, rank=1, copies=copies, gradient_bytes=12, merger=lambda *arguments: merged.append(arguments)
+    )
+
+
 def test_sources_add_up():
-    sources = Sources(2)
+    merged = []
+    sources = Sources(an_exchange(merged))
     first, second = np.array([10, 12, 15]), np.array([0, 0, 4])
     sources.add(1000, first, 2000, np.array([2, 3]))
+    sources.end_node()
     sources.add(3000, second, 4000, np.array([0, 9]))
+    sources.end_node()
     assert sources.num_entries == 5 + 4
     assert sources.accesses.tolist() == [2, 12]
-
-    merged = []
-
-    class Exchange:
-        gradient_bytes = 12
-        merger = staticmethod(lambda *arguments: merged.append(arguments))
-
-    sources.merge(Exchange())
+    sources.merge()
     addresses = [(1000, first.ctypes.data, 2000), (3000, second.ctypes.data, 4000)]
-    assert merged == [(addresses, 12, 9)]
+    assert merged == [(addresses, 12, 9, [5, 9])]
+
+
+def test_copies_are_read_from_what_goes_to_others():
+    """Of requests to homes elsewhere, those about rows with a copy here; what comes to this rank is added by itself."""
+    sources = Sources(an_exchange([], copies=range(1, 2)))
+    sources.add_copied(1000, np.array([[0, 3, 5], [5, 6, 7], [7, 9, 9]]), 2000)
+    assert sources.num_entries == 2
+    assert sources.accesses.tolist() == [0, 0]

@@ -186,12 +186,27 @@ def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
     meshes = {1: Mesh(timeout_s=mesh_timeout_s)}
     for size in range(2, WORLD_SIZE + 1):
         group = dist.group.WORLD if size == WORLD_SIZE else dist.new_group(list(range(size)))
+        parts = _connect_parts(size, mesh_timeout_s)
         if rank < size:
             meshes[size] = Mesh(
                 rank=rank, world_size=size, hosts=(0,) * size, pids=tuple(pids[:size]),
-                timeout_s=mesh_timeout_s, group=group,
+                timeout_s=mesh_timeout_s, group=group, _subgroups=parts,
             )  # fmt: skip
     return meshes
+
+
+def _connect_parts(size: int, timeout_s: float) -> dict[tuple[int, ...], Any]:
+    """The groups of every division into nodes: a mesh makes its own, but only where it has all ranks of the run."""
+    import torch.distributed as dist  # in the ranks alone
+
+    parts: dict[tuple[int, ...], Any] = {}
+    for per_node in (number for number in range(1, size) if size % number == 0):
+        columns = [range(place, size, per_node) for place in range(per_node)]
+        nodes = [range(first, first + per_node) for first in range(0, size, per_node)]
+        for part in map(tuple, (*columns, *nodes)):
+            if part not in parts:
+                parts[part] = dist.new_group(list(part), timeout=timedelta(seconds=timeout_s))
+    return parts
 
 
 def is_running(pid: int) -> bool:

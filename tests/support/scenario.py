@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 
@@ -33,6 +34,8 @@ class Scenario:
         num_steps, accumulate: optimizer steps, and backward passes before each.
         decay: the learning rate is multiplied by it after each step.
         evaluates: whether the next batch is looked up without gradients between the steps.
+        plan: which ranks hold each row.
+        ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
 
@@ -45,6 +48,8 @@ class Scenario:
     accumulate: int = 1
     decay: float = 1.0
     evaluates: bool = False
+    plan: Plan | None = None
+    ranks_per_node: int | None = None
     seed: int = 0
 
     @property

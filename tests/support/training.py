@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ class Trained:
         losses: the global loss of every backward pass.
         outputs: the looked-up vectors of every pass, of this rank's samples (of all samples in the reference).
         rows, state: table → the rows and each of their states, whole tables once merged.
+        copies: table → which rows this rank holds, copies included, and their values and states.
         owned: table → which rows this rank holds.
         head: the dense layers' parameters.
         counters: group → what it moved, on this rank.
@@ -42,6 +43,7 @@ class Trained:
     rows: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     owned: dict[str, list[int]] = field(default_factory=dict)
+    copies: dict[str, tuple[list[int], dict[str, Tensor]]] = field(default_factory=dict)
     head: list[Tensor] = field(default_factory=list)
     counters: dict[str, GroupCounters] = field(default_factory=dict)
     common: CommonCounters = field(default_factory=CommonCounters)
@@ -73,7 +75,16 @@ def sum_sequence(values: Tensor, offsets: Tensor) -> Tensor:
 
 def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
     """Runs a job through rowmesh; every rank of the mesh calls it."""
-    collection = EmbeddingCollection(scenario.tables, mesh=mesh, seed=scenario.seed, transport=transport)  # type: ignore
+    if scenario.ranks_per_node:
+        hosts = tuple(rank // scenario.ranks_per_node for rank in range(mesh.world_size))
+        mesh = replace(mesh, hosts=hosts)
+    collection = EmbeddingCollection(
+        scenario.tables,
+        mesh=mesh,
+        seed=scenario.seed,
+        transport=transport,  # type: ignore
+        plan=scenario.plan,
+    )
     optimizer = EmbeddingOptimizer(collection)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, scenario.decay)
     head, trained = Head(scenario), Trained(transport=collection.transport)
@@ -125,6 +136,12 @@ def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None
         trained.owned[table.name] = [row for piece in pieces for row in piece.rows]
         trained.rows[table.name] = joined(pieces, "values", table)
         trained.state[table.name] = {name: joined(pieces, name, table) for name in table.optimizer.state}
+        held = collection.held_rows(table.name)
+        kinds = ("values", *table.optimizer.state)
+        trained.copies[table.name] = (
+            [row for piece in held for row in piece.rows],
+            {k: joined(held, k, table) for k in kinds},
+        )
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
     trained.common = collection.common_counters
     trained.counters = {counters.group: counters for counters in collection.counters}

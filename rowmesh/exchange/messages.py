@@ -1,0 +1,111 @@
+"""Messages: bytes that go to and from the ranks of a process group, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import Waiting
+
+
+class Parts:
+    """A buffer cut into one part a member."""
+
+    __slots__ = ("_begin", "_bounds", "_bytes", "_item")
+
+    def __init__(self, buffer: np.ndarray, begin: int, bounds: Sequence[int], item_bytes: int) -> None:
+        self._bytes, self._begin, self._bounds, self._item = buffer, begin, bounds, item_bytes
+
+    def num_bytes(self, member: int) -> int:
+        """Bytes of the parts of the members other than this one."""
+        return self._item * (self._bounds[-1] - self._bounds[0] - self._bounds[member + 1] + self._bounds[member])
+
+    def trimmed(self, member: int) -> tuple[Tensor, list[int]]:
+        """The bytes and the size of each part; this member's own is left out where it is the first or the last.
+
+        In the middle it stays, since an all-to-all wants one piece of memory; it is then copied within the rank, and
+        nobody reads the copy.
+        """
+        sizes = [self._item * (end - begin) for begin, end in pairwise(self._bounds)]
+        first, last = self._bounds[0], self._bounds[-1]
+        if member == 0:
+            first, sizes[0] = self._bounds[1], 0
+        elif member == len(sizes) - 1:
+            last, sizes[-1] = self._bounds[-2], 0
+        count = self._item * (last - first)
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), sizes
+        offset = self._begin + self._item * first
+        return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count), sizes
+
+
+class Channel:
+    """Collectives among some ranks, counted, whose errors name who is missing.
+
+    Args:
+        mesh: the ranks.
+        group: a process group of some of them.
+        member: the number of this rank in it.
+        size: its members.
+    """
+
+    def __init__(self, mesh: Mesh, group: Any, member: int, size: int) -> None:
+        self.member, self.size = member, size
+        self._mesh, self._group = mesh, group
+        self._is_done = Waiting(mesh)
+
+    def post(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> dist.Work:
+        """One all-to-all. (On loopback a single call has half the median of a send and a receive per rank.)"""
+        counters.bytes_sent += out.num_bytes(self.member)
+        counters.bytes_received += into.num_bytes(self.member)
+        counters.all_to_all_rounds += 1
+        (to_send, sizes_out), (to_fill, sizes_in) = out.trimmed(self.member), into.trimmed(self.member)
+        try:
+            work = dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._mesh.peer_error(doing, error) from error
+        assert work is not None
+        return work
+
+    def exchange(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> None:
+        """One all-to-all, waited for."""
+        self.wait(self.post(out, into, counters, doing), doing)
+
+    def exchange_equal(self, out: Tensor, counters: GroupCounters | CommonCounters, doing: str) -> Tensor:
+        """One row of `out` to each member; returns one row from each."""
+        into = torch.empty_like(out)
+        counters.all_to_all_rounds += 1
+        num_bytes = out.nbytes - out[0].nbytes
+        counters.bytes_sent += num_bytes
+        counters.bytes_received += num_bytes
+        try:
+            work = dist.all_to_all_single(into, out, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._mesh.peer_error(doing, error) from error
+        self.wait(work, doing)
+        return into
+
+    def gather(self, mine: Tensor, counters: GroupCounters, doing: str) -> list[Tensor]:
+        """What every member has, in their order; tensors of one shape."""
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        counters.all_gathers += 1
+        counters.bytes_sent += mine.nbytes * (self.size - 1)
+        counters.bytes_received += mine.nbytes * (self.size - 1)
+        try:
+            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._mesh.peer_error(doing, error) from error
+        self.wait(work, doing)
+        return everyone
+
+    def wait(self, work: dist.Work | None, doing: str) -> None:
+        """Until a posted collective is done."""
+        self._is_done(work, doing)

@@ -1,0 +1,145 @@
+"""The second hop: agents ask homes on other nodes for what the ranks of their node asked of them.
+
+The ranks that have the same place in their nodes are a *column*. For a row that goes in two hops, every rank asks the
+agent of its own node, the rank in the home's column; agents merge what their node asked, so that one request, one row
+and one summed gradient cross between two nodes, however many ranks of a node want the row.
+
+Sums keep their tree: the agent adds the gradients of its node in the order of the ranks, the home adds the sums of the
+nodes in their order, as it does with gradients that come straight to it (`rowmesh.ops.merge_update`).
+
+Source: OPER §5 (one lookup for rows of any parallelism) and the two-level merge measured for rowmesh; see
+docs/oper.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rowmesh.exchange.messages import Channel, Parts
+from rowmesh.exchange.route import GroupExchange
+from rowmesh.ops import gather
+from rowmesh.ops.memory import Scratch
+from rowmesh.ops.merge_update import Merger, sum_kernels
+from rowmesh.ops.relay import sort_relay
+from rowmesh.ops.simd import STORAGE
+from rowmesh.placement.address_map import RELAYS, REPLIES
+
+if TYPE_CHECKING:
+    from rowmesh.exchange.transport import Update
+
+
+class Relay:
+    """What this rank relays for one group, and what other agents ask of it.
+
+    Args:
+        exchange: the group's.
+        column: the ranks that have this one's place in their nodes, in the order of the nodes.
+
+    Attributes:
+        addresses: address of int64: where the row of each merged key is, of the kinds that get replies.
+        merger: the rows this rank is home of, over the sums of all nodes; its segments are the relayed ones.
+    """
+
+    def __init__(self, exchange: GroupExchange, column: Channel) -> None:
+        address_map = exchange.address_map
+        self._exchange, self._column = exchange, column
+        self._segments = address_map.segments(RELAYS)
+        self._num_fetched = len(address_map.segments({"relayed"}))
+        num_node = len(address_map.segments({"node"}))
+        self.node_part = (self._num_fetched, self._num_fetched + num_node)  # relayed segments with a copy on agents
+        self.forwarded_part = (self._num_fetched + num_node, len(self._segments))  # and on all ranks
+        self._num_replying = len(address_map.segments(REPLIES))
+        shape = (column.size, len(self._segments) + 1)
+        self._offsets = np.zeros(shape, np.int64)
+        self._incoming = np.zeros(shape, np.int64)
+        self._reply_offsets = np.zeros(column.size + 1, np.int64)
+        self._slots, self._entries, self._heads = Scratch(), Scratch(), Scratch()
+        self._addresses, self._received, self._sums = Scratch(), Scratch(), Scratch()
+        self._requests, self._replies = Scratch(), Scratch()
+        self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
+        self._sum = sum_kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
+        self.merger = Merger(len(self._segments), exchange.arena.address, exchange.row_bytes)
+        self._doing = f"exchanging group {exchange.group.name} between nodes"
+
+    @property
+    def addresses(self) -> int:
+        """Where the row of each merged key is."""
+        return self._addresses.buffer.address
+
+    def merged(self, segments: tuple[int, int]) -> tuple[int, int]:
+        """Which of the merged rows are of some relayed segments."""
+        first, end = self.merger.merged_offsets[list(segments)].tolist()
+        return first, end
+
+    def request(self) -> None:
+        """Tells the homes which rows this node needs; after the requests of the node were merged."""
+        exchange, column, merger = self._exchange, self._column, self._exchange.merger
+        most = merger.num_merged
+        received = self._received.reserve(most * exchange.row_bytes)
+        sort_relay(
+            merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, self._segments.start,
+            len(self._segments), self._num_fetched, self._num_replying, column.size, column.member,
+            exchange.address_map.key_stride, exchange.arena.address, exchange.row_bytes, received,
+            self._slots.reserve(4 * most), self._entries.reserve(4 * most), self._heads.reserve(4 * most),
+            self._offsets.ctypes.data, self._reply_offsets.ctypes.data, self._addresses.reserve(8 * most),
+        )  # fmt: skip
+        counts = column.exchange_equal(torch.from_numpy(self._offsets), exchange.counters, self._doing)
+        self._incoming[:] = counts.numpy()
+        self._incoming_bounds = _bounds(self._incoming)
+        self._requests.reserve(4 * self._incoming_bounds[-1])
+        out = Parts(self._slots.buffer.bytes, 0, self._out_bounds(), 4)
+        into = Parts(self._requests.buffer.bytes, 0, self._incoming_bounds, 4)
+        column.exchange(out, into, exchange.counters, self._doing)
+
+    def _out_bounds(self) -> list[int]:
+        return [*self._offsets[:, 0].tolist(), int(self._offsets[-1, -1])]
+
+    def fetch(self) -> None:
+        """Brings the rows of other nodes here; those that have a copy here need not travel."""
+        exchange, column, bounds = self._exchange, self._column, self._incoming_bounds
+        wanted = self._incoming[:, self._num_fetched] - self._incoming[:, 0]
+        wanted[column.member] = 0
+        reply_bounds = [0, *np.cumsum(wanted).tolist()]
+        replies = self._replies.reserve(reply_bounds[-1] * exchange.row_bytes)
+        for node, count in enumerate(wanted.tolist()):
+            slots = self._requests.buffer.address + 4 * bounds[node]
+            into = replies + reply_bounds[node] * exchange.row_bytes
+            self._gather.gather_slots(exchange.arena.address, slots, count, into)
+        out = Parts(self._replies.buffer.bytes, 0, reply_bounds, exchange.row_bytes)
+        received = Parts(self._received.buffer.bytes, 0, self._reply_offsets.tolist(), exchange.row_bytes)
+        column.exchange(out, received, exchange.counters, self._doing)
+
+    def push(self, update: Update) -> None:
+        """Sends this node's sums to the homes, merges those of all nodes, and updates rows without copies."""
+        exchange, column, merger = self._exchange, self._column, self._exchange.merger
+        out_bounds, size = self._out_bounds(), exchange.gradient_bytes
+        sums = self._sums.reserve(out_bounds[-1] * size)
+        self._sum.sum_merged(
+            self._heads.buffer.address, merger.nexts, merger.addresses, 0, out_bounds[-1], merger.node_ends,
+            merger.num_nodes, sums,
+        )  # fmt: skip
+        gradients = self._replies.reserve(self._incoming_bounds[-1] * size)
+        out = Parts(self._sums.buffer.bytes, 0, out_bounds, size)
+        column.exchange(
+            out, Parts(self._replies.buffer.bytes, 0, self._incoming_bounds, size), exchange.counters, self._doing
+        )  # fmt: skip
+        sources = []
+        for node in range(column.size):
+            if node == column.member:
+                sources.append((self._slots.buffer.address, self._offsets[node].ctypes.data, sums))
+                continue
+            # Entries are counted over all nodes here, requests from each sender's own beginning.
+            ahead = self._incoming_bounds[node] - int(self._incoming[node, 0])
+            slots = self._requests.buffer.address + 4 * ahead
+            sources.append((slots, self._incoming[node].ctypes.data, gradients + size * ahead))
+        self.merger(sources, size, self._incoming_bounds[-1])
+        part = (0, int(self.merger.merged_offsets[self._num_fetched]))
+        exchange.arena.apply(self.merger, update.lr, update.scaling, update.step, part)
+
+
+def _bounds(offsets: np.ndarray) -> list[int]:
+    """Where each sender's entries begin, over those of all senders in order."""
+    return [0, *np.cumsum(offsets[:, -1] - offsets[:, 0]).tolist()]

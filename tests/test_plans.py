@@ -1,0 +1,134 @@
+"""Any plan trains the same model, to the bit, and keeps all copies of a row equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh import EmbeddingCollection
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from tests.support.scenario import Scenario
+from tests.support.training import merged, train
+from tests.test_equivalence import several, table
+
+RULES = ("dealt", "node", "replicated", "fixed")
+
+
+def make_plan(tables, world_size, ranks_per_node, choose):
+    """`choose(number of a range)` gives rule, shift, rank and hops; tables are cut into thirds."""
+    planned, number = [], 0
+    for spec in tables:
+        cuts = sorted({0, spec.num_rows // 3, 2 * spec.num_rows // 3, spec.num_rows})
+        ranges = []
+        for start, stop in pairwise(cuts):
+            rule, shift, rank, two_hop = choose(number)
+            ranges.append(RowRange(start, stop, rule, shift % world_size, rank % world_size, two_hop))
+            number += 1
+        planned.append(TablePlan(TableShape.of(spec), tuple(ranges)))
+    return Plan(tuple(planned), world_size, ranks_per_node)
+
+
+def assert_equal(scenario, parts, whole):
+    """Same losses, outputs, rows and states to the bit, and so are all copies."""
+    mine = merged(scenario, parts)
+    assert mine.losses == whole.losses
+    for a, b in zip(mine.outputs + mine.head, whole.outputs + whole.head, strict=True):
+        assert torch.equal(a, b)
+    for spec in scenario.tables:
+        assert torch.equal(mine.rows[spec.name], whole.rows[spec.name]), spec
+        for name, state in whole.state[spec.name].items():
+            assert torch.equal(mine.state[spec.name][name], state)
+        for part in parts:
+            rows, held = part.copies[spec.name]
+            for kind, values in held.items():
+                expected = whole.rows[spec.name] if kind == "values" else whole.state[spec.name][kind]
+                assert torch.equal(values, expected[torch.tensor(rows, dtype=torch.int64)])
+
+
+def check(ranks, scenario, transport="collective"):
+    world_size = scenario.world_size
+    plain = replace(scenario, plan=None)
+    whole = merged(plain, ranks.run(train, plain, transport, world_size=world_size))
+    assert_equal(scenario, ranks.run(train, scenario, transport, world_size=world_size), whole)
+
+
+@pytest.mark.parametrize("two_hop", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_rule_across_two_nodes(ranks, rule, two_hop, accumulate):
+    tables = several("adam")
+    plan = make_plan(tables, 4, 2, lambda number: (rule, number, 3 * number, two_hop))
+    check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 0, 5), plan=plan, ranks_per_node=2, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_on_one_host(ranks, rule, transport):
+    tables = several("row_wise_adagrad")
+    plan = make_plan(tables, 3, 3, lambda number: (rule if number % 2 else "dealt", number, number, True))
+    check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 5), plan=plan, accumulate=2, evaluates=True), transport)
+
+
+@st.composite
+def scenarios(draw):
+    ranks_per_node, num_nodes = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (1, 3), (3, 1)]))
+    world_size = ranks_per_node * num_nodes
+    tables = tuple(
+        table(
+            f"t{index}",
+            draw(st.sampled_from([1, 2, 5, 30, 3000])),
+            draw(st.sampled_from([3, 16])),
+            draw(st.sampled_from(["sgd", "adagrad", "row_wise_adagrad", "adam"])),
+            pooling=draw(st.sampled_from(["sum", "mean", "none"])),
+            dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        )
+        for index in range(draw(st.integers(1, 4)))
+    )
+    number = st.integers(0, 7)
+    plan = make_plan(
+        tables, world_size, ranks_per_node,
+        lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
+    )  # fmt: skip
+    return Scenario(
+        tables=tables,
+        batch_sizes=tuple(draw(st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size))),
+        skew=draw(st.sampled_from([1.0, 3.0, 1e9])),
+        num_steps=draw(st.integers(1, 3)),
+        accumulate=draw(st.sampled_from([1, 2])),
+        evaluates=draw(st.booleans()),
+        plan=plan,
+        ranks_per_node=ranks_per_node,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=40)
+@given(scenario=scenarios(), one_sided=st.booleans())
+def test_random_plans(ranks, scenario, one_sided):
+    is_one_host = scenario.ranks_per_node == scenario.world_size
+    check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
+
+
+def test_one_rank_may_have_any_plan():
+    tables = several("sgd")
+    plan = make_plan(tables, 1, 1, lambda number: (RULES[number % 4], 0, 0, True))
+    EmbeddingCollection(tables, plan=plan).close()
+
+
+def test_plans_for_others_are_refused():
+    tables = several("sgd")
+    shapes = [TableShape.of(spec) for spec in tables]
+    with pytest.raises(ConfigurationError, match="the plan is for 2 ranks, but 1 take part"):
+        EmbeddingCollection(tables, plan=Plan.dealt(shapes, 2))
+    with pytest.raises(ConfigurationError, match="the plan has no table 'user'"):
+        EmbeddingCollection(tables, plan=Plan.dealt(shapes[1:], 1))
+    with pytest.raises(ConfigurationError, match=r"tables that are not here: \['user'\]"):
+        EmbeddingCollection(tables[1:], plan=Plan.dealt(shapes, 1))
+    with pytest.raises(ConfigurationError, match="another table 'user'"):
+        EmbeddingCollection(tables, plan=Plan.dealt([replace(shapes[0], value_bytes=8), *shapes[1:]], 1))
