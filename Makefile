@@ -43,4 +43,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) data/generated runs/make_train
+	rm -rf $(VENV) data/generated data/prepared runs/make_train

@@ -152,4 +152,4 @@ def run_plan(config: Config, title: str, links: Links, wish: Wish, outputs: Outp
         return
     with Mesh.connect(config.parallel.timeout_s) as mesh:
         topology = measure_topology(mesh, ranks_per_node=links.ranks_per_node)
-        on_rank_0(mesh.group, lambda: answer(topology))
+        on_rank_0(mesh, "searching for a plan", lambda: answer(topology))

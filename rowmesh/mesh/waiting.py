@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,24 @@ class Waiting:
                 return
 
 
+def complete(mesh: Mesh, post: Callable[[], dist.Work | None], doing: str) -> None:
+    """Posts a collective and waits for it.
+
+    Args:
+        mesh: the ranks, several of them.
+        post: starts the collective with `async_op=True`.
+        doing: what it is for, for the message.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    try:
+        work = post()
+    except RuntimeError as error:
+        raise mesh.peer_error(doing, error) from error
+    Waiting(mesh)(work, doing)
+
+
 def gather_objects(mesh: Mesh, value: Any, doing: str) -> list[Any]:
     """The values of all ranks, in their order. Collective and blocking; for a few kilobytes, seldom.
 
@@ -64,13 +83,28 @@ def gather_objects(mesh: Mesh, value: Any, doing: str) -> list[Any]:
     """
     if mesh.group is None:
         return [value]
-    wait = Waiting(mesh)
     mine = np.frombuffer(pickle.dumps(value), np.uint8)
     own = torch.full((1,), mine.size, dtype=torch.int64, device="cpu")
-    sizes = [int(size) for size in _gather(mesh, wait, own, doing)]
+    sizes = [int(size) for size in _gather(mesh, own, doing)]
     padded = torch.from_numpy(np.pad(mine, (0, max(sizes) - mine.size)))
-    everyone = _gather(mesh, wait, padded, doing)
+    everyone = _gather(mesh, padded, doing)
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+
+
+def broadcast_object(mesh: Mesh, value: Any, doing: str) -> Any:
+    """Rank 0's value, on every rank. Collective and blocking.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    if mesh.group is None:
+        return value
+    pickled = bytearray(pickle.dumps(value)) if mesh.rank == 0 else bytearray()
+    size = torch.full((1,), len(pickled), dtype=torch.int64, device="cpu")
+    _broadcast(mesh, size, doing)
+    content = torch.frombuffer(pickled or bytearray(int(size)), dtype=torch.uint8)
+    _broadcast(mesh, content, doing)
+    return value if mesh.rank == 0 else pickle.loads(content.numpy().tobytes())
 
 
 def barrier(mesh: Mesh, doing: str) -> None:
@@ -82,11 +116,11 @@ def barrier(mesh: Mesh, doing: str) -> None:
     gather_objects(mesh, None, doing)
 
 
-def _gather(mesh: Mesh, wait: Waiting, own: Tensor, doing: str) -> list[Tensor]:
+def _gather(mesh: Mesh, own: Tensor, doing: str) -> list[Tensor]:
     parts = [torch.empty_like(own) for _ in range(mesh.world_size)]
-    try:
-        work = dist.all_gather(parts, own, group=mesh.group, async_op=True)
-    except RuntimeError as error:
-        raise mesh.peer_error(doing, error) from error
-    wait(work, doing)
+    complete(mesh, lambda: dist.all_gather(parts, own, group=mesh.group, async_op=True), doing)
     return parts
+
+
+def _broadcast(mesh: Mesh, content: Tensor, doing: str) -> None:
+    complete(mesh, lambda: dist.broadcast(content, group=mesh.group, group_src=0, async_op=True), doing)

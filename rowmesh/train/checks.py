@@ -14,6 +14,8 @@ from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.train.metrics import check_labels
 
+SETTING_UP = "setting up"
+"""What ranks do before the first step, for the message of a PeerError."""
 _LOST = re.compile(r"gloo|nccl|connection|timed out|broken pipe", re.IGNORECASE)
 
 

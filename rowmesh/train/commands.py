@@ -9,15 +9,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from rowmesh import checkpoint
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
-from rowmesh.train.checks import naming_lost_peers
+from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
@@ -25,7 +24,7 @@ from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
 from rowmesh.train.placement import Placement, evaluation_placement, training_placement
-from rowmesh.train.report import describe, describe_training, results
+from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.splits import check_split, check_training_splits
@@ -44,14 +43,15 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
-        naming_lost_peers(mesh, "setting up"),
+        naming_lost_peers(mesh, SETTING_UP),
         _claimed(mesh, run, overwrite) as claim,
         _job(config, mesh, data, lambda: training_placement(config, mesh, data)) as job,
     ):
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
-        meaning = on_rank_0(mesh.group, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
-        on_rank_0(mesh.group, lambda: _begin(claim, config, job.placement))
+        meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
+        on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement))
+        _say(mesh, *warn_of_space(job, run.path))  # now: an earlier run is gone
         trainer.run(run)
         _save(job, trainer, run, meaning)
         return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
@@ -80,8 +80,8 @@ def run_evaluation(
     manifest = checkpoint.read_manifest(run.model)
     data = Prepared.open(config.data.folder)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
-    with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, "setting up"):
-        _say(mesh, *on_rank_0(mesh.group, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
+    with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
+        _say(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
         changed = config.placement != resolve(run.config).placement
         with _job(
             config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
@@ -146,8 +146,8 @@ def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
     _say(job.mesh, *results(split, metrics, known))
     record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
     record["planted_optimum"] = known.optimum
-    with naming_lost_peers(job.mesh, f"writing the metrics of {split}"):
-        on_rank_0(job.mesh.group, lambda: _write_metrics(run.evaluation(split), record))
+    doing = f"writing the metrics of {split}"
+    on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(split), record))
     return metrics
 
 
@@ -169,10 +169,7 @@ def _say_mapped(job: Job) -> None:
     mine: Counter[str] = Counter()
     for counters in job.embeddings.counters:
         mine.update(counters.out_of_range)
-    everyone: list[Counter[str]] = [mine]
-    if job.mesh.group is not None:
-        everyone = everyone * job.mesh.world_size
-        dist.all_gather_object(everyone, mine, job.mesh.group)
+    everyone = gather_objects(job.mesh, mine, "saving the model")
     for feature, count in sorted(sum(everyone, Counter()).items()):
         _say(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
 
@@ -180,7 +177,7 @@ def _say_mapped(job: Job) -> None:
 @contextmanager
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
-    job = build(config, mesh, data, on_rank_0(mesh.group, place))
+    job = build(config, mesh, data, on_rank_0(mesh, SETTING_UP, place))
     try:
         yield job
     finally:
@@ -196,5 +193,5 @@ def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Claim]:
         def take() -> None:
             stack.enter_context(claim)
 
-        on_rank_0(mesh.group, take)
+        on_rank_0(mesh, SETTING_UP, take)
         yield claim

@@ -25,13 +25,14 @@ def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda numb
         DataError: there is no such split, or it holds values that are not finite.
     """
     predictions = Predictions()
+    doing = f"evaluating {split}"
     was_training = job.network.training
     job.network.eval()
-    with torch.no_grad(), naming_lost_peers(job.mesh, f"evaluating {split}"):
+    with torch.no_grad(), naming_lost_peers(job.mesh, doing):
         for number, batch in enumerate(job.loader(split)):
             check_batch(batch, job.data.schema.dense, f"{split} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels)
             on_batch(number + 1)
-        metrics = predictions.metrics(job.mesh.group)
+        metrics = predictions.metrics(job.mesh, doing)
     job.network.train(was_training)
     return metrics

@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import complete
+
 
 class SharedGradients:
     """Keeps all gradients of a network in one buffer and averages them in one all-reduce.
@@ -17,15 +20,19 @@ class SharedGradients:
     Args:
         network: the same on every rank; rank 0's parameters are copied to the others, so construction is
             collective. Its gradients become views of the buffer, so clear them with `zero`.
-        group: the process group; None for a single process.
+        mesh: the ranks.
     """
 
-    def __init__(self, network: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, network: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
         parameters = list(network.parameters())
         self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        if group is not None:
-            dist.broadcast(self._buffer, group=group, group_src=0)
+        if mesh.group is not None:
+            complete(
+                mesh,
+                lambda: dist.broadcast(self._buffer, group=mesh.group, group_src=0, async_op=True),
+                "sharing the network's parameters",
+            )
         with torch.no_grad():
             for parameter, part in zip(parameters, self._views(parameters), strict=True):
                 parameter.copy_(part)
@@ -37,10 +44,19 @@ class SharedGradients:
         self._buffer.zero_()
 
     def average(self) -> None:
-        """Averages the gradients over ranks. Collective and blocking; moves twice their bytes."""
-        if self._group is not None:
-            dist.all_reduce(self._buffer, group=self._group)
-            self._buffer /= dist.get_world_size(self._group)
+        """Averages the gradients over ranks. Collective and blocking; moves twice their bytes.
+
+        Raises:
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+        """
+        mesh = self._mesh
+        if mesh.group is not None:
+            complete(
+                mesh,
+                lambda: dist.all_reduce(self._buffer, group=mesh.group, async_op=True),
+                "averaging the network's gradients",
+            )
+            self._buffer /= mesh.world_size
 
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = self._buffer.split([parameter.numel() for parameter in parameters])

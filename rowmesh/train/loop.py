@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rowmesh.data import Batch
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
@@ -53,7 +53,7 @@ class Trainer:
         self._loader = job.loader(config.data.train, shuffle=config.data.shuffle)
         epochs = config.train.epochs * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
-        self._gradients = SharedGradients(job.network, job.mesh.group)
+        self._gradients = SharedGradients(job.network, job.mesh)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
@@ -123,10 +123,9 @@ class Trainer:
         """Sums an interval over ranks and writes it."""
         elapsed_s = time.perf_counter() - interval.started_s
         waited_s = interval.waited_s + self._loader.waited_s
-        sums = torch.tensor([interval.loss, interval.samples, self._memory.read(), waited_s], dtype=torch.float64)
-        if self.job.mesh.group is not None:
-            dist.all_reduce(sums, group=self.job.mesh.group)
-        loss, samples, memory_bytes, all_waited_s = sums.tolist()
+        own = (interval.loss, interval.samples, self._memory.read(), waited_s)
+        everyone = gather_objects(self.job.mesh, own, "summing the losses of all ranks")
+        loss, samples, memory_bytes, all_waited_s = map(sum, zip(*everyone, strict=True))
         log.interval(
             self.step,
             loss=loss / samples,

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import DataError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import complete, gather_objects
 from rowmesh.train.together import on_rank_0
 
 Logits = npt.NDArray[np.float32]
@@ -82,21 +84,24 @@ class Predictions:
         self._logits.append(kept.numpy().copy())
         self._labels.append(labels.to("cpu", torch.uint8).numpy())
 
-    def metrics(self, group: dist.ProcessGroup | None = None) -> Metrics:
-        """The metrics of everything added on all ranks of `group`, or in this process where it is None.
+    def metrics(self, mesh: Mesh | None = None, doing: str = "computing metrics") -> Metrics:
+        """The metrics of everything added on all ranks.
 
-        Collective and blocking: every rank of the group calls it, all get the same result. Moves 5 bytes
-        a sample to rank 0.
+        Collective and blocking: every rank calls it, all get the same result. Moves 5 bytes a sample to rank 0.
+
+        Args:
+            mesh: the ranks; default: this process alone.
+            doing: what this is for, for the message of a PeerError.
 
         Raises:
             DataError: on every rank, where there are no samples.
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
+        mesh = mesh or Mesh()
         logits = np.concatenate([np.empty(0, np.float32), *self._logits])
         labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
-        if group is None:
-            return compute(logits, labels)
-        logits, labels = _gather(logits, group), _gather(labels, group)
-        return on_rank_0(group, lambda: compute(logits, labels))
+        logits, labels = _gather(logits, mesh, doing), _gather(labels, mesh, doing)
+        return on_rank_0(mesh, doing, lambda: compute(logits, labels))
 
 
 def compute(logits: Logits, labels: Labels) -> Metrics:
@@ -191,17 +196,16 @@ def _ordered_bits(scores: Logits) -> npt.NDArray[np.uint32]:
     return np.where(bits & sign, ~bits, bits | sign)
 
 
-def _gather(values: npt.NDArray[Any], group: dist.ProcessGroup) -> npt.NDArray[Any]:
-    """All ranks' values in rank order on rank 0; an empty array elsewhere."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(lengths, torch.tensor([len(values)]), group=group)
-    if rank != 0:
-        dist.send(torch.from_numpy(values), group=group, group_dst=0)
-        return values[:0]
-    gathered = torch.from_numpy(np.empty(sum(int(n) for n in lengths), values.dtype))
-    parts = gathered.split([int(n) for n in lengths])
-    parts[0].copy_(torch.from_numpy(values))
-    for peer in range(1, world_size):
-        dist.recv(parts[peer], group=group, group_src=peer)
-    return gathered.numpy()
+def _gather(values: npt.NDArray[Any], mesh: Mesh, doing: str) -> npt.NDArray[Any]:
+    """All ranks' values in rank order on rank 0; what they are elsewhere."""
+    lengths = gather_objects(mesh, len(values), doing)
+    if mesh.group is None or not any(lengths):
+        return values
+    longest = max(lengths)  # a gather takes as much of every rank
+    own = torch.from_numpy(np.pad(values, (0, longest - len(values))))
+    parts = torch.from_numpy(np.empty((mesh.world_size, longest), values.dtype))
+    into = list(parts) if mesh.rank == 0 else None
+    complete(mesh, lambda: dist.gather(own, into, group=mesh.group, group_dst=0, async_op=True), doing)
+    if into is None:
+        return values
+    return np.concatenate([part[:length].numpy() for part, length in zip(into, lengths, strict=True)])

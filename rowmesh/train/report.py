@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import rowmesh
 from rowmesh.data.prepared import Split
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.placement.text import bytes_text
+from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
 
@@ -41,6 +45,23 @@ def describe_training(job: Job, total_steps: int) -> list[str]:
     if data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     return [f"{name:<10}{text}" for name, text in facts]
+
+
+def warn_of_space(job: Job, folder: Path) -> list[str]:
+    """A line where a folder has too little room for the model, which is written when training is over."""
+    free, needed = shutil.disk_usage(folder).free, model_bytes(job)
+    if free >= needed:
+        return []
+    return [
+        f"{'disk':<10}{folder} has {bytes_text(free)} free and the model needs {bytes_text(needed)}: make room before "
+        "training ends, or it cannot be written"
+    ]
+
+
+def model_bytes(job: Job) -> int:
+    """About what the model takes on disk: every row once with its state, and the network with two moments at most."""
+    rows = sum(table.shape.num_rows * table.shape.row_bytes for table in job.placement.plan.tables)
+    return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 
 
 def results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
@@ -112,8 +133,4 @@ def _sizes(sizes: dict[str, int]) -> str:
 def _memory_of_every_rank(job: Job) -> list[dict[str, int]]:
     network = sum(parameter.nbytes for parameter in job.network.parameters())
     own = {**job.embeddings.memory_bytes, "network": network}
-    if job.mesh.group is None:
-        return [own]
-    gathered: list[Any] = [None] * job.mesh.world_size
-    dist.all_gather_object(gathered, own, group=job.mesh.group)
-    return gathered
+    return gather_objects(job.mesh, own, SETTING_UP)

@@ -7,7 +7,7 @@ import pytest
 
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.roll_call import RollCall
-from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.mesh.waiting import barrier, broadcast_object, gather_objects
 
 
 def gather(mesh):
@@ -46,3 +46,14 @@ def test_messages_tell_hosts_apart():
         "waited in vain for rank 1 (process 6, alive), rank 2 (process 7 on another host); every rank must call "
         "forward and step equally often, and within the timeout of 9 s"
     )
+
+
+def broadcast(mesh):
+    """Only rank 0's value counts."""
+    return broadcast_object(mesh, ["x" * 10_000 * (1 - mesh.rank), mesh.rank], "testing")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_has_the_value_of_rank_0(ranks, world_size):
+    assert ranks.run(broadcast, world_size=world_size) == [["x" * 10_000, 0]] * world_size
+    assert broadcast_object(Mesh(), 5, "testing") == 5

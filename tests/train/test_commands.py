@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
     assert "train step 16/16, loss" in out
     assert re.search(r"^network   dlrm: bottom 13→8→4, top 19→16→1, 485 parameters, float32", out, re.MULTILINE)
     assert re.search(r"^memory    rank 0: rows .* MB, .* network 0.0 MB$", out, re.MULTILINE)
+
+
+def test_too_little_room_for_the_model_is_said_before_training(config_file, tmp_path, capsys, monkeypatch):
+    options = ["train.steps=2", "tables.dim=64"]
+    run_training(resolve(config_file, options))
+    assert "disk " not in capsys.readouterr().out
+    size = sum(path.stat().st_size for path in (tmp_path / "run" / "model").rglob("*") if path.is_file())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1234))
+    run_training(resolve(config_file, options), overwrite=True)
+    pattern = rf"^disk      {tmp_path}/run has 1\.23 kB free and the model needs (\d+) kB: make room before training"
+    needed = re.search(pattern, capsys.readouterr().out, re.MULTILINE)
+    assert needed
+    assert 0.75 < size / (1000 * int(needed[1])) < 1.25
 
 
 def test_the_loss_falls(config_file, tmp_path):

@@ -1,13 +1,14 @@
 import torch
 from torch import nn
 
+from rowmesh.mesh import Mesh
 from rowmesh.train.gradients import SharedGradients
 
 
 def test_gradients_are_views_and_parameters_stay():
     network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     before = [parameter.detach().clone() for parameter in network.parameters()]
-    gradients = SharedGradients(network, None)
+    gradients = SharedGradients(network, Mesh())
     assert all(old.equal(new) for old, new in zip(before, network.parameters(), strict=True))
     x = torch.randn(5, 3)
     for _ in range(2):  # the second time finds what the first left, unless it is cleared

@@ -75,7 +75,7 @@ def test_extreme_logits_stay_finite():
 
 def no_samples(mesh):
     try:
-        Predictions().metrics(mesh.group)
+        Predictions().metrics(mesh)
     except DataError as error:
         return str(error)
     return None

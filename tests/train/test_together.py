@@ -3,11 +3,12 @@ import os
 import pytest
 
 from rowmesh.errors import DataError
+from rowmesh.mesh import Mesh
 from rowmesh.train.together import on_rank_0
 
 
 def first_pid(mesh):
-    return on_rank_0(mesh.group, os.getpid), os.getpid()
+    return on_rank_0(mesh, "testing", os.getpid), os.getpid()
 
 
 def fail(mesh, kind):
@@ -15,7 +16,7 @@ def fail(mesh, kind):
         raise kind("no room")
 
     try:
-        on_rank_0(mesh.group, action)
+        on_rank_0(mesh, "testing", action)
     except kind as error:
         return str(error)
     return None
@@ -32,4 +33,4 @@ def test_every_rank_fails_as_rank_0_did(ranks, kind):
 
 
 def test_a_single_process_just_does_it():
-    assert on_rank_0(None, lambda: 3) == 3
+    assert on_rank_0(Mesh(), "testing", lambda: 3) == 3
