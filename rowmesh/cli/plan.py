@@ -52,7 +52,7 @@ def plan(
     strategy
         auto (the best of those compared), dealt, partitioned, exact, or another that the comparison names.
     mode
-        What the plan is for: infer pays for fetches alone and keeps no optimizer state.
+        What the plan is for: infer pays for fetches alone, train for gradients and updates of copies too.
     objective
         What is made least: the sum over links (total, auto) or the slowest_link.
     memory

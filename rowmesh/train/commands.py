@@ -23,7 +23,7 @@ from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
-from rowmesh.train.placement import Placement, evaluation_placement, training_placement
+from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
@@ -45,7 +45,7 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
         _claimed(mesh, run, overwrite) as claim,
-        _job(config, mesh, data, lambda: training_placement(config, mesh, data)) as job,
+        _job(config, mesh, data, lambda: configured_placement(config, mesh, data)) as job,
     ):
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rowmesh.data import Prepared
@@ -43,8 +43,8 @@ class Placement:
         return f"{self.plan.strategy}, {self.source}: rows {levels}" + (f"; {why}" if why else "")
 
 
-def training_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:
-    """The placement that a configuration wants for training on a mesh.
+def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:
+    """The placement that a configuration wants on a mesh.
 
     Raises:
         ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
@@ -72,12 +72,9 @@ def evaluation_placement(config: Config, mesh: Mesh, data: Prepared, recorded: P
     Raises:
         ConfigurationError: another placement is asked for and does not work.
     """
-    shapes = shapes_of(config, data)
-    if changed and config.placement.plan:
-        plan = _with_state(Plan.load(Path(config.placement.plan)), shapes)
-        return Placement(_checked(plan, shapes, mesh, config.placement.plan), config.placement.plan)
     if changed:
-        return training_placement(config, mesh, data)
+        return configured_placement(config, mesh, data)
+    shapes = shapes_of(config, data)
     if not recorded.exists():
         return _dealt(shapes, mesh, "the run recorded no plan")
     plan = Plan.load(recorded)
@@ -140,25 +137,8 @@ def _dealt(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:
 
 def _checked(plan: Plan, shapes: Sequence[TableShape], mesh: Mesh, source: str) -> Plan:
     """The plan, if it is one for these tables and ranks."""
-    if plan != _with_state(plan, shapes):
-        raise ConfigurationError(
-            f"placement.plan {source}: it was made for inference, without memory for optimizer state; make one with "
-            "`rowmesh plan --mode train`"
-        )
     try:
         plan.check_fits(shapes, mesh.world_size, mesh.ranks_per_node)
     except ConfigurationError as error:
         raise ConfigurationError(f"placement.plan {source}: {error}") from error
     return plan
-
-
-def _with_state(plan: Plan, shapes: Sequence[TableShape]) -> Plan:
-    """A plan for inference as one for tables that have optimizer state; any other plan as it is."""
-    by_name = {shape.name: shape for shape in shapes}
-    tables = tuple(
-        replace(table, shape=by_name[table.name])
-        if table.name in by_name and table.shape == replace(by_name[table.name], state_bytes=0)
-        else table
-        for table in plan.tables
-    )
-    return replace(plan, tables=tables)

@@ -1,0 +1,79 @@
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement.comparison import compare
+from rowmesh.placement.strategies import QUICK, search
+from rowmesh.placement.topology import Topology
+from tests.placement.problems import problem
+
+
+def test_all_quick_strategies_stand_beside_the_chosen_one():
+    asked = problem(mode="infer")
+    comparison = compare(asked)
+    assert {candidate.name for candidate in comparison.candidates} == set(QUICK)
+    for candidate in comparison.candidates:
+        plan = search(candidate.name, asked.profile, asked.topology, asked.request)
+        assert candidate.plan is not None
+        assert candidate.plan.tables == plan.tables
+        assert candidate.objective == asked.objective(plan)
+        assert candidate.fits == asked.fits(plan)
+    best = search("auto", asked.profile, asked.topology, asked.request)
+    assert comparison.plan.tables == best.tables
+    assert comparison.plan.strategy == comparison.chosen.name == best.strategy
+    assert comparison.plan.notes["why"] == comparison.why
+
+
+def test_the_sentence_names_the_next_best_and_the_difference():
+    comparison = compare(problem(mode="infer"))
+    fitting = sorted(c.objective for c in comparison.candidates if c.fits)
+    less = f"{1 - fitting[0] / fitting[1]:.2%}".replace("%", " %")
+    assert comparison.why.startswith(f"{comparison.plan.strategy}: a step costs ")
+    assert f"{less} less than " in comparison.why
+    assert "the next best that fits" in comparison.why
+
+
+def test_plans_that_move_the_same_are_told_apart_by_their_slowest_link():
+    comparison = compare(problem())
+    assert "as with " in comparison.why
+    assert "but its slowest link takes " in comparison.why
+
+
+def test_a_strategy_that_was_asked_for_is_chosen_even_where_another_is_better():
+    comparison = compare(problem(mode="infer"), "row_wise")
+    assert comparison.plan.strategy == "row_wise"
+    assert comparison.why.startswith("row_wise, as asked for: a step costs")
+    assert comparison.why.endswith(" less")
+
+
+def test_strategies_beyond_the_quick_ones_join_the_comparison():
+    comparison = compare(problem(mode="infer"), "exact")
+    assert comparison.chosen.name == "exact"
+    assert len(comparison.candidates) == len(QUICK) + 1
+
+
+def test_plans_over_the_limit_are_marked_and_never_second_best():
+    comparison = compare(problem())
+    table_wise = next(c for c in comparison.candidates if c.name == "table_wise")
+    assert table_wise.over_bytes == max(table_wise.plan.memory_bytes) - comparison.problem.limit_bytes > 0
+    assert table_wise.complaint.endswith("over the limit")
+    assert "table_wise" not in comparison.why
+
+
+def test_what_does_not_fit_in_any_way_says_by_how_much_and_what_would_help():
+    with pytest.raises(ConfigurationError, match=r"needs .* more than the limit of 10,000; .* would make it fit: use"):
+        compare(problem(memory_limit_bytes=10_000))
+
+
+@pytest.mark.parametrize(
+    ("topology", "is_relative"),
+    [(Topology.uniform(4), True), (Topology.grouped(2, 2, 4.0), True), (Topology.load("2x4"), False)],
+)
+def test_relative_costs_are_bytes_and_others_seconds(topology, is_relative):
+    comparison = compare(problem(topology))
+    assert comparison.is_relative == is_relative
+    unit = comparison.cost_text(comparison.chosen.objective).split()[1]
+    assert (unit in ("B", "kB", "MB")) == is_relative
+
+
+def test_one_rank_has_nothing_to_compare():
+    assert compare(problem(Topology.uniform(1))).plan.world_size == 1
