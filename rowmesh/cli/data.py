@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from rowmesh.cli.data_report import is_current, print_drawn, print_prepared, showing_progress
+from rowmesh.cli.data_report import is_current, print_drawn, print_prepared
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
@@ -18,6 +18,7 @@ from rowmesh.data.splits import Splitter
 from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
+from rowmesh.observe import PartsProgress
 from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
@@ -85,7 +86,7 @@ def synthesize(
     console = Console()
     if reuse and is_current(console, out, DRAWN, drawing_request(counts, config, format)):
         return
-    with showing_progress(console) as show:
+    with PartsProgress(console) as show:
         optimum = synthesize_data(out, counts, config, file_format=format, overwrite=overwrite or reuse, progress=show)
     print_drawn(console, out, optimum)
 
@@ -154,7 +155,7 @@ def prepare(
     request = preparation_request(source.files, source.schema, **options)
     if reuse and is_current(console, out, PREPARED, request):
         return
-    with showing_progress(console) as show:
+    with PartsProgress(console) as show:
         prepared = prepare_data(
             source.files, out, source.schema, overwrite=overwrite or reuse, progress=show, **options
         )

@@ -1,23 +1,18 @@
-"""What `rowmesh data` prints: progress, what was reused or is made again, and what came out."""
+"""What `rowmesh data` prints: what was reused or is made again, and what came out."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from rowmesh.data import progress
 from rowmesh.data.manifest import why_stale
 from rowmesh.data.prepared import SPLITS, Prepared
 
-PLAIN_INTERVAL_S = 5.0
 MAX_REASONS = 5
 
 
@@ -36,43 +31,6 @@ def is_current(console: Console, folder: Path, kind: str, request: Mapping[str, 
 def say(console: Console, text: str) -> None:
     """Prints a line as it is, whatever its length and characters."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def showing_progress(console: Console) -> Iterator[progress.Progress]:
-    """A bar for each thing that is done; a plain line now and then where there is no terminal."""
-    if not console.is_terminal:
-        yield _plain_progress(console)
-        return
-    bars = Progress(
-        TextColumn("{task.description:>9}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    tasks = {}
-
-    def show(what: str, share: float) -> None:
-        if what not in tasks:
-            tasks[what] = bars.add_task(what, total=1.0)
-        bars.update(tasks[what], completed=share)
-
-    with bars:
-        yield show
-
-
-def _plain_progress(console: Console) -> progress.Progress:
-    last = time.monotonic()
-
-    def show(what: str, share: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL_S:
-            last = now
-            console.print(f"{what}: {share:.0%}")
-
-    return show
 
 
 def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, float]]) -> None:

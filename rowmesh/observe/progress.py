@@ -1,21 +1,94 @@
-"""Progress of a run: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run, or of work in several parts: live bars on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
 
 PLAIN_INTERVAL_S = 5.0
 BAR_INTERVAL_S = 0.1
 
 
-class Progress:
+class _Display:
+    """Bars that are redrawn in place on a terminal; elsewhere lines.
+
+    Args:
+        console: where to.
+        columns: of the bars.
+        interval_s: seconds between lines where `console` is no terminal.
+    """
+
+    def __init__(self, console: Console, *columns: ProgressColumn, interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self._is_live = console.is_terminal and not console.quiet
+        self._console = console
+        self._bars = Bars(*columns, console=console) if self._is_live else None
+        self._tasks: dict[str, Any] = {}
+        self._interval_s = BAR_INTERVAL_S if self._is_live else interval_s
+        self._shown_s = time.perf_counter()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether something was shown long enough ago."""
+        return time.perf_counter() - self._shown_s >= self._interval_s
+
+    def _show(self, what: str, done: float, total: float, line: str, **fields: Any) -> None:
+        """Moves the bar of one thing, or prints the line."""
+        self._shown_s = time.perf_counter()
+        if self._bars is None:
+            self._console.print(line, markup=False)
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total, **fields)
+        self._bars.update(self._tasks[what], completed=done, **fields)
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+
+class PartsProgress(_Display):
+    """Shows the share that is done of each of several things.
+
+    Args:
+        console: where to; standard output by default.
+        interval_s: seconds between lines where `console` is no terminal.
+
+    Example:
+        >>> with PartsProgress() as show:
+        ...     show("drawing", 0.5)
+    """
+
+    def __init__(self, console: Console | None = None, *, interval_s: float = PLAIN_INTERVAL_S) -> None:
+        columns = (TextColumn("{task.description:>9}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        super().__init__(console or Console(), *columns, interval_s=interval_s)
+
+    def __call__(self, what: str, share: float) -> None:
+        """Says that a share of something is done, 0 to 1; shown now and then."""
+        if self._is_due or (self._is_live and share >= 1.0):
+            self._show(what, share, 1.0, f"{what}: {share:.0%}")
+
+
+class Progress(_Display):
     """Shows step, loss, global samples/s, memory and time left.
 
     Args:
@@ -41,59 +114,42 @@ class Progress:
         interval_s: float = PLAIN_INTERVAL_S,
     ) -> None:
         self._total, self._title, self._facts = total, title, ""
-        self._console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
-        self._live = enabled and self._console.is_terminal
-        self._interval_s = BAR_INTERVAL_S if self._live else interval_s
-        self._started_s = self._shown_s = time.perf_counter()
-        if self._live:
-            self._bar = _make_bar(self._console)
-            self._task = self._bar.add_task(title, total=total, facts="")
+        console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
+        super().__init__(console, *_columns(), interval_s=interval_s)
+        self._started_s = time.perf_counter()
+        if self._is_live:
+            self._show_step(0)
 
     def advance(self, step: int) -> None:
         """Shows that `step` steps of the run are done, now and then: call it after every step."""
-        now_s = time.perf_counter()
-        if now_s - self._shown_s >= self._interval_s or (self._live and step == self._total):
-            self._show(step, now_s)
+        if self._is_due or (self._is_live and step == self._total):
+            self._show_step(step)
 
     def update(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float) -> None:
         """Like `advance`, with new facts about the last interval, which are shown until the next."""
         self._facts = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_bytes / 1e9:.2f} GB"
-        now_s = time.perf_counter()
-        if self._live or now_s - self._shown_s >= self._interval_s or step == self._total:
-            self._show(step, now_s)
+        if self._is_live or self._is_due or step == self._total:
+            self._show_step(step)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         self._console.print(text, markup=False)
 
-    def __enter__(self) -> Self:
-        if self._live:
-            self._bar.start()
-        return self
+    def _show_step(self, step: int) -> None:
+        self._show(self._title, step, self._total, self._line(step), facts=self._facts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._bar.stop()
-
-    def _show(self, step: int, now_s: float) -> None:
-        self._shown_s = now_s
-        if self._live:
-            self._bar.update(self._task, completed=step, facts=self._facts)
-            return
-        left_s = (now_s - self._started_s) / step * (self._total - step)
+    def _line(self, step: int) -> str:
+        left_s = (time.perf_counter() - self._started_s) / max(step, 1) * (self._total - step)
         parts = [f"{self._title} step {step}/{self._total}", self._facts, f"{left_s:.0f} s left"]
-        self._console.print(", ".join(part for part in parts if part), markup=False)
+        return ", ".join(part for part in parts if part)
 
 
-def _make_bar(console: Console) -> Bar:
-    return Bar(
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
         TimeRemainingColumn(),
         TextColumn("left"),
-        console=console,
     )

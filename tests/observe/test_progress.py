@@ -1,7 +1,9 @@
 import io
 import re
 
-from rowmesh.observe import Progress
+from rich.console import Console
+
+from rowmesh.observe import PartsProgress, Progress
 
 
 class Terminal(io.StringIO):
@@ -72,3 +74,27 @@ def test_other_ranks_are_silent():
         progress.advance(1)
         progress.update(1, loss=0.5, samples_per_s=1.0, memory_bytes=1e9)
     assert stream.getvalue() == ""
+
+
+def test_parts_say_how_much_is_done_now_and_then():
+    stream = io.StringIO()
+    with PartsProgress(Console(file=stream), interval_s=0.0) as show:
+        show("reading", 0.254)
+        show("[writing]", 1.0)
+    assert stream.getvalue() == "reading: 25%\n[writing]: 100%\n"
+    stream = io.StringIO()
+    with PartsProgress(Console(file=stream), interval_s=1000.0) as show:
+        show("reading", 1.0)
+    assert stream.getvalue() == ""
+
+
+def test_parts_have_a_bar_each_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("rowmesh.observe.progress.BAR_INTERVAL_S", 1000.0)
+    stream = Terminal()
+    with PartsProgress(Console(file=stream)) as show:
+        for what in ("reading", "writing"):
+            show(what, 0.5)
+            show(what, 1.0)
+    assert "50%" not in stream.getvalue(), "too soon"
+    assert re.search(r"reading .*100%[^\n]*\n.*writing .*100%", stream.getvalue())
