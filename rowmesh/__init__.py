@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rowmesh.errors import RowmeshError
     from rowmesh.mesh import Mesh
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+    from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, Uniform
 
@@ -21,6 +22,7 @@ _HOMES = {
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.mesh": ("Mesh",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),
+    "rowmesh.placement": ("Plan",),
     "rowmesh.sparse": ("SparseBatch",),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "Uniform"),
 }
@@ -37,6 +39,7 @@ __all__ = [
     "JaggedRows",
     "Mesh",
     "Normal",
+    "Plan",
     "RowWiseAdaGrad",
     "RowmeshError",
     "SparseBatch",

@@ -209,9 +209,13 @@ def _check_backend(group: Any) -> None:
 
 
 def _host_identity() -> str:
-    """Equal for two processes where they can map each other's memory: one kernel, PID namespace and user."""
+    """Equal for two processes of one host, which can map each other's memory: one kernel, user and namespaces.
+
+    The network namespace counts although memory could be shared across it: containers that have networks of their own
+    talk to each other through links that placement must see.
+    """
     parts = [socket.gethostname(), str(os.getuid())]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net"):
         try:
             parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text().strip())
         except OSError:
