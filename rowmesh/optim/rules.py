@@ -56,13 +56,11 @@ class SGD(UpdateRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaGrad(UpdateRule):
-    """v += g²;  w −= lr · g / (√v + eps), element by element (torch.optim.Adagrad on sparse gradients)."""
+class _Accumulating(UpdateRule):
+    """What the AdaGrad rules share: one sum of squares that only grows."""
 
-    eps: float = 1e-10
+    eps: float
     initial_accumulator: float = 0.0
-    name: ClassVar[str] = "adagrad"
-    state: ClassVar[dict[str, str]] = {"sum": "element"}
 
     @property
     def hyperparameters(self) -> tuple[float, float, float]:
@@ -76,7 +74,16 @@ class AdaGrad(UpdateRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowWiseAdaGrad(UpdateRule):
+class AdaGrad(_Accumulating):
+    """v += g²;  w −= lr · g / (√v + eps), element by element (torch.optim.Adagrad on sparse gradients)."""
+
+    eps: float = 1e-10
+    name: ClassVar[str] = "adagrad"
+    state: ClassVar[dict[str, str]] = {"sum": "element"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdaGrad(_Accumulating):
     """v += mean(g²);  w −= lr · g / (√v + eps), one v a row.
 
     The convention of FBGEMM's exact row-wise AdaGrad. The two-dimensional sparse parallelism paper
@@ -84,19 +91,8 @@ class RowWiseAdaGrad(UpdateRule):
     """
 
     eps: float = 1e-8
-    initial_accumulator: float = 0.0
     name: ClassVar[str] = "row_wise_adagrad"
     state: ClassVar[dict[str, str]] = {"sum": "row"}
-
-    @property
-    def hyperparameters(self) -> tuple[float, float, float]:
-        """Eps."""
-        return (self.eps, 0.0, 0.0)
-
-    @property
-    def initial_state(self) -> dict[str, float]:
-        """The accumulator's first value."""
-        return {"sum": self.initial_accumulator}
 
 
 @dataclass(frozen=True, kw_only=True)
