@@ -9,8 +9,9 @@ from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan, RowRange, TablePlan
+from rowmesh.placement.topology import Topology
 from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.placement import configured_placement, evaluation_placement, shapes_of
+from rowmesh.train.placement import configured_placement, evaluation_placement, problem_of, shapes_of
 from rowmesh.train.resolve import resolve
 
 FLOAT64 = ["tables.dtype=float64", "train.epochs=1"]
@@ -74,6 +75,18 @@ def test_any_plan_trains_the_same_model(train, make_plan, tmp_path):
     plan = Plan.load(tmp_path / "made" / "plan.json")
     assert line.startswith(f"plan      {plan.strategy}, made for topology 1x2: rows hot ")
     assert line.endswith(plan.notes["why"])
+
+
+def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, tmp_path):
+    train("run", "placement.strategy=dealt", "parallel.transport=collective")
+    config = resolve(config_file, FLOAT64)
+    predicted = problem_of(config, clicks, Topology.uniform(2)).cost(Plan.load(tmp_path / "run" / "plan.json"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "counters.jsonl").read_text().splitlines()]
+    sent = [line["bytes_sent"] for line in lines if line["group"] != "all groups"]
+    whole_batches = sent[:7]
+    # An epoch draws without replacement, and a batch is 7 % of this one: it holds slightly more distinct rows.
+    assert sum(whole_batches) / 7 == pytest.approx(predicted.total_bytes, rel=0.04)
+    assert sum(whole_batches) / 7 > predicted.total_bytes
 
 
 def test_without_a_plan_tables_are_dealt(config_file, tmp_path, capsys):
