@@ -1,45 +1,96 @@
 """configs/train.sh, which `make train` calls: it reuses data that are what is asked for, and says so."""
 
+import contextlib
+import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rowmesh.cli.__main__ import main
 from rowmesh.data import DataSource, PlantedConfig, synthesize
 
 SCRIPT = Path(__file__).parents[1] / "configs" / "train.sh"
-# Prepares with the real command and prints the others, which would train.
-STAND_IN = f"""#!/bin/sh
+# Has this process do what `python -m rowmesh.cli` would, after seconds of imports; prints what would train.
+STAND_IN = """#!/usr/bin/env bash
 case "$*" in
-    *torch.distributed.run*) echo "$@" ;;
-    *) exec {sys.executable} "$@" ;;
+    *torch.distributed.run*) echo "$@"; exit ;;
+    "-m rowmesh.cli "*) ;;
+    *) exec {python} "$@" ;;
 esac
+exec 3<>/dev/tcp/127.0.0.1/{port}
+printf '%s\\n' "${{@:3}}" "" >&3
+read -r status <&3
+cat {folder}/out
+cat {folder}/err >&2
+exit "$status"
 """
+
+
+class CommandServer:
+    """Runs the commands that stand-ins ask for, one after the other.
+
+    Attributes:
+        stand_in: takes the place of `python`.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.01)
+        self.stand_in = folder / "python"
+        port = self._listener.getsockname()[1]
+        self.stand_in.write_text(STAND_IN.format(python=sys.executable, port=port, folder=folder))
+        self.stand_in.chmod(0o755)
+
+    def serve(self, process):
+        """Until the process has ended; returns its output."""
+        while process.poll() is None:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                connection.settimeout(None)
+                with connection, connection.makefile("rw", encoding="utf-8") as file:
+                    arguments = list(iter(lambda: file.readline().rstrip("\n"), ""))
+                    file.write(f"{self._run(arguments)}\n")
+        return process.communicate()
+
+    def _run(self, arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stop:
+            main(arguments)
+        (self._folder / "out").write_text(out.getvalue())
+        (self._folder / "err").write_text(err.getvalue())
+        return stop.value.code or 0
+
+    def close(self):
+        self._listener.close()
 
 
 @pytest.fixture
 def train(tmp_path):
     """Runs the script; with `ranks=0` a stand-in takes the place of training."""
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
+    server = CommandServer(tmp_path)
 
     def run(ranks=0, **variables):
         settings = {
-            "PYTHON": sys.executable if ranks else stand_in,
+            "PYTHON": sys.executable if ranks else server.stand_in,
             "RANKS": ranks or 2,
             "RUN": tmp_path / "run",
             "STORE": tmp_path / "store",
         }
         environment = os.environ | {name: str(value) for name, value in (settings | variables).items()}
-        return subprocess.run(
-            ["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
+        process = subprocess.Popen(
+            ["bash", SCRIPT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        out, err = server.serve(process)
+        return subprocess.CompletedProcess("train.sh", process.returncode, out, err)
 
-    return run
+    yield run
+    server.close()
 
 
 @pytest.fixture
