@@ -80,6 +80,8 @@ class Comparison:
     def why(self) -> str:
         """Why the plan was chosen, in a sentence."""
         best = self.chosen
+        if self.plan.world_size == 1:
+            return f"{best.name}: there is one rank, so that nothing moves"
         others = [other for other in self.candidates if other.fits and other is not best]
         judged = f"a step costs {self.cost_text(best.objective)} {_measure(self.problem)}"
         if not others:

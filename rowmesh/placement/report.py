@@ -60,7 +60,7 @@ def _sections(comparison: Comparison, title: str) -> Iterator[str]:
         '<p class="note">Bars are ranks, on one scale for all strategies; the dashed line is the memory limit, and '
         "pink bars go beyond it or off the scale. In the squares, row i, column j is what rank i receives from rank j "
         "in a step.</p>"
-        f'<div class="scale">0 <i></i> {bytes_text(_Scales.of(comparison).link)} or more, a step and link</div>'
+        f'<div class="scale">0 <i></i> {_link_scale_text(comparison)} a step and link</div>'
     )
     yield f'<div class="grid-cards">{"".join(_strategy_cards(comparison))}</div>'
     yield (
@@ -216,6 +216,12 @@ def _strategy_card(comparison: Comparison, candidate: Candidate, scales: _Scales
 def _measure(name: str, texts: Sequence[str], values: np.ndarray) -> str:
     low, high = texts[int(values.argmin())], texts[int(values.argmax())]
     return f'<div class="measure"><span>{name}</span><b>{high if low == high else f"{low} to {high}"}</b></div>'
+
+
+def _link_scale_text(comparison: Comparison) -> str:
+    end = _Scales.of(comparison).link
+    most = max(float(each.cost.link_bytes.max()) for each in comparison.candidates if each.cost is not None)
+    return bytes_text(end) + (" or more," if most > end else "")
 
 
 def _legend() -> str:
