@@ -40,7 +40,7 @@ PHASES = [
     (Sources, "apply", "update"),
     (OneSidedTransport, "push", "push"),
     (CollectiveTransport, "_exchange_counts", "counts"),
-    (CollectiveGroup, "exchange_keys", "keys"),
+    (CollectiveGroup, "post_keys", "keys"),
     (CollectiveGroup, "_reply", "gather rows"),
     (Relay, "request", "relay keys"),
     (Relay, "fetch", "relay rows"),

@@ -1,8 +1,8 @@
 """Collective transport: requests, rows and gradients travel as all-to-alls between the ranks.
 
-A step has one round for the counts of all groups, for each group one for the slots, one for the rows and one for the
-gradients, however many tables the group has, and before the gradients one in which ranks compare what they push. What
-a rank asks of itself never leaves it.
+A step has one round for the counts of all groups, for each group one for the keys, one for the rows and one for the
+gradients, however many tables the group has, and before the gradients one in which ranks compare what they push. The
+messages of one group travel while those of another are made. What a rank asks of itself never leaves it.
 
 Source: FusedRec §3, Algorithm 1, lines 4–6.
 Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to
@@ -66,8 +66,13 @@ class CollectiveTransport:
         """Tells the owners which rows are needed and receives them."""
         self._num_fetches += 1
         self._exchange_counts(route.groups)
-        for messages, group in zip(self._groups, route.groups, strict=True):
-            messages.fetch(group, meanwhile)
+        pairs = list(zip(self._groups, route.groups, strict=True))
+        keys = [messages.post_keys(group) for messages, group in pairs]
+        rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
+        for group in route.groups:
+            meanwhile(group)
+        for messages, work in zip(self._groups, rows, strict=True):
+            messages.wait(work)
 
     def _exchange_counts(self, groups: Sequence[RouteGroup]) -> None:
         out, column = self._opening_array, 1
@@ -104,8 +109,10 @@ class CollectiveTransport:
         most, is_equal = self._compare(routes)
         if not is_equal:
             routes = self._request_again(routes, most)
-        for index, (messages, update) in enumerate(zip(self._groups, updates, strict=True)):
-            messages.push([route.groups[index] for route in routes], update)
+        pushed = [[route.groups[index] for route in routes] for index in range(len(self._groups))]
+        gradients = [messages.post_gradients(groups) for messages, groups in zip(self._groups, pushed, strict=True)]
+        for messages, groups, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
+            messages.push(groups, works, update)
 
     def _compare(self, routes: Sequence[Route]) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
@@ -126,7 +133,7 @@ class CollectiveTransport:
         for route in aligned:
             self._exchange_counts(route.groups)
             for messages, group in zip(self._groups, route.groups, strict=True):
-                messages.exchange_keys(group)
+                messages.wait(messages.post_keys(group))
         for messages in self._groups:
             messages.forget()
         return aligned

@@ -6,7 +6,7 @@ gradients in the same order. For most rows it is their home; for rows that go in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -86,7 +86,7 @@ class CollectiveGroup:
         """Takes what ranks say that they will ask."""
         group.incoming = Incoming(offsets, accesses, self._num_replying)
 
-    def exchange_keys(self, group: RouteGroup) -> None:
+    def post_keys(self, group: RouteGroup) -> dist.Work:
         """Tells the stops which rows are needed."""
         outbox, incoming, workspace, exchange = group.workspace.outbox, group.incoming, group.workspace, self.exchange
         outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
@@ -94,11 +94,11 @@ class CollectiveGroup:
         workspace.requests.reserve(4 * incoming.num_entries)
         out = Parts(outbox.lists.bytes, outbox.slots_offset, group.stop_bounds, 4)
         into = Parts(workspace.requests.buffer.bytes, 0, incoming.bounds.tolist(), 4)
-        self._everyone.exchange(out, into, exchange.counters, self._doing)
+        return self._everyone.post(out, into, exchange.counters, self._doing)
 
-    def fetch(self, group: RouteGroup, meanwhile: Callable[[RouteGroup], None]) -> None:
-        """Brings the rows here; calls `meanwhile` while they travel."""
-        self.exchange_keys(group)
+    def post_rows(self, group: RouteGroup, keys: dist.Work) -> dist.Work:
+        """Merges what was asked, once it is here, and replies; relayed rows are fetched before."""
+        self.wait(keys)
         self._merge([group])
         if self._relay:
             self._relay.request()
@@ -107,8 +107,10 @@ class CollectiveGroup:
         workspace, row_bytes = group.workspace, self.exchange.row_bytes
         out = Parts(workspace.replies.buffer.bytes, 0, group.incoming.reply_bounds.tolist(), row_bytes)
         into = Parts(workspace.received.buffer.bytes, 0, group.reply_bounds, row_bytes)
-        work = self._everyone.post(out, into, self.exchange.counters, self._doing)
-        meanwhile(group)
+        return self._everyone.post(out, into, self.exchange.counters, self._doing)
+
+    def wait(self, work: dist.Work) -> None:
+        """Until a message of this group is through."""
         self._everyone.wait(work, self._doing)
 
     def _reply(self, group: RouteGroup) -> None:
@@ -138,17 +140,20 @@ class CollectiveGroup:
         self._gather.locate_slots(exchange.arena.address, merger.merged_slots, count, address)
         return address
 
-    def push(self, groups: Sequence[RouteGroup], update: Update) -> None:
-        """Sends gradients to the stops, relays and merges them, updates rows and their copies."""
+    def post_gradients(self, groups: Sequence[RouteGroup]) -> list[dist.Work]:
+        """Sends the gradients of several routes to the stops."""
+        return [self._send_gradients(group) for group in groups]
+
+    def push(self, groups: Sequence[RouteGroup], gradients: Sequence[dist.Work], update: Update) -> None:
+        """Merges gradients, once they are here, relays them, updates rows and their copies."""
         if not groups:
             return
-        waiting = [self._send_gradients(group) for group in groups]
         if len(groups) > 1 or self._merged is not groups[0]:
             self._merge(groups)
             if self._relay:
                 self._relay.request()
-        for work in waiting:
-            self._everyone.wait(work, self._doing)
+        for work in gradients:
+            self.wait(work)
         self._merged = None
         self._sources.apply(update, self._num_direct)
         self._sources.count()
