@@ -6,13 +6,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh import EmbeddingCollection
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.cost import cost_of
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 from tests.support.scenario import Scenario
 from tests.support.training import merged, train
 from tests.test_equivalence import several, table
@@ -113,6 +117,36 @@ def scenarios(draw):
 def test_random_plans(ranks, scenario, one_sided):
     is_one_host = scenario.ranks_per_node == scenario.world_size
     check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
+
+
+def train_on_all_rows(mesh, tables, plan, ranks_per_node, num_steps):
+    """Every rank wants every row in every step; returns what this rank received, group by group."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan)
+    optimizer = EmbeddingOptimizer(collection)
+    batch = SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})
+    for _ in range(num_steps):
+        collection(batch).values.sum().backward()
+        optimizer.step()
+    received = sum(counters.bytes_received for counters in collection.counters)
+    collection.close()
+    return received
+
+
+@pytest.mark.parametrize("two_hop", [False, True])
+@pytest.mark.parametrize("rule", [*RULES, "mixed"])
+def test_the_cost_model_predicts_the_bytes_that_are_counted(ranks, rule, two_hop):
+    """To the byte, but for the padding of the messages that keep copies equal (64 bytes each)."""
+    tables = (table("a", 480, 3), table("b", 48, 3, "adam"), table("c", 240, 16, "row_wise_adagrad"))
+    chosen = (lambda number: RULES[number % 4]) if rule == "mixed" else (lambda _: rule)
+    plan = make_plan(tables, 4, 2, lambda number: (chosen(number), number, number, two_hop))
+    num_steps = 3
+    counted = sum(ranks.run(train_on_all_rows, tables, plan, 2, num_steps, world_size=4)) / num_steps
+    shapes = [TableShape.of(spec) for spec in tables]
+    accesses = {spec.name: np.full(spec.num_rows, 100) for spec in tables}  # so many that every rank wants each
+    profile = Profile.from_counts(accesses, shapes, num_samples=1)
+    predicted = cost_of(plan, profile, Request(batch_size=1)).total_bytes
+    assert predicted <= counted <= predicted + 64 * 3 * 4 * 4
 
 
 def test_one_rank_may_have_any_plan():

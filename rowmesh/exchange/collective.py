@@ -50,7 +50,7 @@ class CollectiveTransport:
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Prepares the message that opens every fetch and push, and the channels of the second hop."""
         per_node = self._mesh.ranks_per_node
-        self._groups = [CollectiveGroup(exchange, self._all, per_node) for exchange in exchanges]
+        self._groups = [CollectiveGroup(exchange, self._all, per_node, self.common) for exchange in exchanges]
         if any(group.needs_nodes for group in self._groups):
             column, node = _make_channels(self._mesh)
             for group in self._groups:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel, Parts
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
@@ -53,16 +54,20 @@ class CollectiveGroup:
         exchange: the group's.
         everyone: all ranks.
         ranks_per_node: G, of the mesh: gradients are summed node by node.
+        common: counts what is not rows, keys or gradients.
     """
 
-    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
+    def __init__(
+        self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, common: CommonCounters
+    ) -> None:  # fmt: skip
         address_map = exchange.address_map
         self.exchange = exchange
         self._everyone, self._ranks_per_node = everyone, ranks_per_node
         self._node: Channel | None = None
         self._column: Channel | None = None
         self._relay: Relay | None = None
-        self._replicas = Replicas(exchange)
+        self._common = common
+        self._replicas = Replicas(exchange, common)
         self._num_replying = len(address_map.segments(REPLIES))
         self._num_direct = len(address_map.segments({"direct"}))
         self._replicated = address_map.segments({"replicated"})
@@ -80,7 +85,7 @@ class CollectiveGroup:
     def connect_nodes(self, column: Channel, node: Channel) -> None:
         """Takes the channels of the second hop."""
         if self.needs_nodes:
-            self._relay, self._column, self._node = Relay(self.exchange, column), column, node
+            self._relay, self._column, self._node = Relay(self.exchange, column, self._common), column, node
 
     def expect(self, group: RouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
         """Takes what ranks say that they will ask."""

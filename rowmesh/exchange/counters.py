@@ -9,15 +9,17 @@ import numpy as np
 
 @dataclass
 class CommonCounters:
-    """Totals of the messages that serve all groups at once, on one rank: the counts of every look-up, and what ranks
-    tell each other before an update. All 0 where no messages are sent (one-sided, or one rank).
+    """Totals of the messages that are no keys, rows or gradients, on one rank: how many of those will come, and what
+    ranks tell each other before an update. All 0 where no messages are sent (one-sided, or one rank).
 
     Attributes:
         all_to_all_rounds: collective rounds.
+        all_gathers: collective calls that say how many sums of copied rows will come.
         bytes_sent, bytes_received: to and from other ranks.
     """
 
     all_to_all_rounds: int = 0
+    all_gathers: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
 

@@ -79,7 +79,7 @@ class Channel:
         """One all-to-all, waited for."""
         self.wait(self.post(out, into, counters, doing), doing)
 
-    def exchange_equal(self, out: Tensor, counters: GroupCounters | CommonCounters, doing: str) -> Tensor:
+    def exchange_equal(self, out: Tensor, counters: CommonCounters, doing: str) -> Tensor:
         """One row of `out` to each member; returns one row from each."""
         into = torch.empty_like(out)
         counters.all_to_all_rounds += 1
@@ -93,7 +93,7 @@ class Channel:
         self.wait(work, doing)
         return into
 
-    def gather(self, mine: Tensor, counters: GroupCounters, doing: str) -> list[Tensor]:
+    def gather(self, mine: Tensor, counters: GroupCounters | CommonCounters, doing: str) -> list[Tensor]:
         """What every member has, in their order; tensors of one shape."""
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         counters.all_gathers += 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel, Parts
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.ops import gather
@@ -37,15 +38,16 @@ class Relay:
     Args:
         exchange: the group's.
         column: the ranks that have this one's place in their nodes, in the order of the nodes.
+        common: counts what is not rows, keys or gradients.
 
     Attributes:
         addresses: address of int64: where the row of each merged key is, of the kinds that get replies.
         merger: the rows this rank is home of, over the sums of all nodes; its segments are the relayed ones.
     """
 
-    def __init__(self, exchange: GroupExchange, column: Channel) -> None:
+    def __init__(self, exchange: GroupExchange, column: Channel, common: CommonCounters) -> None:
         address_map = exchange.address_map
-        self._exchange, self._column = exchange, column
+        self._exchange, self._column, self._common = exchange, column, common
         self._segments = address_map.segments(RELAYS)
         self._num_fetched = len(address_map.segments({"relayed"}))
         num_node = len(address_map.segments({"node"}))
@@ -86,7 +88,7 @@ class Relay:
             self._slots.reserve(4 * most), self._entries.reserve(4 * most), self._heads.reserve(4 * most),
             self._offsets.ctypes.data, self._reply_offsets.ctypes.data, self._addresses.reserve(8 * most),
         )  # fmt: skip
-        counts = column.exchange_equal(torch.from_numpy(self._offsets), exchange.counters, self._doing)
+        counts = column.exchange_equal(torch.from_numpy(self._offsets), self._common, self._doing)
         self._incoming[:] = counts.numpy()
         self._incoming_bounds = _bounds(self._incoming)
         self._requests.reserve(4 * self._incoming_bounds[-1])

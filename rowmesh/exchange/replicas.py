@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.ops.memory import Scratch
@@ -33,10 +34,11 @@ class Replicas:
 
     Args:
         exchange: the group's.
+        common: counts what is not slots or gradients.
     """
 
-    def __init__(self, exchange: GroupExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: GroupExchange, common: CommonCounters) -> None:
+        self._exchange, self._common = exchange, common
         self._sum = sum_kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._singles = Singles()
         self._message = Scratch()
@@ -84,15 +86,14 @@ class Replicas:
 
     def _gather(self, count: int, message: Tensor, channel: Channel) -> list[tuple[int, Tensor]]:
         """Every member's number of rows and message."""
-        counters = self._exchange.counters
         own = torch.tensor([count], dtype=torch.int64, device="cpu")
-        counts = [int(each) for each in channel.gather(own, counters, self._doing)]
+        counts = [int(each) for each in channel.gather(own, self._common, self._doing)]
         most = max(counts)
         if most == 0:
             return [(0, message[:0])] * len(counts)
         padded = torch.zeros(_room(most) + self._exchange.gradient_bytes * most, dtype=torch.uint8, device="cpu")
         padded[: len(message)] = message
-        return list(zip(counts, channel.gather(padded, counters, self._doing), strict=True))
+        return list(zip(counts, channel.gather(padded, self._exchange.counters, self._doing), strict=True))
 
     def _apply(self, count: int, message: Tensor, update: Update) -> None:
         if count == 0:
