@@ -19,6 +19,7 @@ LAYERS = [
     {"pipeline"},
     {"train"},
     {"cli"},
+    {"__main__"},
 ]
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
