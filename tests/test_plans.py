@@ -119,6 +119,28 @@ def test_random_plans(ranks, scenario, one_sided):
     check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
 
 
+def fetch_all_then_pool(mesh, tables, plan, ranks_per_node):
+    """The vectors of several batches, each pooled at once or all after the last was fetched."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan)
+    batches = [
+        SparseBatch.from_bags({spec.name: [[(7 * mesh.rank + 3 * n) % spec.num_rows]] for spec in tables})
+        for n in range(3)
+    ]
+    at_once = [collection(batch).values.clone() for batch in batches]
+    rows = [collection.fetch(collection.route(batch)) for batch in batches]
+    later = [collection.pool(each).values.clone() for each in rows]
+    collection.close()
+    return [torch.equal(a, b) for a, b in zip(at_once, later, strict=True)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_routes_do_not_share_rows(ranks, rule):
+    tables = (table("a", 480, 3), table("b", 48, 16))
+    plan = make_plan(tables, 4, 2, lambda number: (rule, number, number, True))
+    assert ranks.run(fetch_all_then_pool, tables, plan, 2, world_size=4) == [[True] * 3] * 4
+
+
 def train_on_all_rows(mesh, tables, plan, ranks_per_node, num_steps):
     """Every rank wants every row in every step; returns what this rank received, group by group."""
     mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))

@@ -106,8 +106,8 @@ class CollectiveGroup:
         self.wait(keys)
         self._merge([group])
         if self._relay:
-            self._relay.request()
-            self._relay.fetch()
+            self._relay.request(group.workspace.relayed)
+            self._relay.fetch(group.workspace.relayed)
         self._reply(group)
         workspace, row_bytes = group.workspace, self.exchange.row_bytes
         out = Parts(workspace.replies.buffer.bytes, 0, group.incoming.reply_bounds.tolist(), row_bytes)
@@ -156,7 +156,7 @@ class CollectiveGroup:
         if len(groups) > 1 or self._merged is not groups[0]:
             self._merge(groups)
             if self._relay:
-                self._relay.request()
+                self._relay.request(groups[0].workspace.relayed)  # no row will be put there
         for work in gradients:
             self.wait(work)
         self._merged = None

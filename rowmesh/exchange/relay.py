@@ -59,7 +59,7 @@ class Relay:
         self._incoming = np.zeros(shape, np.int64)
         self._reply_offsets = np.zeros(column.size + 1, np.int64)
         self._slots, self._entries, self._heads = Scratch(), Scratch(), Scratch()
-        self._addresses, self._received, self._sums = Scratch(), Scratch(), Scratch()
+        self._addresses, self._sums = Scratch(), Scratch()
         self._requests, self._replies = Scratch(), Scratch()
         self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._sum = sum_kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
@@ -76,11 +76,16 @@ class Relay:
         first, end = self.merger.merged_offsets[list(segments)].tolist()
         return first, end
 
-    def request(self) -> None:
-        """Tells the homes which rows this node needs; after the requests of the node were merged."""
+    def request(self, relayed: Scratch) -> None:
+        """Tells the homes which rows this node needs; after the requests of the node were merged.
+
+        Args:
+            relayed: where `fetch` will put the rows of other nodes. This rank may be one of those that asked, and reads
+                them there, so it belongs to the route.
+        """
         exchange, column, merger = self._exchange, self._column, self._exchange.merger
         most = merger.num_merged
-        received = self._received.reserve(most * exchange.row_bytes)
+        received = relayed.reserve(most * exchange.row_bytes)
         sort_relay(
             merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, self._segments.start,
             len(self._segments), self._num_fetched, self._num_replying, column.size, column.member,
@@ -99,7 +104,7 @@ class Relay:
     def _out_bounds(self) -> list[int]:
         return [*self._offsets[:, 0].tolist(), int(self._offsets[-1, -1])]
 
-    def fetch(self) -> None:
+    def fetch(self, relayed: Scratch) -> None:
         """Brings the rows of other nodes here; those that have a copy here need not travel."""
         exchange, column, bounds = self._exchange, self._column, self._incoming_bounds
         wanted = self._incoming[:, self._num_fetched] - self._incoming[:, 0]
@@ -111,7 +116,7 @@ class Relay:
             into = replies + reply_bounds[node] * exchange.row_bytes
             self._gather.gather_slots(exchange.arena.address, slots, count, into)
         out = Parts(self._replies.buffer.bytes, 0, reply_bounds, exchange.row_bytes)
-        received = Parts(self._received.buffer.bytes, 0, self._reply_offsets.tolist(), exchange.row_bytes)
+        received = Parts(relayed.buffer.bytes, 0, self._reply_offsets.tolist(), exchange.row_bytes)
         column.exchange(out, received, exchange.counters, self._doing)
 
     def push(self, update: Update) -> None:
