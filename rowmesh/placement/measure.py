@@ -28,6 +28,7 @@ from rowmesh.placement.topology import Topology
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
 _WARMUP = 2
+NOISE = 0.2  # share by which medians of one link differ from run to run on a busy machine
 _TABLE_BYTES = 64 << 20  # larger than most caches
 _DIM = 16
 _LOOKUPS = 1 << 14
@@ -77,7 +78,7 @@ def measure_topology(
             partner = mesh.rank ^ round_
             if partner < mesh.world_size:
                 lines[:, partner] = fit_line(sizes, _read_times(mesh, partner, sizes, repeats))
-        cost, latency = _of_all_ranks(mesh, lines)
+        cost, latency = (settle(measured, G) for measured in _of_all_ranks(mesh, lines))
     except RuntimeError as error:
         raise mesh.peer_error("measuring links", error) from error
     source = f"measured on {mesh.world_size} ranks of {max(mesh.hosts) + 1} hosts, reads of {list(sizes)} bytes"
@@ -101,6 +102,26 @@ def node_size(hosts: Sequence[int]) -> int:
             "them so, or give ranks_per_node"
         )
     return G
+
+
+def settle(measured: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.float64]:
+    """Links that differ by no more than measuring is exact are made equal, `[W, W]`.
+
+    Both directions of a link get their mean (a read goes there and back, so they cannot be told apart); then the links
+    within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within
+    NOISE of it. Otherwise a search would choose by noise.
+
+    Example:
+        >>> settle(np.array([[1.0, 2.0], [2.1, 1.0]]), ranks_per_node=2).tolist()
+        [[1.0, 2.05], [2.05, 1.0]]
+    """
+    settled = (measured + measured.T) / 2
+    node = np.arange(len(measured)) // ranks_per_node
+    is_own, is_near = np.eye(len(measured), dtype=bool), node[:, None] == node
+    for kind in (is_own, is_near & ~is_own, ~is_near):
+        if kind.any() and np.abs(settled[kind] - (mean := settled[kind].mean())).max() <= NOISE * mean:
+            settled[kind] = mean
+    return settled
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -133,7 +154,7 @@ def _read_times(mesh: Mesh, partner: int, sizes: Sequence[int], repeats: int) ->
 
 
 def _read(mesh: Mesh, partner: int, size: int, repeats: int) -> float:
-    request, values = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    request, values = _bytes(8), _bytes(size)
     seconds = []
     for _ in range(_WARMUP + repeats):
         began = time.perf_counter()
@@ -144,20 +165,24 @@ def _read(mesh: Mesh, partner: int, size: int, repeats: int) -> float:
 
 
 def _serve(mesh: Mesh, partner: int, size: int, repeats: int) -> None:
-    request, values = torch.zeros(8, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    request, values = _bytes(8), _bytes(size)
     for _ in range(_WARMUP + repeats):
         dist.recv(request, group=mesh.group, group_src=partner)
         dist.send(values, group=mesh.group, group_dst=partner)
 
 
+def _bytes(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device="cpu")
+
+
 def _local_line() -> tuple[float, float]:
     """Seconds a byte, and of a call, of a rank's own look-ups: rows of 64 bytes all over a table."""
-    table = torch.zeros(_TABLE_BYTES // (4 * _DIM), _DIM)
-    generator = torch.Generator().manual_seed(0)
+    table = torch.zeros(_TABLE_BYTES // (4 * _DIM), _DIM, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
     numbers = (_LOOKUPS // 16, _LOOKUPS)
     seconds = []
     for number in numbers:
-        slots = torch.randint(0, table.shape[0], (number,), generator=generator)
+        slots = torch.randint(0, table.shape[0], (number,), generator=generator, device="cpu")
         times = []
         for _ in range(8):
             began = time.perf_counter()

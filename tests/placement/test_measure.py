@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.placement.measure import fit_line, measure_topology, node_size
+from rowmesh.placement.measure import fit_line, measure_topology, node_size, settle
 from rowmesh.placement.topology import Topology
 
 
@@ -76,3 +76,14 @@ def test_fit_is_never_negative(seconds):
     cost, latency = fit_line((1 << 10, 1 << 16, 1 << 20), seconds)
     assert cost > 0
     assert latency >= 0
+
+
+def test_noise_is_settled_and_real_differences_stay():
+    """Four ranks in two nodes: links within nodes measured alike, those between nodes not."""
+    measured = np.array([[9, 1.0, 4, 4], [1.1, 9, 4, 8], [4, 4, 9, 1.0], [4, 8, 1.05, 9]])
+    settled = settle(measured, ranks_per_node=2)
+    assert settled[0, 1] == settled[1, 0] == settled[2, 3] == settled[3, 2] == pytest.approx(1.0375)
+    assert settled[1, 3] == 8
+    assert settled[0, 2] == 4
+    assert (settled == settled.T).all()
+    assert settle(measured[:1, :1], 1).tolist() == [[9.0]]
