@@ -5,12 +5,15 @@ put right here: the first rows of a table are far apart, and all tables begin so
 rows (*hands*) are dealt row by row, each rank getting one row of each hand, which costs no memory; and every other
 range gets the shift that balances best. Both choices minimize the sum of squared loads, one item after another, the
 most unequal first, until nothing improves.
+
+The last round of a deal may be short, and takes a slot on every rank all the same. Where tables are so small that this
+is much memory, the ends of all tables are *packed*: given to the ranks with most room, as ranges of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -98,6 +101,7 @@ def deal(
     *,
     started: np.ndarray | None = None,
     max_head_rows: int = MAX_HEAD_ROWS,
+    packed: bool = False,
 ) -> list[list[RowRange]]:
     """The ranges of each table, with heads and shifts that balance the ranks.
 
@@ -107,18 +111,25 @@ def deal(
         seconds: [5, K], what a row of each run costs, by how rows travel: the load that is balanced.
         started: [W], loads that the ranks already have.
         max_head_rows: how many rows may be ranges of their own.
+        packed: whether short last rounds take slots only where their rows are.
     """
     W = demand.world_size
     table = _Table(demand, seconds)
     hands = _hands(spans, table, max_head_rows // W if W > 1 else 0)
+    started = np.zeros(W) if started is None else started
     dealt = {span: max((hand.stop for hand in hands if hand.span is span), default=span.start) for span in spans}
     rest = [Span(span.table, dealt[span], span.stop, span.kind) for span in spans if dealt[span] < span.stop]
-    blocks = [block for span in rest for block in _blocks(span, table)]
-    items: list[_Hand | _Rest] = [*hands, *(_Rest(block, table.residues(block)) for block in blocks)]
-    _balance(items, demand, np.zeros(W) if started is None else started.copy())
+    rest, ends = _cut_ends(rest, W) if packed else (rest, [])
+    blocks = [_Rest(block, table.residues(block)) for span in rest for block in _blocks(span, table)]
+    _balance([*hands, *blocks], demand, started.copy())
+    pieces = _pack(ends, hands, demand)
+    if pieces:
+        _balance(blocks, demand, started + _loads_of(hands, pieces, table))
     ranges: list[list[RowRange]] = [[] for _ in demand.shapes]
-    for item in items:
+    for item in (*hands, *blocks):
         ranges[item.span.table] += item.ranges()
+    for span, part in pieces:
+        ranges[span.table].append(part)
     return [sorted(parts, key=lambda part: part.start) for parts in ranges]
 
 
@@ -244,6 +255,44 @@ def _blocks(span: Span, table: _Table) -> list[Span]:
     unequal = np.flatnonzero(falls > table.negligible)
     cuts = [*(span.start + bounds[: unequal[-1] + 2 if len(unequal) else 1]).tolist(), span.stop]
     return [Span(span.table, *bound, span.kind) for bound in pairwise(cuts)]
+
+
+def _cut_ends(spans: Sequence[Span], world_size: int) -> tuple[list[Span], list[Span]]:
+    """(whole rounds and copies, the short last rounds of rows without copies)."""
+    whole, ends = [], []
+    for span in spans:
+        border = span.stop - len(span) % world_size if span.kind in (ONE_HOP, TWO_HOP) else span.stop
+        whole += [replace(span, stop=border)] if border > span.start else []
+        ends += [replace(span, start=border)] if span.stop > border else []
+    return whole, ends
+
+
+def _pack(ends: Sequence[Span], hands: Sequence[_Hand], demand: Demand) -> list[tuple[Span, RowRange]]:
+    """A rank for all rows of the ends: wide rows first, as many in a row as bring a rank to what all come to."""
+    W, row_bytes = demand.world_size, demand.row_bytes.tolist()
+    used = np.zeros(W, np.int64)
+    for hand in hands:
+        if hand.span.kind in (ONE_HOP, TWO_HOP):
+            used[hand.ranks] += row_bytes[hand.span.table]
+    level = -(-(int(used.sum()) + sum(row_bytes[span.table] * len(span) for span in ends)) // W)
+    pieces = []
+    for span in sorted(ends, key=lambda span: -row_bytes[span.table]):
+        row, width = span.start, row_bytes[span.table]
+        while row < span.stop:
+            rank = int(used.argmin())
+            stop = min(row + max(1, (level - int(used[rank])) // width), span.stop)
+            pieces.append((span, RowRange(row, stop, "fixed", rank=rank, two_hop=span.kind == TWO_HOP)))
+            used[rank] += width * (stop - row)
+            row = stop
+    return pieces
+
+
+def _loads_of(hands: Sequence[_Hand], pieces: Sequence[tuple[Span, RowRange]], table: _Table) -> np.ndarray:
+    W = table.demand.world_size
+    load = sum((hand.contribution(W) for hand in hands), np.zeros(W))
+    for span, part in pieces:
+        load[part.rank] += table.loads(span, np.arange(part.start, part.stop) - span.start).sum()
+    return load
 
 
 def _balance(items: Sequence[_Hand | _Rest], demand: Demand, load: np.ndarray) -> None:

@@ -13,16 +13,19 @@ Source: OPER §4 poses the problem. Differs: see docs/oper.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rowmesh.placement.plan import Plan, RowRange
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealing import Span, deal
+from rowmesh.placement.strategies.dealing import Span, deal, memory_bytes, spans_of
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import Levels, LinkCosts, RowBytes
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
+
+NEGLIGIBLE = 1e-5
 
 
 def search(profile: Profile, topology: Topology, request: Request) -> Plan:
@@ -41,18 +44,44 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     """
     problem = Problem(profile, topology, request)
     found = LevelSearch.of(problem)
-    levels, spans = found.fitting()
-    return problem.plan(deal_spans(problem, spans), "dealt", describe(problem, levels, spans))
+    levels, spans, ranges = fit(problem, found, found.take)
+    return problem.plan(ranges, "dealt", describe(found, levels, spans))
 
 
-def deal_spans(problem: Problem, spans: list[Span]) -> list[list[RowRange]]:
-    """Ranges whose homes carry equal seconds."""
-    moved = RowBytes.of(problem.demand, problem.request)
-    return deal(spans, problem.demand, moved.seconds(LinkCosts.of(problem.topology)))
+def fit(
+    problem: Problem, found: LevelSearch, take: Callable[[int], Levels]
+) -> tuple[Levels, list[Span], list[list[RowRange]]]:
+    """The best levels that fit on every rank, their spans, and ranges whose homes carry equal seconds.
+
+    A deal takes whole rounds of slots. Where that is a negligible part of the budget, the budget is cut by it; else
+    the ends of tables are packed.
+
+    Args:
+        problem: what is asked for.
+        found: the search.
+        take: finds levels within a budget of bytes over all ranks.
+    """
+    W, limit, budget = problem.topology.world_size, problem.limit_bytes, found.budget_bytes
+    seconds = RowBytes.of(problem.demand, problem.request).seconds(LinkCosts.of(problem.topology))
+    while True:
+        levels = take(budget)
+        spans = spans_of(levels, found.choices, found.demand)
+        over = memory_bytes(spans, problem.demand) - limit
+        packed = over * W > NEGLIGIBLE * budget
+        if over <= 0 or packed:
+            ranges = deal(spans, problem.demand, seconds, packed=packed)
+            over = max(problem.plan(ranges, "").memory_bytes) - limit
+        else:
+            ranges = []
+        if over <= 0:
+            return levels, spans, ranges
+        assert budget > 0, "rows without copies fit, as spare_bytes found"
+        budget = max(budget - over * (W - 1), 0)
 
 
-def describe(problem: Problem, levels: Levels, spans: list[Span]) -> dict[str, Any]:
+def describe(found: LevelSearch, levels: Levels, spans: list[Span]) -> dict[str, Any]:
     """What was chosen, for the plan's notes."""
+    problem, bound = found.problem, found.take(found.budget_bytes).bound_seconds
     rules = {"replicated": 0, "node": 0, "dealt": 0}
     two_hop = 0
     for span in spans:
@@ -63,7 +92,7 @@ def describe(problem: Problem, levels: Levels, spans: list[Span]) -> dict[str, A
         "rows": rules,
         "two_hop_rows": two_hop,
         "multiplier_s_per_byte": levels.multiplier,
-        "bound": None if problem.request.minimizes_slowest_link else levels.bound_seconds,
+        "bound": None if problem.request.minimizes_slowest_link else bound,
         "limit_bytes": problem.limit_bytes,
         "objective": "slowest_link" if problem.request.minimizes_slowest_link else "total",
     }

@@ -1,125 +1,135 @@
 """Optimal levels by integer programming: what the default strategy is measured against.
 
-Rows that cost the same at every level and take the same memory are one group; 33.8 M rows of Criteo Kaggle are some
-ten thousand groups. How many of each group are warm and hot is an integer program with one row of memory, which HiGHS
-(scipy) solves to a gap that the plan's notes report. Dealing is as in `rowmesh.placement.strategies.dealt`.
+The linear program's multiplier λ prices memory: a row at a level costs seconds + λ · extra bytes, and its best level is
+the cheapest. The levels of the default strategy are above the program's optimum by some gap, and a row cannot deviate
+from its best level in an optimal plan where that alone costs more than the gap. So of 33.8 M rows of Criteo Kaggle, or
+242 M of Terabyte, few are open, and HiGHS (scipy) decides on those. Dealing is as in
+`rowmesh.placement.strategies.dealt`.
 
-Source: OPER §3.3 and Table 3 (a commercial solver over partitions, hours). Differs: over equal rows, not partitions.
+Source: OPER §3.3 and Table 3 (a commercial solver over partitions, hours). Differs: over runs of equal rows, not
+partitions; fixing by reduced costs is textbook (Wolsey, Integer Programming, §7.6).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealt import deal_spans, describe
+from rowmesh.placement.strategies.dealt import describe, fit
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, Steps
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
-WANTED_GAP = 1e-7
+SOLVER_GAP = 1e-6  # of what is left open, which is far less than the whole
+ROUNDING = 1e-12
 
 
 def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     """The plan with optimal levels, as far as `request.time_limit_s` allows.
 
-    Notes hold `gap`, how far the solver's levels are above its bound, and `solver_s`.
+    Notes hold `bound`, below which no levels come, `gap`, how far the levels may be above the optimum for as many bytes
+    as whole rows on whole ranks can use, and `solver_s`. Where time runs out before the solver has levels, they are
+    those of the default strategy, and the gap is to the linear program.
 
     Raises:
-        ConfigurationError: the rows do not fit, or no levels were found in time.
+        ConfigurationError: the rows do not fit.
     """
     problem = Problem(profile, topology, request)
     found = LevelSearch.of(problem)
-    program = _Program.of(found.choices, found.steps, request.time_limit_s)
-    began = time.perf_counter()
-    levels, spans = found.fitting(program.solve)
-    notes = describe(problem, levels, spans) | {"gap": program.gap, "solver_s": time.perf_counter() - began}
-    return problem.plan(deal_spans(problem, spans), "exact", notes)
+    began, bounds = time.perf_counter(), []
+
+    def solve(budget_bytes: int) -> Levels:
+        left_s = request.time_limit_s - (time.perf_counter() - began)
+        levels = optimal(found.choices, found.steps, budget_bytes, left_s)
+        bounds.append(levels.bound_seconds)
+        return levels
+
+    levels, spans, ranges = fit(problem, found, solve)
+    solver_s = time.perf_counter() - began
+    notes = describe(found, levels, spans)
+    if notes["bound"] is not None:
+        notes["bound"] = bounds[0]
+    notes |= {"gap": gap(found.choices, levels), "solver_s": solver_s}
+    return problem.plan(ranges, "exact", notes)
 
 
-@dataclass(eq=False)
-class _Program:
-    """Rows to be warm and hot of each group of equal rows: maximize what they save within the budget."""
+def optimal(choices: Choices, steps: Steps, budget_bytes: int, time_limit_s: float) -> Levels:
+    """The best levels within a budget of bytes over all ranks, with the best bound that was found."""
+    quick = steps.take(budget_bytes, len(choices.lengths))
+    above = seconds_of(choices, quick) - quick.bound_seconds
+    if above <= ROUNDING * quick.bound_seconds or time_limit_s <= 0:
+        return quick
+    priced = choices.seconds + quick.multiplier * choices.extra_bytes
+    best = priced.argmin(axis=0)
+    more = priced - np.take_along_axis(priced, best[None], axis=0)
+    level, run = np.nonzero((more <= above) & (np.arange(3)[:, None] != best))
+    if not len(run):
+        return quick
+    num_rows = choices.lengths[run]
+    with np.errstate(divide="ignore"):
+        most = np.minimum(num_rows, np.floor(above / more[level, run] * (1 + 1e-9)))
+    used = choices.extra_bytes[best, np.arange(len(best))]
+    rows, bound = _deviations(
+        choices.seconds[level, run] - choices.seconds[best[run], run],
+        choices.extra_bytes[level, run] - used[run],
+        run, num_rows, most, budget_bytes - float(used @ choices.lengths), above, time_limit_s,
+    )  # fmt: skip
+    everywhere_best = float((priced.min(axis=0) - quick.multiplier * used) @ choices.lengths)
+    bound = max(quick.bound_seconds, everywhere_best + bound)
+    if rows is None:
+        return replace(quick, bound_seconds=bound)
+    counts = (best == np.arange(3)[:, None]) * choices.lengths
+    np.add.at(counts, (level, run), rows)
+    np.subtract.at(counts, (best[run], run), rows)
+    solved = Levels(counts[HOT], counts[HOT] + counts[WARM], quick.multiplier, bound)
+    return min(solved, replace(quick, bound_seconds=bound), key=lambda levels: seconds_of(choices, levels))
 
-    choices: Choices
-    steps: Steps
-    group: np.ndarray
-    num_rows: np.ndarray
-    saved: np.ndarray
-    extra_bytes: np.ndarray
-    time_limit_s: float
-    gap: float = 0.0
 
-    @staticmethod
-    def of(choices: Choices, steps: Steps, time_limit_s: float) -> _Program:
-        """Collects runs whose rows are alike."""
-        alike = np.concatenate([choices.seconds, choices.extra_bytes]).T
-        _, first, group = np.unique(alike, axis=0, return_index=True, return_inverse=True)
-        saved = choices.seconds[COLD, first] - choices.seconds[[WARM, HOT]][:, first]
-        saved = np.where(np.isfinite(saved), saved, 0.0)
-        num_rows = np.bincount(group, choices.lengths).astype(np.int64)
-        extra_bytes = choices.extra_bytes[[WARM, HOT]][:, first]
-        return _Program(choices, steps, group, num_rows, saved, extra_bytes, time_limit_s)
+def seconds_of(choices: Choices, levels: Levels) -> float:
+    """What levels cost."""
+    rows = np.zeros(choices.seconds.shape)
+    rows[HOT], rows[WARM], rows[COLD] = levels.hot, levels.copied - levels.hot, choices.lengths - levels.copied
+    return float((np.where(rows > 0, choices.seconds, 0.0) * rows).sum())
 
-    def solve(self, budget_bytes: int) -> Levels:
-        """The best levels within a budget of bytes over all ranks."""
-        useful = np.flatnonzero((self.saved > 0).any(axis=0))
-        rows = np.zeros((2, len(self.num_rows)), np.int64)
-        cold = float(self.choices.seconds[COLD] @ self.choices.lengths)
-        bound = cold
-        if len(useful) and budget_bytes > 0:
-            rows[:, useful], most_saved = self._optimum(useful, budget_bytes)
-            bound = cold - most_saved
-        reached = cold - float((self.saved * rows).sum())
-        self.gap = float((reached - bound) / reached) if reached > 0 else 0.0
-        warm, hot = rows
-        return Levels(self._first(hot), self._first(hot + warm), 0.0, bound)
 
-    def _optimum(self, useful: np.ndarray, budget_bytes: int) -> tuple[np.ndarray, float]:
-        """(rows [2, groups] to be warm and hot, the most that can be saved)."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix, eye, hstack, vstack
+def gap(choices: Choices, levels: Levels) -> float:
+    """How far levels are above their bound, as a share."""
+    reached = seconds_of(choices, levels)
+    return max(0.0, (reached - levels.bound_seconds) / reached) if reached > 0 else 0.0
 
-        num_rows, identity = self.num_rows[useful], eye(len(useful), format="csr")
-        saved, extra = self.saved[:, useful].ravel(), self.extra_bytes[:, useful].ravel()
-        pays = np.flatnonzero(saved > 0)
-        # The solver's tolerances are absolute: what decides should be about 1.
-        unit = extra[pays].min()
-        scale = unit * (self.steps.take(budget_bytes, len(self.group)).multiplier or saved.max() / unit)
-        limits: Any = np.concatenate([[budget_bytes / unit], num_rows])
-        warm_too = bool(pays[0] < len(useful))
-        most: Any = np.tile(num_rows, 2)[pays]
-        matrix = vstack([csr_matrix(extra / unit), hstack([identity, identity])]).tocsc()[:, pays]
-        result: Any = milp(
-            -saved[pays] / scale, integrality=np.ones(len(pays)), bounds=Bounds(0, most),
-            constraints=LinearConstraint(matrix, ub=limits),
-            # With one constraint alone, HiGHS 1.12 does not come out of its presolve.
-            options={"time_limit": self.time_limit_s, "mip_rel_gap": WANTED_GAP, "presolve": warm_too},
-        )  # fmt: skip
-        if result.x is None:
-            raise ConfigurationError(
-                f"strategy 'exact' found no levels of {len(useful):,} groups of rows in {self.time_limit_s:g} s "
-                f"({result.message}); raise time_limit_s, or take strategy 'dealt'"
-            )
-        rows = np.zeros(len(saved), np.int64)
-        rows[pays] = np.rint(result.x)
-        return rows.reshape(2, -1), float(-result.mip_dual_bound * scale)
 
-    def _first(self, rows: np.ndarray) -> np.ndarray:
-        """[K], rows of each group given to its runs in order."""
-        order = np.argsort(self.group, kind="stable")
-        lengths = self.choices.lengths[order]
-        before = np.cumsum(lengths) - lengths
-        start_of_group = before[np.searchsorted(self.group[order], np.arange(len(rows)))]
-        taken = np.clip(rows[self.group[order]] - (before - start_of_group[self.group[order]]), 0, lengths)
-        result = np.zeros(len(order), np.int64)
-        result[order] = taken
-        return result
+def _deviations(
+    seconds: np.ndarray, extra_bytes: np.ndarray, run: np.ndarray, num_rows: np.ndarray, most: np.ndarray,
+    budget_bytes: float, scale: float, time_limit_s: float,
+) -> tuple[np.ndarray | None, float]:  # fmt: skip
+    """(rows of each choice that deviate from the best level, the least seconds that adds): at most `most`, of a run
+    at most all, within the bytes that are left. The rows are None where time ran out, or the solver's tolerance hides
+    that they do not fit.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix, vstack
+
+    _, first, place = np.unique(run, return_index=True, return_inverse=True)
+    # The solver's tolerances are absolute: what decides should be about 1.
+    unit = float(np.abs(extra_bytes[extra_bytes != 0]).min(initial=np.inf))
+    unit = unit if np.isfinite(unit) else 1.0
+    of_run = csr_matrix((np.ones(len(run)), (place, np.arange(len(run)))))
+    limits: Any = np.concatenate([[budget_bytes / unit], num_rows[first]])
+    upper: Any = most
+    result: Any = milp(
+        seconds / scale, integrality=np.ones(len(run)), bounds=Bounds(0, upper),
+        constraints=LinearConstraint(vstack([csr_matrix(extra_bytes / unit), of_run]).tocsc(), ub=limits),
+        options={"time_limit": time_limit_s, "mip_rel_gap": SOLVER_GAP},
+    )  # fmt: skip
+    bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale
+    if result.x is None:
+        return None, bound
+    rows = np.rint(result.x).astype(np.int64)
+    return (rows if extra_bytes @ rows <= budget_bytes else None), bound

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rowmesh.placement.demand import Demand
-from rowmesh.placement.strategies.dealing import Span, memory_bytes, spans_of
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, LinkCosts, RowBytes, Steps
 from rowmesh.placement.strategies.problem import Problem
 
@@ -65,22 +64,6 @@ class LevelSearch:
     def take(self, budget_bytes: int) -> Levels:
         """The best levels within a budget of bytes over all ranks."""
         return self.steps.take(budget_bytes, len(self.demand.table))
-
-    def fitting(self, take: Callable[[int], Levels] | None = None) -> tuple[Levels, list[Span]]:
-        """The best levels that fit on every rank, and their spans: a deal rounds up to whole rows on every rank.
-
-        Args:
-            take: finds levels within a budget of bytes over all ranks; by default `take`.
-        """
-        limit, budget, take = self.problem.limit_bytes, self.budget_bytes, take or self.take
-        while True:
-            levels = take(budget)
-            spans = spans_of(levels, self.choices, self.demand)
-            over = memory_bytes(spans, self.demand) - limit
-            if over <= 0:
-                return levels, spans
-            assert budget > 0, "rows without copies fit, as spare_bytes found"
-            budget = max(budget - over * self.demand.world_size, 0)
 
     def link_seconds(self, levels: Levels) -> tuple[float, float]:
         """(within nodes, between nodes): the slowest link of either kind when homes are balanced."""

@@ -67,7 +67,7 @@ def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str,
 
 
 def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarray, float]:
-    """Partitions and their homes: the first that are balanced and fit, else the finest that fit."""
+    """Partitions and their homes: the first that are balanced and fit, else the finest that fit, if need be trimmed."""
     W, limit = problem.topology.world_size, problem.limit_bytes
     problem.check_feasible()
     fitting = None
@@ -83,6 +83,8 @@ def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarra
         if finest or len(parts) > MAX_PARTITIONS:
             break
         threshold /= 2
+    if fitting is None and (trimmed := parts.trimmed(home, limit)):
+        return *trimmed, threshold
     if fitting is None:
         raise ConfigurationError(
             f"strategy 'partitioned': {len(parts):,} partitions need {int(stored.max()):,} bytes on the fullest rank, "
@@ -95,7 +97,7 @@ def _paths(problem: Problem, parts: Partitions, home: np.ndarray) -> np.ndarray:
     from rowmesh.placement.strategies.duplication import duplicate_for_inference, pays_in_training
 
     W, request = problem.topology.world_size, problem.request
-    spare = problem.limit_bytes - np.bincount(home, parts.stored_bytes, W)
+    spare = (problem.limit_bytes - np.bincount(home, parts.stored_bytes, W)) * problem.allows_copies
     if not request.training:
         return duplicate_for_inference(home, parts.read_bytes, parts.stored_bytes, spare, problem.topology.cost)
     of_row = parts.accesses / (parts.stop - parts.start) / problem.profile.num_samples * request.batch_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -76,6 +76,46 @@ class Partitions:
         stored = np.bincount(home[by_access], self.stored_bytes[by_access], W)
         _give(home, by_memory[np.argsort(-self.stored_bytes[by_memory], kind="stable")], self.stored_bytes, stored)
         return home
+
+    def trimmed(self, home: np.ndarray, limit_bytes: int) -> tuple[Partitions, np.ndarray] | None:
+        """(partitions, homes) within a limit that some ranks exceed by little: their least read partitions are cut, and
+        the ends go to ranks with room. None where the rows do not fit so.
+        """
+        row_bytes = self.demand.row_bytes[self.table]
+        room = limit_bytes - np.bincount(home, self.stored_bytes, self.demand.world_size).astype(np.int64)
+        moved: list[tuple[int, int, int]] = []
+        kept = self.stop.copy()
+        for part in np.argsort(self.read_bytes / (self.stop - self.start), kind="stable").tolist():
+            width, owner = int(row_bytes[part]), home[part]
+            while room[owner] < 0 and kept[part] > self.start[part] + 1:
+                taker = int(room.argmax())
+                rows = min(
+                    -(int(room[owner]) // width), int(room[taker]) // width, int(kept[part] - self.start[part]) - 1
+                )
+                if rows < 1:
+                    return None
+                moved.append((part, int(kept[part]) - rows, taker))
+                room[[owner, taker]] += rows * width, -rows * width
+                kept[part] -= rows
+            if room.min() >= 0:
+                return self._cut_again(moved, home)
+        return None
+
+    def _cut_again(self, moved: Sequence[tuple[int, int, int]], home: np.ndarray) -> tuple[Partitions, np.ndarray]:
+        """The partitions with some cut once more: (partition, first row of the end, its rank)."""
+        part, row, rank = (np.array(column, np.int64) for column in zip(*moved, strict=True))
+        source = np.concatenate([np.arange(len(self)), part])
+        start = np.concatenate([self.start, row])
+        order = np.lexsort((start, self.table[source]))
+        source, start = source[order], start[order]
+        last = np.append(np.diff(source) != 0, True)
+        stop = np.where(last, self.stop[source], np.append(start[1:], 0))
+        share = (stop - start) / (self.stop - self.start)[source]
+        cut = replace(
+            self, table=self.table[source], start=start, stop=stop, accesses=self.accesses[source] * share,
+            by_access=self.by_access[source], read_bytes=self.read_bytes[source] * share,
+        )  # fmt: skip
+        return cut, np.concatenate([home, rank])[order]
 
     def ranges(self, home: np.ndarray, everywhere: np.ndarray) -> list[list[RowRange]]:
         """The ranges of each table: replicated where `everywhere`, else on the home; neighbours alike are one."""

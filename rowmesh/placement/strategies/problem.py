@@ -44,13 +44,21 @@ class Problem:
 
     @property
     def spare_bytes(self) -> int:
-        """What a rank has left when every row is stored once.
+        """What a rank has for copies: all that its share of the rows leaves.
 
         Raises:
             ConfigurationError: as `check_feasible`.
         """
         self.check_feasible()
-        return self.limit_bytes - least_bytes(self.shapes, self.topology.world_size)
+        if not self.allows_copies:
+            return 0
+        stored = sum(shape.row_bytes * shape.num_rows for shape in self.shapes)
+        return self.limit_bytes - -(-stored // self.topology.world_size)
+
+    @property
+    def allows_copies(self) -> bool:
+        """Whether memory for copies was asked for: what rounding to whole rows leaves on a rank is none."""
+        return self.request.extra_memory > 0 or self.request.memory_limit_bytes is not None
 
     def check_feasible(self) -> None:
         """Makes sure that every row can be stored once.

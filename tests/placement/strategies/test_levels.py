@@ -8,6 +8,7 @@ from scipy.optimize import linprog
 from rowmesh.placement import strategies
 from rowmesh.placement.cost import ONE_HOP, SLOT_BYTES, TWO_HOP
 from rowmesh.placement.request import Request
+from rowmesh.placement.strategies.dealt import fit
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, LinkCosts
 from rowmesh.placement.strategies.problem import Problem
@@ -48,7 +49,7 @@ def test_a_plan_costs_what_its_levels_cost(case):
     """Dealt homes meet all links equally often, as the rows' seconds suppose; uneven remainders differ by a little."""
     topology, problem = case[1], Problem(*case)
     search = LevelSearch.of(problem)
-    levels, _ = search.fitting()
+    levels, _, _ = fit(problem, search, search.take)
     rows = np.stack([search.demand.lengths - levels.copied, levels.copied - levels.hot, levels.hot])
     seconds = np.where(rows > 0, search.choices.seconds, 0.0)
     plan = strategies.search("dealt", *case)

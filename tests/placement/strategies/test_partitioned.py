@@ -166,3 +166,28 @@ def test_partitions_that_do_not_fit_are_refused():
         ConfigurationError, match=r"'partitioned': 11 partitions need 576 bytes .* 192 more than .* 384"
     ):
         search(profile, Topology.uniform(2), Request(batch_size=8, mode="infer", extra_memory=0.0))
+
+
+@pytest.mark.parametrize("dims", [(16,), (16, 64, 4)])
+def test_without_extra_memory_partitions_are_trimmed_to_fit(dims):
+    """Balanced to a few rows, which is too much where nothing is to spare."""
+    profile = power_law(sizes=(60_001, 30_000, 701, 9), dims=dims)
+    request = Request(batch_size=512, mode="infer", extra_memory=0.0)
+    problem = Problem(profile, Topology.uniform(8), request)
+    parts = Partitions.cut(profile, problem.demand, 1e-3)
+    home = parts.balanced()
+    limit = int(np.bincount(home, parts.stored_bytes, 8).mean()) + 2 * int(problem.demand.row_bytes.max())
+    assert np.bincount(home, parts.stored_bytes, 8).max() > limit
+    trimmed = parts.trimmed(home, limit)
+    assert trimmed is not None
+    cut, homes = trimmed
+    assert np.bincount(homes, cut.stored_bytes, 8).max() <= limit
+    assert cut.read_bytes.sum() == pytest.approx(parts.read_bytes.sum())
+    for table, shape in enumerate(problem.shapes):
+        start, stop = (rows[cut.table == table] for rows in (cut.start, cut.stop))
+        assert start[0] == 0
+        assert stop[-1] == shape.num_rows
+        assert np.array_equal(start[1:], stop[:-1])
+    plan = search(profile, Topology.uniform(8), request)
+    plan.check(problem.limit_bytes)
+    assert parts.trimmed(home, int(parts.stored_bytes.sum()) // 8 - 1000) is None
