@@ -6,7 +6,9 @@ and `rowmesh.optim.EmbeddingOptimizer.step` is the last.
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshE
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.transport import Transport, Update
@@ -183,9 +186,10 @@ class EmbeddingCollection(nn.Module):
         self._check_agreement(seed, transport)
         self.plan.check_fits(shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self._make_pooling()
+        self._transport_name: TransportName = transport
         self._transport: Transport
         self._transport, self.transport_reason = choose_transport(transport, self.mesh, len(self.groups))
-        self._exchanges = [self._make_exchange(group) for group in self.groups]
+        self._exchanges = [self._make_exchange(group, self.plan, self._transport) for group in self.groups]
         self._initialize(seed)
         self._transport.connect(self._exchanges)
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
@@ -209,13 +213,13 @@ class EmbeddingCollection(nn.Module):
                     f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
                 )
 
-    def _make_exchange(self, group: TableGroup) -> GroupExchange:
+    def _make_exchange(self, group: TableGroup, plan: Plan, transport: Transport) -> GroupExchange:
         try:
-            address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
+            address_map = AddressMap(plan, [table.name for table in group.tables], self.mesh.rank)
         except ConfigurationError as error:
             raise ConfigurationError(f"group {group.name} of {error}") from error
-        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], self._transport.allocate)
-        make_outbox = partial(self._transport.make_outbox, address_map.num_segments)
+        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], transport.allocate)
+        make_outbox = partial(transport.make_outbox, address_map.num_segments)
         return GroupExchange(group, address_map, arena, make_outbox)
 
     def _initialize(self, seed: int) -> None:
@@ -378,6 +382,93 @@ class EmbeddingCollection(nn.Module):
     def discard_pending(self) -> None:
         """Forgets gradients that were not pushed."""
         self._pending.clear()
+
+    def migrate(self, plan: Plan) -> Moved:
+        """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
+
+        Collective and blocking: every rank calls it with the same plan, when gradients are pushed and no batch is
+        under way. Views that `local_rows` and `held_rows` gave show the rows under the old plan, which are not
+        updated any more. Counters go on.
+
+        Until it is done a rank has the rows of both plans in memory, and buffers of about 64 MiB. Every row that a
+        rank comes to hold moves once: its values, and its states.
+
+        Args:
+            plan: for the same tables and ranks.
+
+        Returns:
+            What moved, on all ranks together.
+
+        Raises:
+            RowmeshError: a batch is under way on some rank; names it. The old plan goes on.
+            ConfigurationError: the plan is for other tables or ranks, or ranks have different ones. The old plan goes
+                on.
+            MemoryError: a rank has no room for the rows of both plans. The old plan goes on.
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+
+        Example:
+            >>> from rowmesh.placement import RowRange, TablePlan
+            >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
+            >>> shape = embeddings.plan.tables[0].shape
+            >>> halves = (RowRange(0, 5, "replicated"), RowRange(5, 10))
+            >>> embeddings.migrate(Plan((TablePlan(shape, halves),), world_size=1, ranks_per_node=1)).rows
+            0
+        """
+        began = time.perf_counter()
+        self._agree_to_migrate(plan)
+        plan.check_fits([TableShape.of(table) for table in self.tables], self.mesh.world_size, self.mesh.ranks_per_node)
+        transport, _ = choose_transport(self._transport_name, self.mesh, len(self.groups))
+        try:
+            exchanges = self._make_room(plan, transport)
+            mine = move_rows(self._exchanges, exchanges, self.mesh)
+            transport.connect(exchanges)
+        except BaseException:
+            transport.close()
+            raise
+        self._replace(plan, transport, exchanges)
+        everyone = gather_objects(self.mesh, (mine.rows, mine.num_bytes), "migrating")
+        return Moved(*map(sum, zip(*everyone, strict=True)), elapsed_s=time.perf_counter() - began)
+
+    def _agree_to_migrate(self, plan: Plan) -> None:
+        """Raises on all ranks alike where one cannot migrate, or has another plan."""
+        routes = max(exchange.num_lent for exchange in self._exchanges)
+        everyone = gather_objects(self.mesh, (plan.to_json(), routes), "agreeing on a migration")
+        for rank, (theirs, waiting) in enumerate(everyone):
+            if waiting:
+                raise RowmeshError(
+                    f"rank {rank} cannot migrate while {waiting} batch(es) are under way: rows were routed or looked "
+                    "up, and not pushed; step first, or drop what forward returned"
+                )
+            if theirs != everyone[0][0]:
+                raise ConfigurationError(
+                    f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
+                )
+
+    def _make_room(self, plan: Plan, transport: Transport) -> list[GroupExchange]:
+        """Arenas for another plan; raises on all ranks alike where one has no memory."""
+        exchanges: list[GroupExchange] = []
+        obstacle: str | None = None
+        try:
+            exchanges = [self._make_exchange(group, plan, transport) for group in self.groups]
+        except (MemoryError, OSError) as error:  # anonymous memory fails with the second
+            obstacle = str(error)
+        for rank, theirs in enumerate(gather_objects(self.mesh, obstacle, "making room for another plan")):
+            if theirs is not None:
+                needed = plan.memory_bytes[rank]
+                raise MemoryError(
+                    f"rank {rank} has no room for the {needed:,} bytes of the new plan beside those of the old one: "
+                    f"{theirs}; the old plan goes on"
+                )
+        return exchanges
+
+    def _replace(self, plan: Plan, transport: Transport, exchanges: list[GroupExchange]) -> None:
+        for old, new in zip(self._exchanges, exchanges, strict=True):
+            new.counters = old.counters
+        transport.common = self._transport.common
+        self._transport.close()
+        self.plan, self._transport, self._exchanges = plan, transport, exchanges
+        self._num_pushes += 1  # rows that were fetched are stale
+        gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
 
     def local_rows(self, table: str) -> list[LocalRows]:
         """The rows of a table whose home is this rank, and their optimizer state, as views.

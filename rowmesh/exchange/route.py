@@ -183,6 +183,11 @@ class GroupExchange:
         return workspace
 
     @property
+    def num_lent(self) -> int:
+        """Routes that are under way."""
+        return len(self._all_workspaces) - len(self.workspaces)
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all buffers, lent or idle; without the arena."""
         lent = sum(workspace.num_bytes for workspace in self._all_workspaces)

@@ -35,6 +35,7 @@ class Scenario:
         decay: the learning rate is multiplied by it after each step.
         evaluates: whether the next batch is looked up without gradients between the steps.
         plan: which ranks hold each row.
+        migrations: (step, plan): goes over to the plan before the step, or at the end.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
@@ -49,6 +50,7 @@ class Scenario:
     decay: float = 1.0
     evaluates: bool = False
     plan: Plan | None = None
+    migrations: tuple[tuple[int, Plan], ...] = ()
     ranks_per_node: int | None = None
     seed: int = 0
 

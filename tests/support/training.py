@@ -90,6 +90,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
     head, trained = Head(scenario), Trained(transport=collection.transport)
     dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
     for step in range(scenario.num_steps):
+        _migrate(collection, scenario, step)
         dense_optimizer.zero_grad()
         optimizer.zero_grad()
         for part in range(scenario.accumulate):
@@ -109,9 +110,17 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
             with torch.no_grad():
                 later = scenario.local_batch(step + 1, 0, mesh.rank)
                 trained.outputs.append(_look_up(collection, scenario, later.sparse))
+    _migrate(collection, scenario, scenario.num_steps)
     _keep(collection, head, trained)
     collection.close()
     return trained
+
+
+def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> None:
+    for before, plan in scenario.migrations:
+        if before == step:
+            collection.migrate(plan)
+            assert collection.plan == plan
 
 
 def _look_up(collection: EmbeddingCollection, scenario: Scenario, sparse: SparseBatch) -> Tensor:

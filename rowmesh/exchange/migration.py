@@ -1,0 +1,215 @@
+"""Migration: rows and their optimizer state move from where one plan holds them to where another does.
+
+Who sends what follows from the two plans by arithmetic, on every rank alike, so that nothing but rows is sent. A rank
+that holds a row under both plans copies it within its memory; any other gets it from its home under the old plan.
+Rows travel in windows of neighbouring rows, as many as a bound on memory allows, table by table: an all-to-all for the
+values and one for each state.
+
+Source: OPER §8 (redistribution under a new plan). Differs: training goes on with the same numbers, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.exchange.route import GroupExchange
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import complete
+from rowmesh.placement import AddressMap
+from rowmesh.placement.plan import RowRange
+from rowmesh.tables import DenseArena
+
+Ints = NDArray[np.int64]
+Share = Callable[[RowRange, RowRange], float]  # bytes that a row of an old and a new range needs meanwhile
+CHUNK_BYTES = 64 << 20
+_WORK_BYTES = 128  # of index arrays, for each row of a window
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a migration moved between ranks.
+
+    Attributes:
+        rows: rows that came to a rank that did not hold them, once for each such rank.
+        num_bytes: of their values and states.
+        elapsed_s: from the start to when training can go on, in seconds.
+    """
+
+    rows: int
+    num_bytes: int
+    elapsed_s: float = 0.0
+
+
+class Places:
+    """Where a plan holds the rows of one table, for many rows at a time.
+
+    Args:
+        address_map: of the plan.
+        table: number of the table in the map's group.
+    """
+
+    def __init__(self, address_map: AddressMap, table: int) -> None:
+        plan = address_map.plan
+        self.parts = address_map.tables[table].ranges
+        first = int(address_map.index[table, 0])
+        described = address_map.ranges[first : first + len(self.parts)]
+        self._start, self._shift, self._modulus, self._rank, self._divisor, self._base = described[:, :6].T.copy()
+        # A rank holds a row where it differs from the home by a multiple of this.
+        spacing = {"replicated": 1, "node": plan.ranks_per_node, "dealt": plan.world_size, "fixed": plan.world_size}
+        self._spacing = np.array([spacing[part.rule] for part in self.parts], np.int64)
+
+    def __call__(self, rows: Ints) -> Located:
+        """Where rows are."""
+        part = np.searchsorted(self._start, rows, "right") - 1
+        offset = rows - self._start[part]
+        home = self._rank[part] + (offset + self._shift[part]) % self._modulus[part]
+        return Located(home, self._base[part] + offset // self._divisor[part], self._spacing[part])
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Where some rows are, one entry a row.
+
+    Attributes:
+        home: the rank of their home.
+        slot: the slot, which is the same on all ranks that hold the row.
+        spacing: ranks that differ from the home by a multiple of it hold the row.
+    """
+
+    home: Ints
+    slot: Ints
+    spacing: Ints
+
+    def held_by(self, rank: int) -> NDArray[np.bool_]:
+        """Which of the rows a rank holds."""
+        return (rank - self.home) % self.spacing == 0
+
+    def __getitem__(self, chosen: NDArray[np.bool_] | Ints) -> Located:
+        return Located(self.home[chosen], self.slot[chosen], self.spacing[chosen])
+
+
+class Movements:
+    """What one rank does with a window of rows.
+
+    Attributes:
+        kept_from, kept_to: slots of rows that the rank holds under both plans.
+        sent: old slots, in the order of the ranks they go to.
+        received: new slots, in the order of the ranks they come from.
+        sent_counts, received_counts: how many, rank by rank.
+    """
+
+    def __init__(self, old: Located, new: Located, rank: int, world_size: int) -> None:
+        had, gets = old.held_by(rank), new.held_by(rank)
+        kept = had & gets
+        self.kept_from, self.kept_to = old.slot[kept], new.slot[kept]
+        comes = np.flatnonzero(gets & ~had)
+        comes = comes[np.argsort(old.home[comes], kind="stable")]
+        self.received = new.slot[comes]
+        self.received_counts = np.bincount(old.home[comes], minlength=world_size).tolist()
+        own = np.flatnonzero(old.home == rank)
+        old, new = old[own], new[own]
+        sent = [old.slot[new.held_by(peer) & ~old.held_by(peer)] for peer in range(world_size)]
+        self.sent = np.concatenate(sent)
+        self.sent_counts = [len(slots) for slots in sent]
+
+
+def move_rows(
+    old: Sequence[GroupExchange], new: Sequence[GroupExchange], mesh: Mesh, chunk_bytes: int = CHUNK_BYTES
+) -> Moved:
+    """Copies all rows and states from the arenas of one plan to those of another. Collective and blocking.
+
+    What it needs beside the arenas is about `chunk_bytes`, or a few rows where that is more.
+
+    Args:
+        old: exchanges whose rows nobody changes meanwhile.
+        new: exchanges of the same groups in the same order.
+        mesh: the ranks.
+        chunk_bytes: memory for buffers.
+
+    Returns:
+        What came to this rank.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    rows = num_bytes = 0
+    for source, target in zip(old, new, strict=True):
+        row_bytes = sum(tensor.stride(0) * tensor.itemsize for tensor in _tensors(target.arena))
+        for table in range(len(source.group.tables)):
+            before, after = Places(source.address_map, table), Places(target.address_map, table)
+            share = _Share(source.address_map, target.address_map, row_bytes)
+            for window in windows(before, after, source.address_map.num_rows[table], share, chunk_bytes):
+                came = _move(source.arena, target.arena, before(window), after(window), mesh)
+                rows, num_bytes = rows + came, num_bytes + came * row_bytes
+    return Moved(rows, num_bytes)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How much memory a row takes on the rank that has most to do with it."""
+
+    old: AddressMap
+    new: AddressMap
+    row_bytes: int
+
+    def __call__(self, source: RowRange, target: RowRange) -> float:
+        ranks, nodes = self.old.plan.world_size, self.new.plan.num_nodes
+        homes = 1 if source.rule == "fixed" else ranks
+        copies = {"replicated": ranks, "node": nodes}.get(target.rule, 1)
+        holders = 1 if target.rule == "fixed" else ranks // copies
+        return _WORK_BYTES + self.row_bytes * (copies / homes + 1 / max(holders, 1))
+
+
+def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:
+    """Neighbouring rows that together need about `chunk_bytes`."""
+    starts = sorted({part.start for part in (*before.parts, *after.parts)})
+    source, target = iter(before.parts), iter(after.parts)
+    first, second = next(source), next(target)
+    needed = [0.0]
+    for start, stop in pairwise([*starts, num_rows]):
+        first = first if start < first.stop else next(source)
+        second = second if start < second.stop else next(target)
+        needed.append(needed[-1] + (stop - start) * share(first, second))
+    count = max(int(needed[-1] / chunk_bytes), 1)
+    edges = np.interp(np.linspace(0, needed[-1], count + 1), needed, [*starts, num_rows])
+    for start, stop in pairwise(np.unique(np.rint(edges)).astype(np.int64).tolist()):
+        yield np.arange(start, stop)
+
+
+def _move(old: DenseArena, new: DenseArena, before: Located, after: Located, mesh: Mesh) -> int:
+    """Moves a window; returns how many rows came here."""
+    moves = Movements(before, after, mesh.rank, mesh.world_size)
+    for source, target in zip(_tensors(old), _tensors(new), strict=True):
+        target[torch.from_numpy(moves.kept_to)] = source[torch.from_numpy(moves.kept_from)]
+        if mesh.world_size > 1:
+            target[torch.from_numpy(moves.received)] = _exchange(source[torch.from_numpy(moves.sent)], moves, mesh)
+    return len(moves.received)
+
+
+def _exchange(out: Tensor, moves: Movements, mesh: Mesh) -> Tensor:
+    """Sends rows, as bytes; returns those that came."""
+    into = torch.empty(len(moves.received), *out.shape[1:], dtype=out.dtype, device="cpu")
+    width = out.itemsize * int(np.prod(out.shape[1:]))
+    sizes_in, sizes_out = ([width * count for count in counts] for counts in (moves.received_counts, moves.sent_counts))
+    complete(
+        mesh,
+        lambda: dist.all_to_all_single(
+            into.flatten().view(torch.uint8), out.flatten().view(torch.uint8), sizes_in, sizes_out, mesh.group,
+            async_op=True,
+        ),
+        "moving rows to where a new plan has them",
+    )  # fmt: skip
+    return into
+
+
+def _tensors(arena: DenseArena) -> list[Tensor]:
+    """Values and states, in the same order on all ranks."""
+    return [arena.rows, *arena.state.values()]
