@@ -46,7 +46,8 @@ class Options:
 
 
 def parse(
-    description: str, arguments: list[str] | None = None, defaults: dict[str, Any] | None = None, **extra: int
+    description: str, arguments: list[str] | None = None, defaults: dict[str, Any] | None = None,
+    **extra: int | str,
 ) -> Options:  # fmt: skip
     """Parses a command line.
 
@@ -54,7 +55,7 @@ def parse(
         description: of the benchmark.
         arguments: default: the process's own.
         defaults: of this benchmark, where they differ from the workload's.
-        extra: integer options of this benchmark alone, and their defaults.
+        extra: options of this benchmark alone, and their defaults, which say whether they are numbers or text.
     """
     parser = _parser(description, extra)
     parser.set_defaults(**(defaults or {}))
@@ -83,7 +84,7 @@ def parse(
     )
 
 
-def _parser(description: str, extra: dict[str, int]) -> argparse.ArgumentParser:
+def _parser(description: str, extra: dict[str, int | str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     workload = Workload()
     add = parser.add_argument
@@ -102,7 +103,7 @@ def _parser(description: str, extra: dict[str, int]) -> argparse.ArgumentParser:
     add("--quick", action="store_true", help=f"a small case that ends within {QUICK_S:.0f} s")
     add("--output", type=Path, help="also append the lines to this file")
     for name, default in extra.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=default)
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser
 
 

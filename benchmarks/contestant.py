@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from benchmarks.hosts import INTERFACE, NUM_HOSTS, Hosts
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -45,24 +46,32 @@ class Contestant:
         workload: the case.
         ranks: how many.
         python: the interpreter; default: this one.
+        hosts: where the ranks run, equally many on each, host by host; default: all here.
         options: handed to the program beside the workload.
     """
 
     def __init__(
-        self, name: str, module: str, workload: Workload, *, ranks: int, python: str = sys.executable, **options: Any
+        self, name: str, module: str, workload: Workload, *, ranks: int, python: str = sys.executable,
+        hosts: Hosts | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.name = name
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._folder = tempfile.TemporaryDirectory()
+        path = str(Path(self._folder.name) / "socket")  # in the file system, which all hosts share
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen(ranks)
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._files: list[TextIO] = []
         self._ranks = ranks
-        port = self._listener.getsockname()[1]
-        settings = json.dumps({"workload": asdict(workload), **options})
-        self._process = subprocess.Popen(
-            [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module,
-             str(port), settings],
-            cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-        )  # fmt: skip
+        program = ["-m", module, path, json.dumps({"workload": asdict(workload), **options})]
+        self._processes = [
+            subprocess.Popen(
+                [*launcher, *program],
+                cwd=ROOT, env=_environment("lo" if hosts is None else INTERFACE), stdin=subprocess.DEVNULL,
+                stdout=self._log, stderr=self._log,
+            )
+            for launcher in _launchers(python, ranks, hosts)
+        ]  # fmt: skip
 
     def connect(self, deadline_s: float) -> None:
         """Waits until every rank is ready.
@@ -76,7 +85,7 @@ class Contestant:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                if self._process.poll() is not None:
+                if any(process.poll() is not None for process in self._processes):
                     raise self._error("ended before it was ready") from None
                 if time.monotonic() > deadline_s:
                     raise self._error("was not ready in time") from None
@@ -115,12 +124,16 @@ class Contestant:
         for file in self._files:
             file.close()
         self._listener.close()
-        try:
-            self._process.wait(timeout=30 if self._files else 0)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()  # torchrun ends its ranks
-            self._process.wait(timeout=60)
+        deadline_s = time.monotonic() + (30 if self._files else 0)
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(deadline_s - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its ranks
+        for process in self._processes:
+            process.wait(timeout=60)
         self._log.close()
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +154,16 @@ def connect_all(contestants: Sequence[Contestant], deadline_s: float) -> tuple[l
     return ready, absent
 
 
-def _environment() -> dict[str, str]:
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def _launchers(python: str, ranks: int, hosts: Hosts | None) -> list[list[str]]:
+    """torchrun, once a host."""
+    torchrun = [python, "-m", "torch.distributed.run"]
+    if hosts is None:
+        return [[*torchrun, "--standalone", "--nproc-per-node", str(ranks)]]
+    meeting = ["--master-addr", hosts.address(0), "--master-port", str(hosts.next_port())]
+    nodes = ["--nnodes", str(NUM_HOSTS), "--nproc-per-node", str(ranks // NUM_HOSTS), *meeting]
+    return [hosts.command(host, [*torchrun, *nodes, "--node-rank", str(host)]) for host in range(NUM_HOSTS)]
+
+
+def _environment(interface: str) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
     return {**os.environ, **TUNED_MALLOC, **threads}

@@ -2,14 +2,19 @@
 
     python -m benchmarks.embedding_step --dim 16,64,128 --global-batch 4096,16384 --peer-python PEER/bin/python
     python -m benchmarks.embedding_step --dim 64 --global-batch 4096,16384 --pooling 10 --peer-python PEER/bin/python
+    python -m benchmarks.embedding_step --plan dealt --dim 16,64 --global-batch 4096,16384
+    python -m benchmarks.embedding_step --plan dealt --hosts 2x2 --dim 16,64 --global-batch 4096,16384
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
+With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
+this host or, with `--hosts 2xRANKS`, on two that a cable of 1 Gbit/s joins (`benchmarks.hosts`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import planned_step
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import Answers, contestants, take_turns
 from benchmarks.contestant import Contestant
@@ -98,8 +103,12 @@ def against_floor(contestant: Contestant, rounds: Answers, floor: dict[str, Any]
 def main() -> None:
     """Runs every case asked for."""
     defaults = {"dim": [16, 64, 128], "global_batch": [4096, 16384]}
-    options = parse((__doc__ or "").splitlines()[0], defaults=defaults)
+    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="")
     report = Report("embedding_step", options.output)
+    if options.extra["plan"]:
+        planned_step.run(options, report)
+        report.finish()
+        return
     for workload in options.workloads:
         run_case(options, report, workload)
     report.finish()

@@ -24,7 +24,8 @@ def settings() -> tuple[Workload, dict[str, Any]]:
 
 def serve(**commands: Callable[..., Any]) -> None:
     """Reports that this rank is ready, then answers commands until the benchmark hangs up."""
-    connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(sys.argv[1])
     with connection, connection.makefile("rw", encoding="utf-8") as file:
         file.write(os.environ["RANK"] + "\n")
         file.flush()

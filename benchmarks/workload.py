@@ -77,10 +77,17 @@ class WorkloadBatch:
 
 
 class Zipf:
-    """Samples P(rank k) ∝ k^−a over n ids by inversion of the distribution; ranks are scattered over [0, n)."""
+    """Samples P(rank k) ∝ k^−a over n ids by inversion of the distribution.
 
-    def __init__(self, n: int, exponent: float) -> None:
+    Args:
+        n: ids.
+        exponent: a.
+        scattered: ranks are scattered over [0, n); else the most frequent id is 0, as after preparation.
+    """
+
+    def __init__(self, n: int, exponent: float, scattered: bool = True) -> None:
         self._n = n
+        self._scattered = scattered
         distribution = np.cumsum(np.arange(1, n + 1, dtype=np.float64) ** -exponent)
         self._distribution = distribution / distribution[-1]
         multiplier = int(n * 0.6180339887) | 1
@@ -91,13 +98,21 @@ class Zipf:
     def sample(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """int64 ids."""
         ranks = np.searchsorted(self._distribution, generator.random(shape)).astype(np.int64)
-        return (np.minimum(ranks, self._n - 1) * self._multiplier + 7) % self._n
+        ranks = np.minimum(ranks, self._n - 1)
+        return (ranks * self._multiplier + 7) % self._n if self._scattered else ranks
+
+    @property
+    def probabilities(self) -> np.ndarray:
+        """Of each rank, the most frequent first."""
+        return np.diff(self._distribution, prepend=0.0)
 
 
-def make_batches(workload: Workload, rank: int, world_size: int, count: int) -> list[WorkloadBatch]:
-    """The first `count` batches, this rank's part."""
+def make_batches(
+    workload: Workload, rank: int, world_size: int, count: int, scattered: bool = True
+) -> list[WorkloadBatch]:
+    """The first `count` batches, this rank's part; `scattered` as in `Zipf`."""
     rows, total = workload.table_rows, workload.global_batch
-    samplers = {n: Zipf(n, workload.zipf) for n in set(rows)}
+    samplers = {n: Zipf(n, workload.zipf, scattered) for n in set(rows)}
     local = total // world_size
     part = slice(rank * local, (rank + 1) * local)
     batches = []

@@ -24,6 +24,7 @@ from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.transport import Sources
+from rowmesh.placement import Plan
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [
@@ -61,6 +62,18 @@ class SparsePart:
     batches: list[SparseBatch]
     gradient: Tensor
 
+    @staticmethod
+    def of(
+        workload: Workload, mesh: Mesh, transport: Any, plan: Plan | None = None, scattered: bool = True
+    ) -> SparsePart:
+        """The workload's; `scattered` as in `benchmarks.workload.Zipf`."""
+        tables = table_specs(workload)
+        embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan)
+        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered)
+        gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
+        sparse = [sparse_batch(tables, batch) for batch in batches]
+        return SparsePart(embeddings, EmbeddingOptimizer(embeddings), sparse, gradient)
+
     def step(self, number: int) -> None:
         """Forward, backward, update."""
         out = self.embeddings(self.batches[number % len(self.batches)])
@@ -73,15 +86,10 @@ class Commands:
 
     def __init__(self, workload: Workload, mesh: Mesh, transport: Any) -> None:
         self._workload, self._mesh = workload, mesh
-        tables = table_specs(workload)
-        embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
-        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches)
-        gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
-        sparse = [sparse_batch(tables, batch) for batch in batches]
-        self._part = SparsePart(embeddings, EmbeddingOptimizer(embeddings), sparse, gradient)
+        self._part = SparsePart.of(workload, mesh, transport)
         self._part.step(0)  # compiles
         self._floor_bytes = self._count_floor_bytes()
-        self._copy = CopyFloor(sum(self._floor_bytes.values()), embeddings.barrier)
+        self._copy = CopyFloor(sum(self._floor_bytes.values()), self._part.embeddings.barrier)
         self._ping_pong = PingPong(mesh)
 
     def round(self) -> dict[str, Any]:
