@@ -14,6 +14,7 @@ from rowmesh.placement.strategies.problem import Problem
 MOST_UNEQUAL = 1e2
 POSITIONS = 8
 BALANCED = 5e-4
+MAX_MIXED_RUNS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class LevelSearch:
         moved: what rows move, by how they travel.
         choices: what rows cost at each level.
         steps: steps up, best first.
+        mixed: another search and its share, 0 … 1: levels are between those of both.
     """
 
     problem: Problem
@@ -33,6 +35,7 @@ class LevelSearch:
     moved: RowBytes
     choices: Choices
     steps: Steps
+    mixed: tuple[LevelSearch, float] | None = None
 
     @staticmethod
     def of(problem: Problem) -> LevelSearch:
@@ -63,7 +66,15 @@ class LevelSearch:
 
     def take(self, budget_bytes: int) -> Levels:
         """The best levels within a budget of bytes over all ranks."""
-        return self.steps.take(budget_bytes, len(self.demand.table))
+        levels = self.steps.take(budget_bytes, len(self.demand.table))
+        if self.mixed is None:
+            return levels
+        other, share = self.mixed[0].take(budget_bytes), self.mixed[1]
+        hot, copied = (
+            np.floor(own + share * (others - own)).astype(np.int64)
+            for own, others in ((levels.hot, other.hot), (levels.copied, other.copied))
+        )
+        return replace(levels, hot=hot, copied=copied)
 
     def link_seconds(self, levels: Levels) -> tuple[float, float]:
         """(within nodes, between nodes): the slowest link of either kind when homes are balanced."""
@@ -88,7 +99,8 @@ def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch
     """The factor on links between nodes under which the slowest link is fastest, and the search under it.
 
     The dearer links between nodes are made, the less moves over them: both kinds take equally long at the root of a
-    falling function, which is found by false position (Illinois) over the logarithm of the factor.
+    falling function, which is found by false position (Illinois) over the logarithm of the factor. Where the function
+    jumps over its root, since many equal rows change their level together, some of them do.
     """
     tried: list[tuple[float, int, float, LevelSearch]] = []
 
@@ -100,6 +112,7 @@ def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch
 
     low, high = -float(np.log(MOST_UNEQUAL)), float(np.log(MOST_UNEQUAL))
     at_low, at_high = imbalance(low), imbalance(high)
+    below, above = tried
     if at_low > 0 > at_high:
         for _ in range(POSITIONS):
             middle = (low * at_high - high * at_low) / (at_high - at_low)
@@ -107,8 +120,24 @@ def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch
             if abs(at_middle) < BALANCED:
                 break
             if at_middle > 0:
-                low, at_low, at_high = middle, at_middle, at_high / 2
+                low, at_low, at_high, below = middle, at_middle, at_high / 2, tried[-1]
             else:
-                high, at_high, at_low = middle, at_middle, at_low / 2
+                high, at_high, at_low, above = middle, at_middle, at_low / 2, tried[-1]
+        else:
+            if (mixed := _mix(below[-1], above[-1])) is not None:
+                tried.append((mixed.slowest_link(), len(tried), above[2], mixed))
     _, _, factor, best = min(tried, key=lambda entry: entry[:2])
     return factor, best
+
+
+def _mix(low: LevelSearch, high: LevelSearch) -> LevelSearch | None:
+    """Levels under which both kinds of links take equally long, between two that err on different sides; none where
+    these differ in so many runs that their rows would make too many ranges.
+    """
+    levels = [search.take(search.budget_bytes) for search in (low, high)]
+    differ = np.count_nonzero((levels[0].hot != levels[1].hot) | (levels[0].copied != levels[1].copied))
+    if differ > MAX_MIXED_RUNS or not np.array_equal(low.choices.kind, high.choices.kind):
+        return None
+    (within, between), (within_high, between_high) = (low.link_seconds(levels[0]), high.link_seconds(levels[1]))
+    ahead, behind = between - within, within_high - between_high
+    return replace(low, mixed=(high, ahead / (ahead + behind)))

@@ -127,6 +127,16 @@ def test_the_slowest_link_is_as_fast_as_unequal_links_allow():
     assert cost.objective(NODES, request) < total.objective(NODES, request)
 
 
+@pytest.mark.parametrize("extra_memory", [0.1, 0.2, 0.3])
+def test_both_kinds_of_links_take_equally_long_where_most_rows_are_alike(extra_memory):
+    """Rows that were read once are one run of several 10,000 rows, which no multiplier cuts in two."""
+    profile = power_law(sizes=(400_000, 100_000), exponent=0.9, samples=300_000)
+    request = Request(batch_size=512, mode="infer", extra_memory=extra_memory, objective="slowest_link")
+    plan = search(profile, NODES, request)
+    assert Problem(profile, NODES, request).cost(plan).link_balance(NODES) >= 0.99
+    assert sum(len(table.ranges) for table in plan.tables) < 2 * MAX_HEAD_ROWS
+
+
 def test_copies_go_where_a_byte_saves_most():
     """20 bytes moved for 16 stored against 260 for 256: narrow rows come first, and memory ends within wide ones."""
     counts = np.array([400] * 100 + [1] * 900)
