@@ -30,6 +30,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import AddressMap, Piece, Plan, TableShape
+from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
 
@@ -196,6 +197,7 @@ class EmbeddingCollection(nn.Module):
         self._inverses: list[Scratch] = []  # idle
         self._all_inverses: list[Scratch] = []  # and those that routes hold
         self._pending: list[Route] = []
+        self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
         self.step_count = 0
         logger.info("transport %s: %s", self.transport, self.transport_reason)
@@ -295,6 +297,10 @@ class EmbeddingCollection(nn.Module):
                 route.groups.append(exchange.route(batch, layout, inverse))
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
+        if not refused and self.traffic is not None and torch.is_grad_enabled():
+            for exchange, group in zip(self._exchanges, route.groups, strict=True):
+                outbox = group.workspace.outbox
+                self.traffic.add(exchange.address_map, outbox.segment_offsets, outbox.accesses)
         if refused:
             raise IdRangeError(
                 f"rank {self.mesh.rank}: {'; '.join(refused)}; correct the data, raise num_rows, or set "

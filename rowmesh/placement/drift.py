@@ -1,0 +1,268 @@
+"""Drift: whether recent traffic is still what a plan was made for, and a new plan where it is not.
+
+    coverage   the share of accesses that a copy on the own rank or node serves
+    balance    least over most rows that a rank has to provide, over the ranks
+
+Both are measured from what ranks ask for at every step (`Traffic`) and compared with what the cost model predicts.
+A new plan is made from a sketch of recent batches. Rows do not stand in order of their recent frequency, so the search
+sees them sorted, and its ranges are put back to where the rows are (`plan_unsorted`).
+
+Source: OPER §8.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement.address_map import COPIES, REPLIES, AddressMap
+from rowmesh.placement.plan import Plan, RowRange, TablePlan
+from rowmesh.placement.profile import Profile, TableProfile
+from rowmesh.placement.request import Request
+from rowmesh.placement.sketch import AccessSketch
+from rowmesh.placement.strategies import search
+from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.topology import Topology
+
+LEAST_GAIN = 0.02  # of the objective, or of the balance, for which rows are moved
+CAPACITY = 2048  # rows of a table that a sketch counts one by one: at most twice as many ranges follow
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a plan serves some traffic.
+
+    Attributes:
+        coverage: share of accesses to rows with copies, 0 … 1.
+        balance: least over most rows that a rank provides, 0 … 1.
+    """
+
+    coverage: float
+    balance: float
+
+    def shortfall(self, predicted: Fit, min_coverage: float, min_balance: float) -> str:
+        """What is below its share of the prediction, in words; empty where nothing is."""
+        found = []
+        for name, share in (("coverage", min_coverage), ("balance", min_balance)):
+            measured, expected = getattr(self, name), getattr(predicted, name)
+            if measured < share * expected:
+                found.append(f"{name} {measured:.1%} fell below {share:.0%} of the planned {expected:.1%}")
+        return " and ".join(found)
+
+
+class Traffic:
+    """What one rank asked for since the last `take`; costs a few microseconds a group and step.
+
+    Args:
+        world_size: W.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self._provided = np.zeros(self._world_size, np.int64)  # rows by the rank that provides them
+        self._accesses = self._covered = 0
+
+    def add(self, address_map: AddressMap, offsets: NDArray[np.int64], accesses: NDArray[np.int64]) -> None:
+        """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`."""
+        replying = len(address_map.segments(REPLIES))
+        self._provided += offsets[:, replying] - offsets[:, 0]
+        self._provided[address_map.rank] += int((offsets[:, -1] - offsets[:, replying]).sum())
+        self._accesses += int(accesses.sum())
+        self._covered += int(accesses[:, address_map.segments(COPIES).start :].sum())
+
+    def take(self) -> list[int]:
+        """Accesses, those of rows with copies, and rows by rank; starts anew."""
+        taken = [self._accesses, self._covered, *self._provided.tolist()]
+        self.clear()
+        return taken
+
+    @staticmethod
+    def fit(taken: Iterable[list[int]]) -> Fit | None:
+        """What the traffic of all ranks comes to; None where there was none."""
+        accesses, covered, *provided = np.sum(list(taken), axis=0).tolist()
+        if not accesses:
+            return None
+        return Fit(covered / accesses, min(provided) / max(provided))
+
+
+def predict(plan: Plan, problem: Problem) -> Fit:
+    """What the cost model expects of a plan.
+
+    Example:
+        >>> from rowmesh.placement import TableShape
+        >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+        >>> profile = Profile.from_counts({"item": [6, 2, 1, 1]}, [shape], num_samples=10)
+        >>> plan = Plan((TablePlan(shape, (RowRange(0, 1, "replicated"), RowRange(1, 4))),), 2, 2)
+        >>> round(predict(plan, Problem(profile, Topology.uniform(2), Request(batch_size=1))).coverage, 3)
+        0.6
+    """
+    covered = total = 0.0
+    for table in problem.profile.tables:
+        sums = np.concatenate([[0.0], np.cumsum(table.lengths * table.accesses)])
+        total += sums[-1]
+        for part in plan.table(table.name).ranges:
+            if _has_copies(plan, part):
+                start, stop = np.interp([part.start, part.stop], table.starts, sums)
+                covered += stop - start
+    return Fit(float(covered / total) if total else 0.0, problem.cost(plan).lookup_balance)
+
+
+def has_copies(plan: Plan) -> bool:
+    """Whether any row is on several ranks."""
+    return any(_has_copies(plan, part) for table in plan.tables for part in table.ranges)
+
+
+def _has_copies(plan: Plan, part: RowRange) -> bool:
+    return (part.rule == "replicated" and plan.world_size > 1) or (part.rule == "node" and plan.num_nodes > 1)
+
+
+def plan_unsorted(strategy: str, profile: Profile, topology: Topology, request: Request) -> Plan:
+    """A plan by a strategy for rows in any order: it sees them sorted by frequency, and its ranges are put back.
+
+    Neighbouring rows that follow the same rule become one range again, so there are at most about twice as many ranges
+    as rows that stand out. Every range of dealt rows may leave a slot unused, which the request's memory does not know.
+
+    Raises:
+        ConfigurationError: the request cannot be met.
+    """
+    orders = {table.name: np.argsort(-table.accesses, kind="stable") for table in profile.tables}
+    tables = tuple(_permuted(table, orders[table.name]) for table in profile.tables)
+    plan = search(strategy, replace(profile, tables=tables), topology, request)
+    planned = tuple(
+        TablePlan(table.shape, _put_back(plan, plan.table(table.name), table, orders[table.name]))
+        for table in profile.tables
+    )
+    unsorted = replace(plan, tables=planned)
+    unsorted.check()
+    return unsorted
+
+
+def _permuted(table: TableProfile, order: NDArray[np.int64]) -> TableProfile:
+    batches = None if table.batches is None else table.batches[order]
+    return replace(table, lengths=table.lengths[order], accesses=table.accesses[order], batches=batches)
+
+
+def _put_back(plan: Plan, planned: TablePlan, table: TableProfile, order: NDArray[np.int64]) -> tuple[RowRange, ...]:
+    """The ranges of sorted rows as ranges of the rows where they stand, in order."""
+    begins = np.concatenate([[0], np.cumsum(table.lengths[order])])
+    starts = np.array([part.start for part in planned.ranges])
+    bounds = np.union1d(begins, starts)
+    run = np.searchsorted(begins, bounds[:-1], "right") - 1
+    number = np.searchsorted(starts, bounds[:-1], "right") - 1
+    first = table.starts[order[run]] + bounds[:-1] - begins[run]
+    pieces: list[RowRange] = []
+    for i in np.argsort(first).tolist():
+        part = planned.ranges[number[i]]
+        shift = 0 if part.rule == "fixed" else int(part.shift + bounds[i] - part.start) % plan.world_size
+        start = int(first[i])
+        piece = replace(part, start=start, stop=start + int(bounds[i + 1] - bounds[i]), shift=shift)
+        if pieces and _is_alike(pieces[-1], piece):
+            pieces[-1] = replace(pieces[-1], stop=piece.stop)
+        else:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def _is_alike(first: RowRange, second: RowRange) -> bool:
+    return (first.rule, first.rank, first.two_hop) == (second.rule, second.rank, second.two_hop)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What came of planning for recent traffic.
+
+    Attributes:
+        plan: the new plan; None where the old one is as good as any, or none can be made.
+        text: why, for people.
+    """
+
+    plan: Plan | None
+    text: str
+
+
+class Planner:
+    """Watches some batches, and makes a new plan of them in a thread of its own. On one rank, for all.
+
+    Args:
+        plan: which is in use.
+        strategy: that makes new ones.
+        topology: of the ranks.
+        request: what is wanted of them.
+        capacity: rows of each table that are counted one by one.
+    """
+
+    def __init__(
+        self, plan: Plan, strategy: str, topology: Topology, request: Request, capacity: int = CAPACITY
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self._strategy, self._topology, self._request = strategy, topology, request
+        self._capacity = capacity
+        self._thread: threading.Thread | None = None
+        self._proposal: Proposal | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts a new sketch."""
+        self._sketch = AccessSketch([table.shape for table in self.plan.tables], capacity=self._capacity)
+        self._num_samples = 0
+
+    def watch(self, ids: Mapping[str, NDArray[np.int64]], num_samples: int) -> None:
+        """Counts a batch: ids by table. Batches of another size than the first are left out, and ids of no row."""
+        self._num_samples = self._num_samples or num_samples
+        if num_samples and num_samples == self._num_samples:
+            rows = {name: self.plan.table(name).shape.num_rows for name in ids}
+            known = {name: values[(values >= 0) & (values < rows[name])] for name, values in ids.items()}
+            self._sketch.add(known, num_samples)
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether a plan is being made, or waits to be taken."""
+        return self._thread is not None
+
+    def begin(self) -> None:
+        """Starts to make a plan of what was watched; returns at once."""
+        assert self._thread is None
+        sketch = self._sketch
+        self.forget()
+        self._thread = threading.Thread(target=self._propose, args=(sketch,), name="rowmesh-planner", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Proposal | None:
+        """What came of it, once, as soon as it is there."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread.join()
+        proposal, self._thread, self._proposal = self._proposal, None, None
+        return proposal or Proposal(None, "planning failed")
+
+    def close(self) -> None:
+        """Waits until no plan is being made."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _propose(self, sketch: AccessSketch) -> None:
+        try:
+            self._proposal = self._made(sketch.profile())
+        except ConfigurationError as error:
+            self._proposal = Proposal(None, f"no new plan can be made: {error}")
+
+    def _made(self, profile: Profile) -> Proposal:
+        problem = Problem(profile, self._topology, self._request)
+        plan = plan_unsorted(self._strategy, profile, self._topology, self._request)
+        before, after = problem.cost(self.plan), problem.cost(plan)
+        costs = [cost.objective(self._topology, self._request) for cost in (before, after)]
+        is_cheaper = costs[1] < (1 - LEAST_GAIN) * costs[0]
+        is_better_balanced = after.lookup_balance > (1 + LEAST_GAIN) * before.lookup_balance
+        if is_cheaper or (is_better_balanced and costs[1] <= (1 + LEAST_GAIN) * costs[0]):
+            return Proposal(plan, f"the new plan costs {costs[1] / costs[0]:.0%} of the old")
+        return Proposal(None, "the plan is as good as a new one for recent traffic")

@@ -1,0 +1,117 @@
+"""Drift while training: measures recent traffic, has a new plan made where the old one fails it, and migrates to it.
+
+A new plan is made where two intervals in a row fall short, of the second, and taken over at the end of a later one.
+From then on the limits are shares of what the first interval under it measures.
+
+Ranks talk every `check_every` steps: they add up what they measured, and learn from rank 0 what came of planning. Rank
+0 watches its own batches alone, which are like those of the others where samples are dealt to ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic
+from rowmesh.sparse import SparseBatch
+
+logger = logging.getLogger("rowmesh")
+
+
+class Drift:
+    """Keeps a collection's plan up to date. Every rank makes one and calls `after_step` after every step.
+
+    Args:
+        collection: whose traffic is measured.
+        planner: on rank 0, for whose plans all ranks wait; others have none.
+        predicted: what the plan was made for; None: what the first interval measures.
+        check_every: steps between checks.
+        sample_every: steps between batches that the planner sees.
+        min_coverage: share of the predicted coverage below which a new plan is made.
+        min_balance: share of the predicted balance below which a new plan is made.
+    """
+
+    def __init__(
+        self,
+        collection: EmbeddingCollection,
+        planner: Planner | None,
+        predicted: Fit | None = None,
+        *,
+        check_every: int = 1000,
+        sample_every: int = 8,
+        min_coverage: float = 0.9,
+        min_balance: float = 0.9,
+    ) -> None:
+        self.predicted, self.measured = predicted, predicted
+        self._collection, self._planner = collection, planner
+        self._check_every, self._sample_every = check_every, sample_every
+        self._shares = (min_coverage, min_balance)
+        self._traffic = collection.traffic = Traffic(collection.mesh.world_size)
+        self._tables = {feature: table.name for table in collection.tables for feature in table.features}
+        self._reason = ""
+        self._step = 0
+
+    def after_step(self, batch: SparseBatch) -> str:
+        """Between two steps; returns what is to be told, mostly nothing. Collective: every rank calls it."""
+        self._step += 1
+        if self._planner is not None and self._step % self._sample_every == 0:
+            self._planner.watch(self._ids_by_table(batch), batch.batch_size)
+        return "" if self._step % self._check_every else self._check()
+
+    def close(self) -> None:
+        """Stops measuring; waits for a plan that is being made."""
+        self._collection.traffic = None
+        if self._planner is not None:
+            self._planner.close()
+
+    def _ids_by_table(self, batch: SparseBatch) -> dict[str, Any]:
+        ids = batch.ids.numpy()
+        parts: dict[str, list[np.ndarray]] = {}
+        for number, feature in enumerate(batch.features):
+            begin, end = batch.feature_range(number)
+            parts.setdefault(self._tables[feature], []).append(ids[begin:end])
+        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+    def _check(self) -> str:
+        planner = self._planner
+        is_planning = planner is not None and planner.is_planning
+        mine = (self._traffic.take(), planner.take() if planner is not None else None, is_planning)
+        everyone = gather_objects(self._collection.mesh, mine, "measuring the traffic of all ranks")
+        proposal, is_planning = everyone[0][1], everyone[0][2]
+        fit = Traffic.fit(taken for taken, _, _ in everyone)
+        if proposal is not None:
+            return self._follow(proposal)
+        if fit is None or is_planning:
+            return ""
+        self.measured = fit
+        self.predicted = self.predicted or fit
+        was_short, self._reason = bool(self._reason), fit.shortfall(self.predicted, *self._shares)
+        if planner is not None:
+            if self._reason and was_short:
+                planner.begin()
+            else:
+                planner.forget()  # what comes next is more recent, and not half of what came before
+        return ""
+
+    def _follow(self, proposal: Proposal) -> str:
+        reason, self._reason = self._reason, ""
+        self.predicted = None  # a plan fits the few batches that it was made of better than any others
+        if self._planner is not None:
+            self._planner.forget()
+        if proposal.plan is None:
+            text = f"{reason}; {proposal.text}"
+        else:
+            moved = self._collection.migrate(proposal.plan)
+            if self._planner is not None:
+                self._planner.plan = proposal.plan
+            text = (
+                f"{reason}; {proposal.text}: {moved.rows:,} rows ({moved.num_bytes / 2**20:,.1f} MiB) moved in "
+                f"{moved.elapsed_s:.2f} s"
+            )
+        if self._collection.mesh.rank == 0:
+            logger.info("drift: %s", text)
+        return text

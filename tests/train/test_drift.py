@@ -1,0 +1,78 @@
+"""Traffic that moves makes ranks migrate once; traffic that stays makes them stay."""
+
+import numpy as np
+import pytest
+import torch
+
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
+from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.drift import Planner
+from rowmesh.placement.request import Request
+from rowmesh.placement.topology import Topology
+from rowmesh.tables import TableSpec
+from rowmesh.train.drift import Drift
+from tests.support.behaviour import rows_of
+
+TABLES = (TableSpec(name="item", num_rows=2000, dim=4, optimizer=RowWiseAdaGrad(lr=0.1)),)
+CHECK_EVERY, NUM_STEPS = 20, 200
+
+
+def a_batch(rank, step, moves):
+    """Most samples read one of 100 hot rows; after a third of the steps these may be others."""
+    generator = np.random.default_rng((rank, step))
+    hot = np.arange(1000, 1100) if moves and step >= NUM_STEPS // 3 else np.arange(100)
+    ids = np.where(generator.random(64) < 0.8, generator.choice(hot, 64), generator.integers(0, 2000, 64))
+    return SparseBatch.from_dense(("item",), torch.from_numpy(ids[None, :]))
+
+
+def train(mesh, transport, moves, follows):
+    """What was told, the coverage of the last interval, the rows by number."""
+    shape = TableShape.of(TABLES[0])
+    plan = Plan((TablePlan(shape, (RowRange(0, 100, "replicated"), RowRange(100, 2000))),), 2, 2)
+    collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, plan=plan)
+    optimizer = EmbeddingOptimizer(collection)
+    planner = None
+    if mesh.rank == 0:
+        request = Request(batch_size=64, mode="infer", extra_memory=0.1)
+        planner = Planner(plan, "dealt", Topology.uniform(2), request)
+    drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
+    told = []
+    for step in range(NUM_STEPS):
+        batch = a_batch(mesh.rank, step, moves)
+        optimizer.zero_grad()
+        collection(batch).values.square().sum().backward()
+        optimizer.step()
+        if drift is not None and (text := drift.after_step(batch)):
+            told.append(text)
+    coverage = drift.measured.coverage if drift is not None else 0.0
+    if drift is not None:
+        drift.close()
+    rows = {
+        row: value
+        for piece in collection.local_rows("item")
+        for row, value in zip(piece.rows, piece.values.clone(), strict=True)
+    }
+    assert len(rows_of(collection)) == 2
+    collection.close()
+    return told, coverage, rows
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
+    results = ranks.run(train, transport, True, True, world_size=2)
+    told = results[0][0]
+    assert results[1][0] == told
+    assert len(told) == 1, told
+    assert told[0].startswith("coverage ")
+    assert "rows (" in told[0]
+    assert results[0][1] > 0.75
+    plain = ranks.run(train, transport, True, False, world_size=2)
+    followed, expected = ({**a[2], **b[2]} for a, b in (results, plain))
+    assert all(torch.equal(followed[row], expected[row]) for row in range(2000))
+
+
+def test_traffic_that_stays_moves_nothing(ranks):
+    for told, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
+        assert told == []
+        assert coverage > 0.75
