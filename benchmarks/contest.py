@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.command import Options, Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
+from benchmarks.hosts import Hosts, HostsShape
 from benchmarks.workload import Workload
 
 PEER_MODULE = "benchmarks.peers.torchrec_step"
@@ -54,6 +58,22 @@ def _peer(options: Options, workload: Workload, sharding: str) -> Contestant:
     assert options.peer_python is not None
     name, ranks, python = f"torchrec {sharding}", options.ranks, options.peer_python
     return Contestant(name, PEER_MODULE, workload, ranks=ranks, python=python, sharding=sharding)
+
+
+@contextmanager
+def joined(options: Options) -> Iterator[tuple[Options, Hosts | None]]:
+    """The hosts of `--hosts`, if any, while the context lasts, and the options with as many ranks.
+
+    Raises:
+        HostsError: hosts cannot be made here.
+    """
+    if not options.extra["hosts"]:
+        yield options, None
+        return
+    shape = HostsShape.parse(options.extra["hosts"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed then too
+    with Hosts() as hosts:
+        yield replace(options, ranks=shape.num_ranks), hosts
 
 
 def take_turns(command: str, everyone: Sequence[Contestant], repeats: int) -> Answers:

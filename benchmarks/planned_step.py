@@ -13,21 +13,20 @@ second term alone bounds what a plan can gain: `cable dealt / planned` of the su
 
 from __future__ import annotations
 
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command import Options, Report
+from benchmarks.contest import joined
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import GIGABIT, PAYLOAD_SHARE, Hosts, HostsError, HostsShape
+from benchmarks.hosts import GIGABIT, NUM_HOSTS, PAYLOAD_SHARE, Hosts, HostsError
 from benchmarks.measure import slowest, summarize
 from benchmarks.ranks.setup import table_specs
 from benchmarks.workload import Workload, Zipf
@@ -55,24 +54,14 @@ def run(options: Options, report: Report) -> None:
         SystemExit: hosts cannot be made here, or there is no such plan; says why.
     """
     try:
-        _run_cases(options, report)
+        with joined(options) as (options, hosts):
+            ranks_per_node = options.ranks if hosts is None else options.ranks // NUM_HOSTS
+            for workload in options.workloads:
+                case = Case(options, workload, ranks_per_node, hosts)
+                for transport in ("one_sided", "collective") if hosts is None else ("collective",):
+                    case.run(report, transport)
     except (HostsError, ConfigurationError) as error:
         raise SystemExit(f"embedding_step: {error}") from error
-
-
-def _run_cases(options: Options, report: Report) -> None:
-    with ExitStack() as stack:
-        shape, hosts = None, None
-        if options.extra["hosts"]:
-            shape = HostsShape.parse(options.extra["hosts"])
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed then too
-            hosts = stack.enter_context(Hosts())
-            options = replace(options, ranks=shape.num_ranks)
-        ranks_per_node = options.ranks if shape is None else shape.ranks_per_host
-        for workload in options.workloads:
-            case = Case(options, workload, ranks_per_node, hosts)
-            for transport in ("one_sided", "collective") if hosts is None else ("collective",):
-                case.run(report, transport)
 
 
 def true_profile(workload: Workload) -> Profile:

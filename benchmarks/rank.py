@@ -5,6 +5,7 @@ Imports neither rowmesh nor a peer: both environments read it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -48,9 +49,14 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(workload.warmup + workload.steps):
         for name, step in variants.items():
-            barrier()  # the first lets everyone arrive, the second lets them leave at the same moment
-            barrier()
-            began = time.perf_counter()
-            step(number)
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(timed(functools.partial(step, number), barrier))
     return {name: times[workload.warmup :] for name, times in seconds.items()}
+
+
+def timed(function: Callable[[], None], barrier: Callable[[], Any]) -> float:
+    """Seconds of one call that all ranks start together."""
+    barrier()  # the first lets everyone arrive, the second lets them leave at the same moment
+    barrier()
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
