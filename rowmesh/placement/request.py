@@ -23,7 +23,7 @@ class Request:
             copy takes the optimizer state of its table's shape, which is 0 for tables that are only served.
         deduplicated: the exchange sends a row once for all samples of a batch, as rowmesh does. False counts every
             access, as the paper does.
-        extra_memory: memory for copies, as a share of what a rank holds without any.
+        extra_memory: memory for copies, as a share of what a rank holds without any; 0 makes none.
         memory_limit_bytes: for rows and their optimizer state on a rank; replaces `extra_memory` where given.
         objective: what is minimized, summed over or greatest of the links (pairs of ranks): bytes × seconds a byte.
             `auto` is `total`: gloo and one-sided reads serve a rank's peers one after another, so that its step takes

@@ -26,8 +26,8 @@ FEWEST_ROWS = 1000
 def smoothed(profile: Profile) -> Profile:
     """The profile with the expected accesses of seldom read rows instead of their counts.
 
-    Rows counted up to 10 times change, where at least 1,000 rows were counted once more than they; tables whose batches
-    were counted, or whose counts are means or out of order, stay as they are.
+    Rows counted up to 10 times change, where at least 1,000 rows were counted once more than they, and the batches that
+    contain them in proportion; tables whose counts are means or out of order stay as they are.
 
     Example:
         >>> from rowmesh.placement import TableShape
@@ -37,14 +37,14 @@ def smoothed(profile: Profile) -> Profile:
         >>> smoothed(profile).tables[0].accesses.tolist()
         [2.0, 0.5, 0.4]
     """
-    return replace(profile, tables=tuple(map(_smoothed, profile.tables)))
+    return replace(profile, tables=tuple(_smoothed(table, profile.num_batches) for table in profile.tables))
 
 
-def _smoothed(table: TableProfile) -> TableProfile:
+def _smoothed(table: TableProfile, num_batches: int) -> TableProfile:
     counts = table.accesses
     # The last row may stand for all rare ids, and be read often.
     falls = bool(np.all(np.diff(counts[:-1]) <= 0))
-    if table.batches is not None or not falls or not np.array_equal(counts, np.rint(counts)):
+    if not falls or not np.array_equal(counts, np.rint(counts)):
         return table
     rows = np.zeros(MOST_COUNTED + 2)
     seldom = np.flatnonzero(counts <= MOST_COUNTED + 1)
@@ -55,4 +55,8 @@ def _smoothed(table: TableProfile) -> TableProfile:
     expected = np.maximum.accumulate(np.minimum(expected, MOST_COUNTED + 1.0))
     accesses = counts.copy()
     accesses[seldom] = expected[counts[seldom].astype(int)]
-    return replace(table, accesses=accesses)
+    if table.batches is None:
+        return replace(table, accesses=accesses)
+    with np.errstate(invalid="ignore"):
+        share = np.where(counts > 0, table.batches / counts, 1.0)
+    return replace(table, accesses=accesses, batches=np.minimum(share * accesses, num_batches))
