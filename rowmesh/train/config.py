@@ -226,6 +226,24 @@ class ParallelConfig(Section):
     timeout_s: Annotated[float, Field(ge=1.0, le=1e7, allow_inf_nan=False)] = 300.0
 
 
+class DriftConfig(Section):
+    """When a plan that recent traffic does not fit any more is replaced.
+
+    Attributes:
+        enabled: whether traffic is measured; auto: where the plan copies rows.
+        check_every: steps between checks.
+        sample_every: steps between batches of which a new plan is made.
+        min_coverage: share of the planned coverage of accesses by copies below which a new plan is made.
+        min_balance: share of the planned balance over ranks below which a new plan is made.
+    """
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    check_every: Positive = 1000
+    sample_every: Positive = 8
+    min_coverage: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.9
+    min_balance: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.9
+
+
 class PlacementConfig(Section):
     """Which rank holds each row; without a plan or a strategy every table is dealt over all ranks.
 
@@ -235,6 +253,7 @@ class PlacementConfig(Section):
         topology: a shipped topology or a file; empty: the ranks of the run, links between hosts dearer than within.
         extra_memory: memory for copies, as a share of what a rank holds without any.
         objective: what a plan makes least, summed over or greatest of the links.
+        drift: when a new plan is made while training.
     """
 
     plan: Folder = ""
@@ -242,6 +261,7 @@ class PlacementConfig(Section):
     topology: Folder = ""
     extra_memory: Rate = 0.05
     objective: Literal["auto", "total", "slowest_link"] = "auto"
+    drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")
     def _plan_or_strategy(self) -> Self:

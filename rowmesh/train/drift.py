@@ -16,8 +16,13 @@ import numpy as np
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic
+from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
+from rowmesh.placement.strategies import STRATEGIES
 from rowmesh.sparse import SparseBatch
+from rowmesh.train.checks import SETTING_UP
+from rowmesh.train.job import Job
+from rowmesh.train.placement import problem_of, run_topology
+from rowmesh.train.together import on_rank_0
 
 logger = logging.getLogger("rowmesh")
 
@@ -115,3 +120,24 @@ class Drift:
         if self._collection.mesh.rank == 0:
             logger.info("drift: %s", text)
         return text
+
+
+def configured_drift(job: Job) -> Drift | None:
+    """What keeps the plan of a run up to date, if that is wanted. Collective: every rank calls it."""
+    config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
+    if config.enabled == "off" or mesh.world_size == 1 or (config.enabled == "auto" and not has_copies(plan)):
+        return None
+    problem = None
+
+    def fit() -> Fit:
+        nonlocal problem
+        problem = problem_of(job.config, job.data, run_topology(job.config, mesh))
+        return predict(plan, problem)
+
+    predicted, planner = on_rank_0(mesh, SETTING_UP, fit), None
+    if problem is not None:
+        wanted = job.config.placement.strategy or plan.strategy
+        strategy = wanted if wanted in STRATEGIES else "auto"
+        planner = Planner(plan, strategy, problem.topology, problem.request)
+    limits = config.model_dump(exclude={"enabled"})
+    return Drift(job.embeddings, planner, predicted, **limits)

@@ -17,6 +17,7 @@ from rowmesh.observe import MemoryGauge
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
+from rowmesh.train.drift import configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
 from rowmesh.train.job import Job
@@ -64,17 +65,21 @@ class Trainer:
     def run(self, run: RunFolder) -> None:
         """Trains, evaluating on the validation split now and then. Collective: every rank calls it."""
         with RunLog(self.job, run, self.total_steps) as log, naming_lost_peers(self.job.mesh, "training"):
-            interval = Interval()
+            drift, interval = configured_drift(self.job), Interval()
             for batch in self._batches():
                 interval.loss += self.train_step(batch)
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
+                if drift is not None and (text := drift.after_step(batch.sparse)):
+                    log.progress.say(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
                     self._log(log, interval)
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
                     interval.started_s += self._validate(log)
+            if drift is not None:
+                drift.close()
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""

@@ -53,7 +53,7 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
     if placement.plan:
         return Placement(_checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan), placement.plan)
     if placement.strategy:
-        topology = _run_topology(config, mesh)
+        topology = run_topology(config, mesh)
         comparison = compare(problem_of(config, data, topology), placement.strategy)
         return Placement(comparison.plan, f"made for topology {topology.name}")
     return _dealt(shapes, mesh, "no plan is given")
@@ -119,7 +119,8 @@ def shapes_of(config: Config, data: Prepared) -> list[TableShape]:
     return [TableShape.of(table) for table in table_specs(config.tables, data)]
 
 
-def _run_topology(config: Config, mesh: Mesh) -> Topology:
+def run_topology(config: Config, mesh: Mesh) -> Topology:
+    """The links between the ranks of a run, as configured."""
     if not config.placement.topology:
         return Topology.grouped(mesh.world_size // mesh.ranks_per_node, mesh.ranks_per_node, INTER_OVER_INTRA)
     topology = Topology.load(config.placement.topology)

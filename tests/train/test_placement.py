@@ -89,6 +89,14 @@ def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, t
     assert sum(whole_batches) / 7 > predicted.total_bytes
 
 
+def test_a_run_that_measures_drift_trains_the_same_model(train, make_plan):
+    _, *plain = train("plain")
+    path = make_plan("fixed", "replicated", "fixed", "fixed")  # the worst for its ranks
+    limits = ["placement.drift.check_every=1", "placement.drift.sample_every=1", "placement.drift.min_balance=1.0"]
+    _, *followed = train("followed", f"placement.plan={path}", *limits)
+    assert followed == plain
+
+
 def test_without_a_plan_tables_are_dealt(config_file, tmp_path, capsys):
     run_training(resolve(config_file, ["train.steps=1"]))
     assert "plan      dealt, over all ranks, as no plan is given: rows hot 0, warm 0, cold " in capsys.readouterr().out
