@@ -39,8 +39,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	for name in segment_unique exchange_rounds embedding_step train_step; do \
-		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan dealt" \
+		sparse_all_reduce train_step; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) data/generated data/prepared runs/make_train

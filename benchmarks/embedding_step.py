@@ -105,7 +105,7 @@ def main() -> None:
     defaults = {"dim": [16, 64, 128], "global_batch": [4096, 16384]}
     options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="")
     report = Report("embedding_step", options.output)
-    if options.extra["plan"]:
+    if options.extra["plan"] or options.extra["hosts"]:
         planned_step.run(options, report)
         report.finish()
         return

@@ -53,6 +53,8 @@ def run(options: Options, report: Report) -> None:
     Raises:
         SystemExit: hosts cannot be made here, or there is no such plan; says why.
     """
+    if not options.extra["plan"]:
+        raise SystemExit("embedding_step: --hosts needs --plan: a strategy, or the file of a plan")
     try:
         with joined(options) as (options, hosts):
             ranks_per_node = options.ranks if hosts is None else options.ranks // NUM_HOSTS
@@ -134,7 +136,7 @@ class Case:
             digests = {each.name: [answer["digest"] for answer in each.ask("digest")] for each in contestants}
         if digests[_DEALT] != digests[_PLANNED]:
             raise ContestantError(f"{self._workload.name}: after the same steps rows differ: {digests}")
-        name = f"{self._workload.name}_{transport if self._hosts is None else 'hosts'}"
+        name = f"{self._workload.name}_{self._options.extra['hosts'] or transport}"
         for line in lines.values():
             report.line(
                 case=name, dim=self._workload.dim, global_batch=self._workload.global_batch,
@@ -147,6 +149,10 @@ class Case:
         """By a strategy, or from a file."""
         source = self._options.extra["plan"]
         if source not in STRATEGIES:
+            if not Path(source).exists():
+                raise ConfigurationError(
+                    f"--plan {source}: neither a file nor a strategy; there are {', '.join(STRATEGIES)}"
+                )
             plan = Plan.load(Path(source))
             plan.check_fits(profile.shapes, self._options.ranks, self._ranks_per_node)
             return plan

@@ -69,8 +69,10 @@ def test_the_model_sees_what_a_step_moves(ranks, strategy):
 
 
 def test_plans_that_are_not_there_are_named():
-    with pytest.raises(SystemExit, match=r"embedding_step: cannot read the plan nothing\.json"):
+    with pytest.raises(SystemExit, match=r"--plan nothing\.json: neither a file nor a strategy; there are auto, dealt"):
         run(parse("", ["--plan", "nothing.json", "--quick"], plan="", hosts=""), Report("embedding_step", None))
+    with pytest.raises(SystemExit, match="--hosts needs --plan"):
+        run(parse("", ["--hosts", "2x2", "--quick"], plan="", hosts=""), Report("embedding_step", None))
     with pytest.raises(SystemExit, match="--hosts 3x2: a cable joins 2 hosts"):
         run(parse("", ["--hosts", "3x2", "--quick"], plan="dealt", hosts=""), Report("embedding_step", None))
 
