@@ -427,6 +427,7 @@ class EmbeddingCollection(nn.Module):
         try:
             exchanges = self._make_room(plan, transport)
             mine = move_rows(self._exchanges, exchanges, self.mesh)
+            transport.common = self._transport.common  # first: what connect makes counts into it
             transport.connect(exchanges)
         except BaseException:
             transport.close()
@@ -470,7 +471,6 @@ class EmbeddingCollection(nn.Module):
     def _replace(self, plan: Plan, transport: Transport, exchanges: list[GroupExchange]) -> None:
         for old, new in zip(self._exchanges, exchanges, strict=True):
             new.counters = old.counters
-        transport.common = self._transport.common
         self._transport.close()
         self.plan, self._transport, self._exchanges = plan, transport, exchanges
         self._num_pushes += 1  # rows that were fetched are stale

@@ -78,9 +78,9 @@ class AddressMap:
         self._limits = np.array(self.num_rows, np.int64)
         self._bases, self.num_slots = self._lay_out()
         self.key_stride = max(self.num_slots)
-        self._check_keys()
         present = {self._kind(part) for table in self.tables for part in table.ranges}
         self.kinds = tuple(kind for kind in KINDS if kind in present)
+        self._check_keys()
         self.ranges = np.array([self._describe(*item) for item in self._items()], np.int64)
         self.ranges[:, 8] = (1.0 / self.ranges[:, 2]).view(np.int64)
         self.ranges[:, 9] = (1.0 / self.ranges[:, 4]).view(np.int64)
@@ -194,10 +194,10 @@ class AddressMap:
         return bases, tuple(slots)
 
     def _check_keys(self) -> None:
-        keys = self.key_stride * self.plan.num_nodes
-        if keys > MAX_KEY:
+        num_nodes = self.plan.num_nodes if set(self.kinds) & RELAYS else 1  # else a key is a slot
+        if self.key_stride * num_nodes > MAX_KEY:
             names = ", ".join(f"{table.name!r} ({table.shape.num_rows:,} rows)" for table in self.tables)
-            nodes = f" on each of {self.plan.num_nodes} nodes" if self.plan.num_nodes > 1 else ""
+            nodes = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
             raise ConfigurationError(
                 f"tables {names}: the fullest rank would hold {self.key_stride:,} rows{nodes}; at most {MAX_KEY:,} can "
                 "be told apart; use more ranks, or give some tables another optimizer, which makes a group of their own"

@@ -80,3 +80,8 @@ def test_keys_that_do_not_fit_are_refused():
         ConfigurationError, match=r"tables 'large' \(8,589,934,592 rows\): the fullest rank would hold 4,294,967,296"
     ):
         AddressMap(plan, ["large"], 0)
+
+
+def test_nodes_do_not_count_where_nothing_is_relayed():
+    plan = Plan.dealt([TableShape("large", 5 * 10**9, 4, 4)], world_size=128, ranks_per_node=1)
+    assert AddressMap(plan, ["large"], 0).key_stride == 39_062_500
