@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,28 +87,48 @@ def _fill_piece(
     numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, npt.NDArray[Any]]
 ) -> int:  # fmt: skip
     """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
-    found = 0
-    for begin in range(0, len(numbers), CHUNK_ROWS):
-        chunk = slice(begin, begin + CHUNK_ROWS)
-        rows = numbers[chunk]
-        positions = _positions(part, np.arange(rows.start, rows.stop, rows.step))
-        here = np.flatnonzero(positions >= 0)
-        if len(here):
-            for kind, target in targets.items():
-                as_numpy(target)[chunk][here] = sources[kind][positions[here]]
-        found += len(here)
-    return found
-
-
-def _positions(part: Part, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each row stands in the files of a part, −1 where it does not."""
-    found = np.full(len(rows), -1, dtype=np.int64)
-    before = 0
+    found, before = 0, 0
     for bounds in part.ranges:
-        positions = bounds.positions(rows)
-        np.copyto(found, positions + before, where=positions >= 0)
+        common = _intersect(range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride), numbers)
+        if common is not None:
+            saved, wanted = common
+            for kind, target in targets.items():
+                for begin in range(0, len(saved), CHUNK_ROWS):
+                    to, at = wanted[begin : begin + CHUNK_ROWS], saved[begin : begin + CHUNK_ROWS]
+                    values = sources[kind][before + at.start : before + at.stop : at.step]
+                    as_numpy(target)[to.start : to.stop : to.step] = values
+            found += len(saved)
         before += bounds.count
     return found
+
+
+def _intersect(saved: range, wanted: range) -> tuple[range, range] | None:
+    """Where the numbers that two ranges share stand in each, or None.
+
+    >>> _intersect(range(1, 20, 2), range(0, 16, 3))
+    (range(1, 8, 3), range(1, 6, 2))
+    >>> [range(1, 20, 2)[i] for i in range(1, 8, 3)], [range(0, 16, 3)[i] for i in range(1, 6, 2)]
+    ([3, 9, 15], [3, 9, 15])
+    """
+    if not saved or not wanted or saved[-1] < wanted.start or wanted[-1] < saved.start:
+        return None
+    divisor = math.gcd(saved.step, wanted.step)
+    ahead, rest = divmod(wanted.start - saved.start, divisor)
+    if rest:
+        return None
+    saved_step, wanted_step = wanted.step // divisor, saved.step // divisor
+    first = ahead * pow(wanted_step, -1, saved_step) % saved_step  # of those at or after the start of `saved`
+    short = wanted.start - saved[first] if first < len(saved) else 0
+    if short > 0:
+        first += -(-short // (saved_step * saved.step)) * saved_step
+    if first >= len(saved) or saved[first] > wanted[-1]:
+        return None
+    other = (saved[first] - wanted.start) // wanted.step
+    count = min((len(saved) - 1 - first) // saved_step, (len(wanted) - 1 - other) // wanted_step) + 1
+    return (
+        range(first, first + (count - 1) * saved_step + 1, saved_step),
+        range(other, other + (count - 1) * wanted_step + 1, wanted_step),
+    )
 
 
 def _map(files: Path, table: str, kind: str, part: Part, target: torch.Tensor) -> npt.NDArray[Any]:

@@ -4,10 +4,13 @@ import signal
 import tracemalloc
 from dataclasses import dataclass, field, replace
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
+from rowmesh.checkpoint.read import _intersect
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
 
@@ -250,3 +253,17 @@ def test_rows_in_no_file(saved):
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="table 'item': 64 of 64 rows are in no file"):
         load(saved, Dealt(TABLES))
+
+
+RANGES = st.builds(lambda a, n, s: range(a, a + n * s, s), st.integers(0, 40), st.integers(0, 30), st.integers(1, 12))
+
+
+@given(saved=RANGES, wanted=RANGES)
+def test_what_two_ranges_share(saved, wanted):
+    expected = sorted(set(saved) & set(wanted))
+    common = _intersect(saved, wanted)
+    if common is None:
+        assert not expected
+        return
+    assert [saved[i] for i in common[0]] == expected
+    assert [wanted[i] for i in common[1]] == expected
