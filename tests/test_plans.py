@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, checkpoint
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.cost import cost_of
@@ -139,6 +139,99 @@ def test_routes_do_not_share_rows(ranks, rule):
     tables = (table("a", 480, 3), table("b", 48, 16))
     plan = make_plan(tables, 4, 2, lambda number: (rule, number, number, True))
     assert ranks.run(fetch_all_then_pool, tables, plan, 2, world_size=4) == [[True] * 3] * 4
+
+
+def through_a_checkpoint(mesh, tables, plans, ranks_per_node, folder):
+    """Whether rows, states and copies under the second plan are those that were saved under the first."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    first, second = (
+        EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, seed=seed)
+        for seed, plan in enumerate(plans)
+    )
+    optimizer = EmbeddingOptimizer(first)
+    first(SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})).values.sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, first, {}, group=mesh.group)
+    checkpoint.load(folder, second)
+    second.barrier()
+    parts = [{spec.name: _by_row(each.held_rows(spec.name)) for spec in tables} for each in (first, second)]
+    first.close()
+    second.close()
+    return parts
+
+
+def _by_row(pieces):
+    """Row → its values and states."""
+    return {
+        row: [piece.values[i].clone(), *(state[i].clone() for state in piece.state.values())]
+        for piece in pieces
+        for i, row in enumerate(piece.rows)
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_checkpoints_go_from_plan_to_plan_with_all_copies(ranks, rule, tmp_path):
+    tables = (table("a", 50, 3, "adam"), table("b", 7, 16, "row_wise_adagrad"))
+    plans = [
+        make_plan(tables, 4, 2, lambda number: (RULES[number % 4], number, number, True)),
+        make_plan(tables, 4, 2, lambda number: (rule, 3 * number, number, False)),
+    ]
+    parts = ranks.run(through_a_checkpoint, tables, plans, 2, tmp_path / "model", world_size=4)
+    for spec in tables:
+        saved = {row: values for before, _ in parts for row, values in before[spec.name].items()}
+        assert sorted(saved) == list(range(spec.num_rows))
+        for _, after in parts:
+            for row, values in after[spec.name].items():
+                assert all(torch.equal(a, b) for a, b in zip(values, saved[row], strict=True))
+
+
+def push_on_one_rank(mesh, tables, plan, ranks_per_node, is_zero):
+    """One look-up a step that only rank 1 pushes; or that the others push with a loss times 0."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan)
+    optimizer = EmbeddingOptimizer(collection)
+    for step in range(3):
+        batch = SparseBatch.from_bags({spec.name: [[(5 * mesh.rank + step) % spec.num_rows, 0]] for spec in tables})
+        loss = collection(batch).values.square().sum()
+        if mesh.rank == 1:
+            loss.backward()
+        elif is_zero:
+            (0.0 * loss).backward()
+        optimizer.step()
+    rows = {spec.name: _by_row(collection.held_rows(spec.name)) for spec in tables}
+    collection.close()
+    return rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_look_up_that_one_rank_pushes(ranks, rule):
+    tables = (table("a", 50, 3, "row_wise_adagrad"), table("b", 7, 16))
+    plan = make_plan(tables, 4, 2, lambda number: (rule, number, number, True))
+    mine, theirs = (ranks.run(push_on_one_rank, tables, plan, 2, is_zero, world_size=4) for is_zero in (False, True))
+    for one, other in zip(mine, theirs, strict=True):
+        for spec in tables:
+            for row, values in one[spec.name].items():
+                assert all(torch.equal(a, b) for a, b in zip(values, other[spec.name][row], strict=True)), row
+
+
+def test_hundreds_of_ranges(ranks):
+    """Heads that the kernel finds through its index, and the ranges behind them."""
+    tables = (table("a", 6000, 3, "adam"),)
+    starts = [*range(300), 500, 900, 2000, 3000, 4500, 5000, 5500, 6000]
+    ranges = tuple(
+        RowRange(a, b, RULES[number % 4], number % 4, number * 7 % 4, number % 3 == 0)
+        for number, (a, b) in enumerate(pairwise(starts))
+    )
+    plan = Plan((TablePlan(TableShape.of(tables[0]), ranges),), 4, 2)
+    check(ranks, Scenario(tables=tables, batch_sizes=(60, 50, 40, 70), plan=plan, ranks_per_node=2))
+
+
+def test_one_rank_trains_by_any_plan():
+    tables = several("adam")
+    plan = make_plan(tables, 1, 1, lambda number: (RULES[number % 4], 0, 0, True))
+    scenario = Scenario(tables=tables, batch_sizes=(9,))
+    whole = merged(scenario, [train(Mesh(), scenario)])
+    assert_equal(scenario, [train(Mesh(), replace(scenario, plan=plan))], whole)
 
 
 def train_on_all_rows(mesh, tables, plan, ranks_per_node, num_steps):

@@ -199,7 +199,7 @@ class Plan:
         Raises:
             ConfigurationError: names the table and rows, or the rank and how much is missing.
         """
-        if self.world_size < 1 or self.world_size % self.ranks_per_node:
+        if not 1 <= self.ranks_per_node <= self.world_size or self.world_size % self.ranks_per_node:
             raise ConfigurationError(
                 f"a plan for {self.world_size} ranks cannot have {self.ranks_per_node} ranks a node: "
                 "all nodes must have equally many"
@@ -275,11 +275,12 @@ class Plan:
                 for entry in fields.pop("tables")
             )
             plan = Plan(tables, **fields)
+            _check_types(plan)
+            plan.check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"{source}: not a plan ({error}); make it with `rowmesh plan`") from error
-        plan.check()
         return plan
 
     def save(self, path: Path) -> None:
@@ -294,7 +295,9 @@ class Plan:
             ConfigurationError: the file is missing or no plan.
         """
         try:
-            return Plan.from_json(path.read_text(), str(path))
+            return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{path}: not a plan ({error}); make it with `rowmesh plan`") from error
         except OSError as error:
             raise ConfigurationError(f"cannot read the plan {path}: {error.strerror}") from error
 
@@ -304,6 +307,18 @@ def _compact(part: RowRange) -> dict[str, Any]:
     values = asdict(part)
     defaults = asdict(RowRange(part.start, part.stop, part.rule))
     return {key: v for key, v in values.items() if key in ("start", "stop", "rule") or v != defaults[key]}
+
+
+def _check_types(plan: Plan) -> None:
+    """Raises TypeError where a number is none, which JSON allows anywhere."""
+    numbers = [("world_size", plan.world_size), ("ranks_per_node", plan.ranks_per_node)]
+    for table in plan.tables:
+        numbers += [(f"{table.name}.{name}", value) for name, value in asdict(table.shape).items() if name != "name"]
+        for part in table.ranges:
+            numbers += [(f"{table.name}.{name}", getattr(part, name)) for name in ("start", "stop", "shift", "rank")]
+    for name, value in numbers:
+        if type(value) is not int:
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
 def _check_ranges(table: TablePlan, world_size: int) -> None:

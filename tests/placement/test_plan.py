@@ -102,3 +102,25 @@ def test_nodes_are_equal_and_tables_are_named_once():
         replace(plan, tables=plan.tables * 2).check()
     with pytest.raises(ConfigurationError, match="no table 'items'"):
         plan.table("items")
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ('"ranks_per_node": 2', '"ranks_per_node": 0', "cannot have 0 ranks a node"),
+        ('"ranks_per_node": 2', '"ranks_per_node": -1', "cannot have -1 ranks a node"),
+        ('"world_size": 2', '"world_size": "2"', "not a plan .world_size must be a whole number, got '2'"),
+        ('"stop": 10', '"stop": 1e1', "not a plan .item.stop must be a whole number, got 10.0"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(old, new, message):
+    text = Plan.dealt([SHAPE], 2).to_json()
+    assert old in text
+    with pytest.raises(ConfigurationError, match=message):
+        Plan.from_json(text.replace(old, new))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigurationError, match=r"plan\.json: not a plan"):
+        Plan.load(tmp_path / "plan.json")

@@ -62,8 +62,9 @@ def train(mesh, transport, moves, follows):
 def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
     results = ranks.run(train, transport, True, True, world_size=2)
     told = results[0][0]
-    assert results[1][0] == told
     assert len(told) == 1, told
+    # each rank tells the time that it took itself
+    assert [text.rpartition(" moved in ")[0] for text in results[1][0]] == [told[0].rpartition(" moved in ")[0]]
     assert told[0].startswith("coverage ")
     assert "rows (" in told[0]
     assert results[0][1] > 0.75
