@@ -11,6 +11,9 @@ rows is a few kilobytes:
 Every row has one *home*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
 rank (r − start + shift) mod W for rows with copies, whose homes thereby share the work of keeping copies equal.
 
+A table may have several *replicas*, each on a group of ranks of its own; its rules then speak of the W ranks of such a
+group (`rowmesh.mesh.grid`).
+
 Source: OPER §3.2 (placement and fetch path of every row), §5.1. Differs: rules instead of an address for every row.
 """
 
@@ -18,17 +21,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.grid import Grid, Together
 from rowmesh.tables import TableSpec
 from rowmesh.tables.arena import compute_dtype
 
 RuleName = Literal["dealt", "node", "replicated", "fixed"]
 FORMAT = 1
+MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,17 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The ranges of one table, in order, without gaps."""
+    """The ranges of one table, in order, without gaps.
+
+    Attributes:
+        shape: the table.
+        ranges: of its rows.
+        replicas: M, replica groups; the rules of the ranges speak of the ranks of one.
+    """
 
     shape: TableShape
     ranges: tuple[RowRange, ...]
+    replicas: int = 1
 
     @property
     def name(self) -> str:
@@ -140,6 +152,7 @@ class Plan:
         ranks_per_node: G; ranks n·G … (n + 1)·G − 1 are one node.
         strategy: what made it.
         notes: why it is as it is: what was chosen, from what, by which number.
+        together: which ranks of a table with replicas have consecutive numbers, see `Grid`.
 
     Example:
         >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
@@ -156,18 +169,37 @@ class Plan:
     ranks_per_node: int
     strategy: str = "dealt"
     notes: Mapping[str, Any] = field(default_factory=dict)
+    together: Together = "shards"
 
     @staticmethod
-    def dealt(shapes: Sequence[TableShape], world_size: int, ranks_per_node: int | None = None) -> Plan:
-        """Every table dealt over all ranks: what runs where nothing was planned.
+    def dealt(
+        shapes: Sequence[TableShape],
+        world_size: int,
+        ranks_per_node: int | None = None,
+        *,
+        replicas: int | Mapping[str, int] = 1,
+        together: Together = "shards",
+    ) -> Plan:
+        """Every table dealt over all ranks, or over those of a replica group: what runs where nothing was planned.
 
         The shift by the number of the table keeps the most frequent rows of all tables from meeting on one rank.
+
+        Args:
+            shapes: the tables.
+            world_size: T.
+            ranks_per_node: G; by default all ranks are one node.
+            replicas: M, or M by table.
+            together: which ranks of a replicated table have consecutive numbers.
+
+        Raises:
+            ConfigurationError: M does not divide T.
         """
-        tables = tuple(
-            TablePlan(shape, (RowRange(0, shape.num_rows, shift=index % world_size),))
-            for index, shape in enumerate(shapes)
-        )
-        return Plan(tables, world_size, ranks_per_node or world_size)
+        tables = []
+        for index, shape in enumerate(shapes):
+            count = replicas if isinstance(replicas, int) else replicas[shape.name]
+            size = Grid(world_size, count).shards
+            tables.append(TablePlan(shape, (RowRange(0, shape.num_rows, shift=index % size),), count))
+        return Plan(tuple(tables), world_size, ranks_per_node or world_size, together=together)
 
     @property
     def num_nodes(self) -> int:
@@ -175,16 +207,44 @@ class Plan:
         return self.world_size // self.ranks_per_node
 
     @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """The Ms of the tables, each once, ascending."""
+        return tuple(sorted({table.replicas for table in self.tables}))
+
+    def grid(self, replicas: int) -> Grid:
+        """How the ranks form so many replica groups."""
+        return Grid(self.world_size, replicas, self.together)
+
+    def part(self, replicas: int) -> Plan:
+        """The tables of M replicas, as the plan of one of their groups: for N ranks, without replicas.
+
+        Example:
+            >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64)
+            >>> plan = Plan.dealt([shape], world_size=4, replicas=2)
+            >>> plan.part(2) == Plan.dealt([shape], world_size=2)
+            True
+        """
+        grid = self.grid(replicas)
+        tables = tuple(replace(table, replicas=1) for table in self.tables if table.replicas == replicas)
+        return Plan(tables, grid.shards, grid.ranks_per_node(self.ranks_per_node), self.strategy, self.notes)
+
+    @property
     def memory_bytes(self) -> tuple[int, ...]:
         """Rows and optimizer state that each rank holds."""
-        return tuple(
-            sum(
-                table.shape.row_bytes * part.num_slots(rank, self.world_size, self.ranks_per_node)
-                for table in self.tables
-                for part in table.ranges
-            )
-            for rank in range(self.world_size)
-        )
+        total = [0] * self.world_size
+        for replicas in self.replica_counts:
+            grid, part = self.grid(replicas), self.part(replicas)
+            held = [
+                sum(
+                    table.shape.row_bytes * piece.num_slots(shard, part.world_size, part.ranks_per_node)
+                    for table in part.tables
+                    for piece in table.ranges
+                )
+                for shard in range(grid.shards)
+            ]
+            for rank in range(self.world_size):
+                total[rank] += held[grid.place(rank)[1]]
+        return tuple(total)
 
     def table(self, name: str) -> TablePlan:
         """The plan of one table."""
@@ -204,13 +264,21 @@ class Plan:
                 f"a plan for {self.world_size} ranks cannot have {self.ranks_per_node} ranks a node: "
                 "all nodes must have equally many"
             )
+        if self.world_size >= MAX_RANKS:
+            raise ConfigurationError(
+                f"a plan cannot be for {self.world_size:,} ranks; at most {MAX_RANKS - 1:,} can be"
+            )
         names = [table.name for table in self.tables]
         if len(set(names)) < len(names):
             raise ConfigurationError(
                 f"the plan names a table twice: {sorted({n for n in names if names.count(n) > 1})}"
             )
         for table in self.tables:
-            _check_ranges(table, self.world_size)
+            try:
+                grid = self.grid(table.replicas)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"table {table.name!r}: {error}") from error
+            _check_ranges(table, grid.shards)
         if memory_limit_bytes is not None:
             for rank, needed in enumerate(self.memory_bytes):
                 if needed > memory_limit_bytes:
@@ -251,8 +319,10 @@ class Plan:
             "format": FORMAT, "strategy": self.strategy, "world_size": self.world_size,
             "ranks_per_node": self.ranks_per_node, "notes": dict(self.notes),
         }  # fmt: skip
+        if self.replica_counts != (1,):
+            head["together"] = self.together
         tables = ",\n".join(
-            f'  {{"shape": {json.dumps(asdict(table.shape))}, "ranges": [\n'
+            f'  {{"shape": {json.dumps(asdict(table.shape))}{_replicas(table)}, "ranges": [\n'
             + ",\n".join(f"    {json.dumps(_compact(part))}" for part in table.ranges)
             + "]}"
             for table in self.tables
@@ -271,7 +341,11 @@ class Plan:
             if (found := fields.pop("format")) != FORMAT:
                 raise ConfigurationError(f"{source}: format {found}, this rowmesh reads {FORMAT}; make the plan again")
             tables = tuple(
-                TablePlan(TableShape(**entry["shape"]), tuple(RowRange(**part) for part in entry["ranges"]))
+                TablePlan(
+                    TableShape(**entry["shape"]),
+                    tuple(RowRange(**part) for part in entry["ranges"]),
+                    entry.get("replicas", 1),
+                )
                 for entry in fields.pop("tables")
             )
             plan = Plan(tables, **fields)
@@ -302,6 +376,10 @@ class Plan:
             raise ConfigurationError(f"cannot read the plan {path}: {error.strerror}") from error
 
 
+def _replicas(table: TablePlan) -> str:
+    return f', "replicas": {table.replicas}' if table.replicas != 1 else ""
+
+
 def _compact(part: RowRange) -> dict[str, Any]:
     """The fields that say something."""
     values = asdict(part)
@@ -313,6 +391,7 @@ def _check_types(plan: Plan) -> None:
     """Raises TypeError where a number is none, which JSON allows anywhere."""
     numbers = [("world_size", plan.world_size), ("ranks_per_node", plan.ranks_per_node)]
     for table in plan.tables:
+        numbers.append((f"{table.name}.replicas", table.replicas))
         numbers += [(f"{table.name}.{name}", value) for name, value in asdict(table.shape).items() if name != "name"]
         for part in table.ranges:
             numbers += [(f"{table.name}.{name}", getattr(part, name)) for name in ("start", "stop", "shift", "rank")]

@@ -124,3 +124,32 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "plan.json").write_bytes(bytes(range(256)))
     with pytest.raises(ConfigurationError, match=r"plan\.json: not a plan"):
         Plan.load(tmp_path / "plan.json")
+
+
+SHAPES = [TableShape("user", 100, 64, 64, 4), TableShape("item", 7, 32, 32)]
+
+
+@pytest.mark.parametrize("together", ["shards", "replicas"])
+def test_tables_may_have_replicas_of_their_own(together):
+    plan = Plan.dealt(SHAPES, 8, 4, replicas={"user": 1, "item": 4}, together=together)
+    plan.check()
+    assert plan.replica_counts == (1, 4)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.part(1).tables == (plan.table("user"),)
+    assert plan.part(4).world_size == 2
+    assert [table.name for table in plan.part(4).tables] == ["item"]
+    user, item = 13 * 68, 4 * 32  # of 100 rows over 8 ranks, of 7 rows over 2
+    assert plan.memory_bytes == (user + item,) * 8
+    assert sum(plan.memory_bytes) > sum(Plan.dealt(SHAPES, 8, 4).memory_bytes)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused():
+    text = Plan.dealt(SHAPES, 4, replicas=2).to_json()
+    with pytest.raises(ConfigurationError, match=r"table 'user': 4 ranks cannot form 3 .* 1, 2, 4"):
+        Plan.from_json(text.replace('"replicas": 2', '"replicas": 3'))
+    with pytest.raises(ConfigurationError, match=r"user\.replicas must be a whole number"):
+        Plan.from_json(text.replace('"replicas": 2', '"replicas": "2"'))
+    with pytest.raises(ConfigurationError, match="together must be"):
+        Plan.from_json(text.replace('"shards"', '"hosts"'))
+    with pytest.raises(ConfigurationError, match="cannot be for"):
+        Plan.dealt(SHAPES, 1 << 24).check()
