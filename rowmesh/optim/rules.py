@@ -5,6 +5,16 @@ is in `rowmesh.ops.merge_update`, one reference and one kernel for each backend.
 
 In all formulas g is the gradient of a row summed over every id of the global batch that names it,
 of the loss averaged over the global batch. Rows that no id names do not change.
+
+[Note: moment scaling]
+Where replica groups take their steps on their own gradients and average rows and states afterwards, the mean of the
+groups' g² is larger than the square of the mean g, by the variance of the groups' gradients: v grows faster, and steps
+shrink. `moment_scale` c undoes that. It divides v where a step is computed, √(v / c), never where v is kept, so that c
+may change between two runs of a model. It is in (0, M] for M groups, nearer to M the noisier the gradients; 1 is the
+plain optimizer, to the bit. None leaves it to whoever knows the groups, and is 1 where nobody decides.
+
+Source: Two-dimensional sparse parallelism, §3.2, Algorithm 1 line 6 and Scaling Rule 1. Differs: AdaGrad element by
+element has it too, as well as Adam, which the paper only mentions.
 """
 
 from __future__ import annotations
@@ -14,6 +24,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rowmesh.errors import ConfigurationError
+
+MOMENT_SCALES = (1e-30, 1e30)  # within them c^-½ and its products with float32 roots neither overflow nor vanish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +47,23 @@ class UpdateRule:
             value = getattr(self, name, 0.0)
             if not 0.0 <= value < math.inf:
                 raise ConfigurationError(f"{self.name}: {name} must be 0 or more and finite, got {value}")
+        moment_scale = getattr(self, "moment_scale", None)
+        least, most = MOMENT_SCALES
+        if moment_scale is not None and not least <= moment_scale <= most:
+            raise ConfigurationError(
+                f"{self.name}: moment_scale must be above 0 and finite ({least:g} to {most:g}), got {moment_scale}; "
+                "1 is the plain optimizer, the number of replica groups the most that averaging calls for"
+            )
 
     @property
     def hyperparameters(self) -> tuple[float, float, float]:
         """The three numbers the kernels take beside lr; unused ones are 0."""
         return (0.0, 0.0, 0.0)
+
+    @property
+    def root_factor(self) -> float:
+        """What kernels multiply √v by: c^-½; 1 without moment scaling."""
+        return (getattr(self, "moment_scale", None) or 1.0) ** -0.5
 
     @property
     def initial_state(self) -> dict[str, float]:
@@ -61,6 +85,7 @@ class _Accumulating(UpdateRule):
 
     eps: float
     initial_accumulator: float = 0.0
+    moment_scale: float | None = None
 
     @property
     def hyperparameters(self) -> tuple[float, float, float]:
@@ -75,7 +100,10 @@ class _Accumulating(UpdateRule):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGrad(_Accumulating):
-    """v += g²;  w −= lr · g / (√v + eps), element by element (torch.optim.Adagrad on sparse gradients)."""
+    """v += g²;  w −= lr · g / (√(v / c) + eps), element by element, c = `moment_scale` or 1.
+
+    With c = 1 torch.optim.Adagrad on sparse gradients; c is explained in [Note: moment scaling].
+    """
 
     eps: float = 1e-10
     name: ClassVar[str] = "adagrad"
@@ -84,10 +112,11 @@ class AdaGrad(_Accumulating):
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdaGrad(_Accumulating):
-    """v += mean(g²);  w −= lr · g / (√v + eps), one v a row.
+    """v += mean(g²);  w −= lr · g / (√(v / c) + eps), one v a row, c = `moment_scale` or 1.
 
-    The convention of FBGEMM's exact row-wise AdaGrad. The two-dimensional sparse parallelism paper
-    writes the sum of squares; the constant is D.
+    Source: FBGEMM's exact row-wise AdaGrad for c = 1; Two-dimensional sparse parallelism, Algorithm 1 lines 5 and 6 for
+    the rest. Differs: the paper writes the sum of squares, D times our mean; and where its text (not its Algorithm 1)
+    has eps under the root, ours is added to it. c is explained in [Note: moment scaling].
     """
 
     eps: float = 1e-8
@@ -99,16 +128,18 @@ class RowWiseAdaGrad(_Accumulating):
 class Adam(UpdateRule):
     """Lazy Adam: m and v of a row move only in steps that touch the row.
 
-    m = β₁m + (1−β₁)g;  v = β₂v + (1−β₂)g²;  w −= lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
+    m = β₁m + (1−β₁)g;  v = β₂v + (1−β₂)g²;  w −= lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ) / c) + eps)
 
+    c = `moment_scale` or 1, applied to the bias-corrected v; it is explained in [Note: moment scaling].
     t counts the steps of the optimizer, not the touches of the row: the semantics of
     torch.optim.SparseAdam, whose eps is added to √(v) before its bias correction is applied; ours
-    follows torch.optim.Adam and adds it after.
+    follows torch.optim.Adam and adds it after, to the root that c has scaled.
     """
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    moment_scale: float | None = None
     name: ClassVar[str] = "adam"
     state: ClassVar[dict[str, str]] = {"m": "element", "v": "element"}
 

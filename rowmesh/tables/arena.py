@@ -95,10 +95,10 @@ class DenseArena:
             part: which of the distinct slots, first and one past the last; default: all.
         """
         eps, beta1, beta2 = self.group.optimizer.hyperparameters
-        correction = 1.0
+        correction = self.group.optimizer.root_factor
         if isinstance(self.group.optimizer, Adam):
             lr = lr / (1.0 - beta1**step)
-            correction = (1.0 - beta2**step) ** -0.5
+            correction *= (1.0 - beta2**step) ** -0.5
         addresses = [memory.address for memory in self._state_memory] + [0, 0]
         self._update.update_merged(
             merged.merged_slots, merged.heads, merged.nexts, merged.addresses, *(part or (0, merged.num_merged)),

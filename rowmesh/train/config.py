@@ -17,6 +17,7 @@ Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
 """A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
 
@@ -81,6 +82,7 @@ class UpdateRuleConfig(Section):
         initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
         beta1: decay of the first moment (adam).
         beta2: decay of the second moment (adam).
+        moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam).
     """
 
     name: OptimizerName = "row_wise_adagrad"
@@ -89,6 +91,7 @@ class UpdateRuleConfig(Section):
     initial_accumulator: Rate | None = None
     beta1: Decay | None = None
     beta2: Decay | None = None
+    moment_scale: Factor | None = None
 
 
 class InitializerConfig(Section):

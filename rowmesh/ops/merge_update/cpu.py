@@ -193,11 +193,11 @@ def _change_row(
     elif rule == ADAGRAD:
         total = add(load_row(at1, dim, out), mul(gradient, gradient))
         store_row(at1, total, out)
-        row = axpy(-lr, div(gradient, add(sqrt_row(total), splat(eps, dim, out))), row)
+        row = axpy(-lr, div(gradient, add(scale(correction, sqrt_row(total)), splat(eps, dim, out))), row)
     elif rule == ROW_WISE_ADAGRAD:
         mean = load_scalar(at1, out) + sum_squares(gradient) / size
         store_scalar(at1, mean, out)
-        row = axpy(-lr / (np.sqrt(mean) + eps), gradient, row)
+        row = axpy(-lr / (correction * np.sqrt(mean) + eps), gradient, row)
     else:
         first = axpy(beta1, load_row(at1, dim, out), scale(rest1, gradient))
         second = axpy(beta2, load_row(at2, dim, out), scale(rest2, mul(gradient, gradient)))
@@ -246,8 +246,9 @@ def _sum_chain(entry, nexts, addresses, node_ends, num_nodes, dim, out):
 def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
     """The update kernels of one rule, for one dimension and storage, compiled at their first call.
 
-    Their last arguments are the learning rate, what gradients are multiplied by, eps, β₁, β₂ and a correction. For Adam
-    the learning rate is lr / (1 − β₁ᵗ) and the correction 1 / √(1 − β₂ᵗ); other rules take no notice of it.
+    Their last arguments are the learning rate, what gradients are multiplied by, eps, β₁, β₂ and a correction, which √v
+    is multiplied by before eps is added: c^-½ for a moment scale of c. For Adam the learning rate is lr / (1 − β₁ᵗ) and
+    the correction (c · (1 − β₂ᵗ))^-½; SGD takes no notice of it.
     """
     DIM, STORAGE, RULE = dim, storage, RULES[rule_name]
     ROW_BYTES = dim * STORAGE_BYTES[storage]

@@ -18,6 +18,7 @@ def merge(slots: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, Tensor]:
 def update(
     rule: str, weights: Tensor, state: dict[str, Tensor], slots: Tensor, grads: Tensor,
     lr: float, eps: float = 0.0, beta1: float = 0.0, beta2: float = 0.0, step: int = 1,
+    moment_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Applies one step of a rule to distinct rows, in place; see `rowmesh.optim.rules` for the formulas."""
     g = grads
@@ -26,16 +27,16 @@ def update(
         rows -= lr * g
     elif rule == "adagrad":
         state["sum"][slots] += g * g
-        rows -= lr * g / (state["sum"][slots].sqrt() + eps)
+        rows -= lr * g / ((state["sum"][slots] / moment_scale).sqrt() + eps)
     elif rule == "row_wise_adagrad":
         state["sum"][slots] += (g * g).mean(1)
-        rows -= lr * g / (state["sum"][slots].sqrt() + eps)[:, None]
+        rows -= lr * g / ((state["sum"][slots] / moment_scale).sqrt() + eps)[:, None]
     elif rule == "adam":
         state["m"][slots] = beta1 * state["m"][slots] + (1 - beta1) * g
         state["v"][slots] = beta2 * state["v"][slots] + (1 - beta2) * g * g
         m = state["m"][slots] / (1 - beta1**step)
         v = state["v"][slots] / (1 - beta2**step)
-        rows -= lr * m / (v.sqrt() + eps)
+        rows -= lr * m / ((v / moment_scale).sqrt() + eps)
     else:
         raise ValueError(f"unknown rule {rule!r}")
     weights[slots] = rows.to(weights.dtype)
