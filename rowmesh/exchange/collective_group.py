@@ -12,11 +12,12 @@ import numpy as np
 import torch.distributed as dist
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel, Parts
+from rowmesh.exchange.messages import Channel, Parts, bounds_of
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
 from rowmesh.exchange.transport import Sources, Update
+from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.simd import STORAGE
@@ -38,8 +39,8 @@ class Incoming:
     def __init__(self, offsets: np.ndarray, accesses: np.ndarray, num_replying: int) -> None:
         self.offsets = np.ascontiguousarray(offsets)
         self.accesses = accesses
-        self.bounds = _cumulated(offsets[:, -1] - offsets[:, 0])
-        self.reply_bounds = _cumulated(offsets[:, num_replying] - offsets[:, 0])
+        self.bounds = bounds_of(offsets[:, -1] - offsets[:, 0])
+        self.reply_bounds = bounds_of(offsets[:, num_replying] - offsets[:, 0])
 
     @property
     def num_entries(self) -> int:
@@ -76,6 +77,12 @@ class CollectiveGroup:
         self._merged: RouteGroup | None = None  # whose requests the merger holds
         self._sources = Sources(exchange)
         self._row_addresses = Scratch()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers that are kept from step to step, without those of routes."""
+        relayed = self._relay.num_bytes if self._relay else 0
+        return held_bytes(self) + self._replicas.num_bytes + relayed
 
     @property
     def needs_nodes(self) -> bool:
@@ -156,7 +163,7 @@ class CollectiveGroup:
         if len(groups) > 1 or self._merged is not groups[0]:
             self._merge(groups)
             if self._relay:
-                self._relay.request(groups[0].workspace.relayed)  # no row will be put there
+                self._relay.request(None)
         for work in gradients:
             self.wait(work)
         self._merged = None
@@ -213,7 +220,3 @@ class CollectiveGroup:
         sources.merge()
         self._sources = sources
         self._merged = groups[0] if len(groups) == 1 else None
-
-
-def _cumulated(sizes: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(sizes)])

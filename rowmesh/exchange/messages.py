@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,15 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import Waiting
+
+
+def bounds_of(sizes: np.ndarray) -> np.ndarray:
+    """Where each part begins, int64, and where the last one ends.
+
+    >>> bounds_of(np.array([3, 0, 4])).tolist()
+    [0, 3, 3, 7]
+    """
+    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 class Parts:
@@ -68,12 +77,10 @@ class Channel:
         counters.bytes_received += into.num_bytes(self.member)
         counters.all_to_all_rounds += 1
         (to_send, sizes_out), (to_fill, sizes_in) = out.trimmed(self.member), into.trimmed(self.member)
-        try:
-            work = dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._mesh.peer_error(doing, error) from error
-        assert work is not None
-        return work
+        return self._started(
+            lambda: dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=self._group, async_op=True),
+            doing,
+        )
 
     def exchange(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> None:
         """One all-to-all, waited for."""
@@ -86,26 +93,30 @@ class Channel:
         num_bytes = out.nbytes - out[0].nbytes
         counters.bytes_sent += num_bytes
         counters.bytes_received += num_bytes
-        try:
-            work = dist.all_to_all_single(into, out, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._mesh.peer_error(doing, error) from error
-        self.wait(work, doing)
+        self.wait(
+            self._started(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing), doing
+        )
         return into
 
-    def gather(self, mine: Tensor, counters: GroupCounters | CommonCounters, doing: str) -> list[Tensor]:
-        """What every member has, in their order; tensors of one shape."""
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+    def gather(
+        self, mine: Tensor, everyone: list[Tensor], counters: GroupCounters | CommonCounters, doing: str
+    ) -> None:  # fmt: skip
+        """Fills `everyone` with what each member has, in their order; tensors of one shape."""
         counters.all_gathers += 1
         counters.bytes_sent += mine.nbytes * (self.size - 1)
         counters.bytes_received += mine.nbytes * (self.size - 1)
-        try:
-            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._mesh.peer_error(doing, error) from error
-        self.wait(work, doing)
-        return everyone
+        self.wait(
+            self._started(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True), doing), doing
+        )
 
-    def wait(self, work: dist.Work | None, doing: str) -> None:
+    def wait(self, work: dist.Work, doing: str) -> None:
         """Until a posted collective is done."""
         self._is_done(work, doing)
+
+    def _started(self, post: Callable[[], dist.Work | None], doing: str) -> dist.Work:
+        try:
+            work = post()
+        except RuntimeError as error:
+            raise self._mesh.peer_error(doing, error) from error
+        assert work is not None
+        return work

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel, Parts
+from rowmesh.exchange.messages import Channel, Parts, bounds_of
 from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.merge_update import Merger, sum_kernels
@@ -67,6 +68,11 @@ class Relay:
         self._doing = f"exchanging group {exchange.group.name} between nodes"
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return held_bytes(self) + held_bytes(self.merger)
+
+    @property
     def addresses(self) -> int:
         """Where the row of each merged key is."""
         return self._addresses.buffer.address
@@ -76,26 +82,30 @@ class Relay:
         first, end = self.merger.merged_offsets[list(segments)].tolist()
         return first, end
 
-    def request(self, relayed: Scratch) -> None:
+    def request(self, relayed: Scratch | None) -> None:
         """Tells the homes which rows this node needs; after the requests of the node were merged.
 
         Args:
-            relayed: where `fetch` will put the rows of other nodes. This rank may be one of those that asked, and reads
-                them there, so it belongs to the route.
+            relayed: where `fetch` will put the rows of other nodes; None where nobody will fetch. This rank may be one
+                of those that asked, and reads them there, so it belongs to the route.
         """
         exchange, column, merger = self._exchange, self._column, self._exchange.merger
-        most = merger.num_merged
-        received = relayed.reserve(most * exchange.row_bytes)
+        first, num_fetched = self._segments.start, self._num_fetched
+        begin, fetched, end, replying = merger.merged_offsets[
+            [first, first + num_fetched, self._segments.stop, self._num_replying]
+        ].tolist()
+        most = end - begin
+        received = relayed.reserve((fetched - begin) * exchange.row_bytes) if relayed else 0
         sort_relay(
-            merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, self._segments.start,
-            len(self._segments), self._num_fetched, self._num_replying, column.size, column.member,
-            exchange.address_map.key_stride, exchange.arena.address, exchange.row_bytes, received,
-            self._slots.reserve(4 * most), self._entries.reserve(4 * most), self._heads.reserve(4 * most),
-            self._offsets.ctypes.data, self._reply_offsets.ctypes.data, self._addresses.reserve(8 * most),
+            merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, first, len(self._segments),
+            num_fetched, self._num_replying, column.size, column.member, exchange.address_map.key_stride,
+            exchange.arena.address, exchange.row_bytes, received, self._slots.reserve(4 * most),
+            self._entries.reserve(4 * most), self._heads.reserve(4 * most), self._offsets.ctypes.data,
+            self._reply_offsets.ctypes.data, self._addresses.reserve(8 * replying),
         )  # fmt: skip
         counts = column.exchange_equal(torch.from_numpy(self._offsets), self._common, self._doing)
         self._incoming[:] = counts.numpy()
-        self._incoming_bounds = _bounds(self._incoming)
+        self._incoming_bounds = bounds_of(self._incoming[:, -1] - self._incoming[:, 0]).tolist()
         self._requests.reserve(4 * self._incoming_bounds[-1])
         out = Parts(self._slots.buffer.bytes, 0, self._out_bounds(), 4)
         into = Parts(self._requests.buffer.bytes, 0, self._incoming_bounds, 4)
@@ -109,7 +119,7 @@ class Relay:
         exchange, column, bounds = self._exchange, self._column, self._incoming_bounds
         wanted = self._incoming[:, self._num_fetched] - self._incoming[:, 0]
         wanted[column.member] = 0
-        reply_bounds = [0, *np.cumsum(wanted).tolist()]
+        reply_bounds = bounds_of(wanted).tolist()
         replies = self._replies.reserve(reply_bounds[-1] * exchange.row_bytes)
         for node, count in enumerate(wanted.tolist()):
             slots = self._requests.buffer.address + 4 * bounds[node]
@@ -145,8 +155,3 @@ class Relay:
         self.merger(sources, size, self._incoming_bounds[-1])
         part = (0, int(self.merger.merged_offsets[self._num_fetched]))
         exchange.arena.apply(self.merger, update.lr, update.scaling, update.step, part)
-
-
-def _bounds(offsets: np.ndarray) -> list[int]:
-    """Where each sender's entries begin, over those of all senders in order."""
-    return [0, *np.cumsum(offsets[:, -1] - offsets[:, 0]).tolist()]

@@ -13,6 +13,7 @@ that merge send no zeros, and add in a fixed order whatever the library does.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,32 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.route import GroupExchange
-from rowmesh.ops.memory import Scratch
+from rowmesh.exchange.workspace import held_bytes
+from rowmesh.ops.memory import Scratch, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.simd import STORAGE
 
 if TYPE_CHECKING:
     from rowmesh.exchange.transport import Update
+
+_SLOT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Some rows' summed gradients, as they stand in a message: the gradients, then the rows' slots.
+
+    Attributes:
+        gradients, slots: the bytes of both.
+    """
+
+    gradients: Tensor
+    slots: Tensor
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return len(self.slots) // _SLOT_BYTES
 
 
 class Replicas:
@@ -41,68 +62,81 @@ class Replicas:
         self._exchange, self._common = exchange, common
         self._sum = sum_kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._singles = Singles()
-        self._message = Scratch()
+        self._message, self._received = Scratch(), Scratch()
         self._doing = f"keeping the copies of group {exchange.group.name} equal"
 
-    def share(
-        self, merger: Merger, part: tuple[int, int], channel: Channel, update: Update
-    ) -> list[tuple[int, Tensor]]:
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return held_bytes(self) + held_bytes(self._singles)
+
+    def share(self, merger: Merger, part: tuple[int, int], channel: Channel, update: Update) -> list[Sums]:
         """Updates the merged rows of `part` here and on the other members; collective among them.
 
         Returns:
-            What every member contributed, for `pass_on`.
+            What every member contributed, for `pass_on`; valid until the next call.
         """
-        message = self._pack(merger, part)
-        everyone = self._gather(part[1] - part[0], message, channel)
-        for count, theirs in everyone:
-            self._apply(count, theirs, update)
-        return everyone
-
-    def pass_on(self, received: list[tuple[int, Tensor]], channel: Channel, update: Update) -> None:
-        """Tells the members of another channel what `share` brought; each passes on what the others do not know."""
-        size = self._exchange.gradient_bytes
-        slots = [message[: 4 * count] for count, message in received]
-        sums = [message[_room(count) :][: size * count] for count, message in received]
-        count = sum(n for n, _ in received)
-        padding = torch.zeros(_room(count) - 4 * count, dtype=torch.uint8, device="cpu")
-        message = torch.cat([*slots, padding, *sums])
-        for member, (number, theirs) in enumerate(self._gather(count, message, channel)):
-            if member != channel.member:
-                self._apply(number, theirs, update)
-
-    def _pack(self, merger: Merger, part: tuple[int, int]) -> Tensor:
-        """Slots (uint32), from the next multiple of 64 bytes the sums."""
         first, end = part
-        count, size = end - first, self._exchange.gradient_bytes
-        address = self._message.reserve(_room(count) + size * count)
-        array = self._message.buffer.bytes
-        if count:
-            ctypes.memmove(address, merger.merged_slots + 4 * first, 4 * count)
+        counts = self._counts(end - first, channel)
+        mine = self._room(counts, channel)
+        if mine.count:
             self._sum.sum_merged(
                 merger.heads, merger.nexts, merger.addresses, first, end, merger.node_ends, merger.num_nodes,
-                address + _room(count),
+                mine.gradients.data_ptr(),
             )  # fmt: skip
-        return torch.from_numpy(array[: _room(count) + size * count])
+            ctypes.memmove(mine.slots.data_ptr(), merger.merged_slots + _SLOT_BYTES * first, len(mine.slots))
+        everyone = self._gather(counts, channel)
+        for sums in everyone:
+            self._apply(sums, update)
+        return everyone
 
-    def _gather(self, count: int, message: Tensor, channel: Channel) -> list[tuple[int, Tensor]]:
-        """Every member's number of rows and message."""
+    def pass_on(self, received: list[Sums], channel: Channel, update: Update) -> None:
+        """Tells the members of another channel what `share` brought; each passes on what the others do not know."""
+        counts = self._counts(sum(sums.count for sums in received), channel)
+        mine = self._room(counts, channel)
+        torch.cat([sums.gradients for sums in received], out=mine.gradients)
+        torch.cat([sums.slots for sums in received], out=mine.slots)
+        for member, sums in enumerate(self._gather(counts, channel)):
+            if member != channel.member:
+                self._apply(sums, update)
+
+    def _counts(self, count: int, channel: Channel) -> list[int]:
+        """How many rows every member has sums of."""
+        counts = torch.empty(channel.size, 1, dtype=torch.int64, device="cpu")
         own = torch.tensor([count], dtype=torch.int64, device="cpu")
-        counts = [int(each) for each in channel.gather(own, self._common, self._doing)]
-        most = max(counts)
-        if most == 0:
-            return [(0, message[:0])] * len(counts)
-        padded = torch.zeros(_room(most) + self._exchange.gradient_bytes * most, dtype=torch.uint8, device="cpu")
-        padded[: len(message)] = message
-        return list(zip(counts, channel.gather(padded, self._exchange.counters, self._doing), strict=True))
+        channel.gather(own, list(counts), self._common, self._doing)
+        return counts.flatten().tolist()
 
-    def _apply(self, count: int, message: Tensor, update: Update) -> None:
-        if count == 0:
+    def _room(self, counts: list[int], channel: Channel) -> Sums:
+        """Where this rank's sums go; messages are as long as the longest, and nobody reads what is behind the sums."""
+        num_bytes = self._message_bytes(counts)
+        self._message.reserve(num_bytes)
+        return self._cut(self._message.buffer.tensor(torch.uint8, num_bytes), counts[channel.member])
+
+    def _gather(self, counts: list[int], channel: Channel) -> list[Sums]:
+        """Every member's sums."""
+        num_bytes = self._message_bytes(counts)
+        stride = round_up(num_bytes, 64)
+        self._received.reserve(stride * channel.size)
+        message, received = self._message.buffer, self._received.buffer
+        everyone = [
+            received.tensor(torch.uint8, num_bytes, offset=stride * member) for member in range(channel.size)
+        ]  # fmt: skip
+        if num_bytes:
+            mine = message.tensor(torch.uint8, num_bytes)
+            channel.gather(mine, everyone, self._exchange.counters, self._doing)
+        return [self._cut(theirs, count) for theirs, count in zip(everyone, counts, strict=True)]
+
+    def _message_bytes(self, counts: list[int]) -> int:
+        return (self._exchange.gradient_bytes + _SLOT_BYTES) * max(counts)
+
+    def _cut(self, message: Tensor, count: int) -> Sums:
+        split = self._exchange.gradient_bytes * count
+        return Sums(message[:split], message[split : split + _SLOT_BYTES * count])
+
+    def _apply(self, sums: Sums, update: Update) -> None:
+        if sums.count == 0:
             return
-        size, address = self._exchange.gradient_bytes, message.data_ptr()
-        self._singles(address, address + _room(count), size, count)
+        slots, gradients = sums.slots.data_ptr(), sums.gradients.data_ptr()
+        self._singles(slots, gradients, self._exchange.gradient_bytes, sums.count)
         self._exchange.arena.apply(self._singles, update.lr, update.scaling, update.step)
-
-
-def _room(count: int) -> int:
-    """Where the sums begin behind so many slots."""
-    return -(-4 * count // 64) * 64

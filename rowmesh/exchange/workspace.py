@@ -76,7 +76,7 @@ class Workspace:
         self.cursors = Scratch()  # uint32 [U]
         self.weights = Scratch()  # [ids of the group]: the factors in the order of the cells
         self.received = Scratch()  # [U, D]: rows that had to be copied here
-        self.relayed = Scratch()  # rows of other nodes that this rank asked itself for, as an agent
+        self.relayed = Scratch()  # rows of other nodes that any rank of this node asked this one for, as an agent
         self.requests = Scratch()  # uint32: slots that other ranks asked of this one
         self.replies = Scratch()  # rows sent to other ranks, then gradients received from them
 

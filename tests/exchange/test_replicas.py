@@ -32,11 +32,11 @@ class Channel:
     def __init__(self, *other):
         self.other = list(other)
 
-    def gather(self, mine, counters, doing):
+    def gather(self, mine, everyone, counters, doing):
         theirs = self.other.pop(0)
-        padded = torch.zeros_like(mine)
-        padded[: len(theirs)] = theirs
-        return [padded, mine]
+        everyone[0].fill_(255)  # nobody may read what is behind the sums
+        everyone[0][: len(theirs)] = theirs
+        everyone[1].copy_(mine)
 
 
 def merged(slots, gradients):
@@ -49,10 +49,8 @@ def merged(slots, gradients):
 
 
 def message(slots, gradients):
-    """Slots, then gradients from the next multiple of 64 bytes."""
-    head = torch.zeros(-(-4 * len(slots) // 64) * 64, dtype=torch.uint8)
-    head[: 4 * len(slots)] = torch.tensor(slots, dtype=torch.int32).view(torch.uint8)
-    return torch.cat([head, gradients.flatten().view(torch.uint8)])
+    """Gradients, then slots."""
+    return torch.cat([gradients.flatten().view(torch.uint8), torch.tensor(slots, dtype=torch.int32).view(torch.uint8)])
 
 
 def test_sums_of_all_members_are_applied_and_passed_on():
@@ -66,14 +64,14 @@ def test_sums_of_all_members_are_applied_and_passed_on():
     expected = torch.zeros(40, DIM)
     expected[[30, 2]], expected[[5, 39]] = -0.5 * gradients[1:], -0.5 * theirs
     assert torch.equal(exchange.arena.rows, expected)
-    assert [count for count, _ in received] == [2, 2]
+    assert [sums.count for sums in received] == [2, 2]
 
     said = []
 
     class Listening(Channel):
-        def gather(self, mine, counters, doing):
+        def gather(self, mine, everyone, counters, doing):
             said.append(mine)
-            return super().gather(mine, counters, doing)
+            super().gather(mine, everyone, counters, doing)
 
     replicas.pass_on(received, Listening(torch.tensor([0]), torch.zeros(0, dtype=torch.uint8)), Update(1.0, 0.5, 1))
     assert torch.equal(exchange.arena.rows, expected), "what a rank passes on it does not apply again"
@@ -87,15 +85,30 @@ def test_nothing_to_share():
     replicas = Replicas(exchange, CommonCounters())
     merger = merged([7], torch.ones(1, DIM))
     received = replicas.share(merger, (1, 1), Channel(torch.tensor([0])), Update(1.0, 1.0, 1))
-    assert [count for count, _ in received] == [0, 0]
+    assert [sums.count for sums in received] == [0, 0]
     assert not exchange.arena.rows.any()
 
 
 def test_members_may_have_different_numbers_of_rows():
     exchange = Exchange()
     theirs = torch.randn(20, DIM)
-    other = Channel(torch.tensor([20]), message(list(range(20)), theirs)[: 64 * 2 + 80 * DIM])
+    other = Channel(torch.tensor([20]), message(list(range(20)), theirs))
     merger = merged([30], torch.ones(1, DIM))
     Replicas(exchange, CommonCounters()).share(merger, (0, 1), other, Update(1.0, 1.0, 1))
     assert torch.equal(exchange.arena.rows[:20], -theirs)
     assert exchange.arena.rows[30].tolist() == [-1.0] * DIM
+
+
+def test_buffers_are_kept_and_counted():
+    """What grows at the first step is used by the next ones; a message in between may be smaller."""
+    exchange = Exchange()
+    replicas = Replicas(exchange, CommonCounters())
+    before, sizes = replicas.num_bytes, []
+    for count in (30, 30, 3, 30):
+        slots, gradients = list(range(count)), torch.ones(count, DIM)
+        other = Channel(torch.tensor([count]), message(slots, gradients))
+        received = replicas.share(merged(slots, gradients), (0, count), other, Update(1.0, 1.0, 1))
+        replicas.pass_on(received, Channel(torch.tensor([0]), torch.zeros(0)), Update(1.0, 1.0, 1))
+        sizes.append(replicas.num_bytes)
+    assert sizes[0] >= before + 30 * (4 + 4 * DIM)
+    assert sizes == [sizes[0]] * 4
