@@ -54,9 +54,9 @@ class Requests:
 
 def apply(requests, merger, weights, state, rule, lr, scaling, step):
     eps, beta1, beta2 = rule.hyperparameters
-    correction = 1.0
+    correction = rule.root_factor
     if isinstance(rule, Adam):
-        lr, correction = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+        lr, correction = lr / (1 - beta1**step), correction * (1 - beta2**step) ** -0.5
     addresses = [tensor.data_ptr() for tensor in state.values()] + [0, 0]
     update_kernels(weights.shape[1], STORAGE[weights.dtype], rule.name).update_merged(
         merger.merged_slots, merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends,
@@ -171,6 +171,65 @@ def test_adam_weighs_a_first_step_as_torch_does():
     optimizer.step()
     torch.testing.assert_close(state["v"], optimizer.state[start]["exp_avg_sq"], rtol=3e-7, atol=0)
     torch.testing.assert_close(weights, start.detach(), rtol=1e-6, atol=0)
+
+
+SCALED = sorted(set(RULES) - {"sgd"})
+
+
+def scaled_steps(rule, lr, dtype, seed):
+    """Rows and states, from zero states, after three steps on the same gradients."""
+    compute = COMPUTE_DTYPE[STORAGE[dtype]]
+    weights = torch.randn(20, 17, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    extents = {"row": (20,), "element": (20, 17)}
+    state = {name: torch.zeros(extents[kind], dtype=compute) for name, kind in rule.state.items()}
+    merger = Merger(3, weights.data_ptr(), 17 * dtype.itemsize)
+    for step in (1, 2, 3):
+        requests = Requests(LISTS, 17, compute, seed=seed + step)
+        requests.merge(merger)
+        apply(requests, merger, weights, state, rule, lr, 0.5, step)
+    return {"rows": weights, **state}
+
+
+@settings(max_examples=30)
+@given(
+    rule_name=st.sampled_from(SCALED),
+    dtype=st.sampled_from(DTYPES),
+    moment_scale=st.floats(0.01, 100.0),
+    eps=st.sampled_from([0.0, 1e-8, 0.1]),
+    seed=st.integers(0, 9),
+)
+def test_moments_are_scaled_in_the_denominator_only(rule_name, dtype, moment_scale, eps, seed):
+    rule = RULES[rule_name](eps=eps, moment_scale=moment_scale)
+    mine = scaled_steps(rule, 0.1, dtype, seed)
+    plain = scaled_steps(RULES[rule_name](eps=eps), 0.1, dtype, seed)
+    compute = COMPUTE_DTYPE[STORAGE[dtype]]
+    weights = torch.randn(20, 17, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    state = {name: torch.zeros_like(plain[name]) for name in rule.state}
+    for step in (1, 2, 3):
+        slots, grads = Requests(LISTS, 17, compute, seed=seed + step).reference()
+        _, beta1, beta2 = rule.hyperparameters
+        reference.update(rule_name, weights, state, slots, grads * 0.5, 0.1, eps, beta1, beta2, step, moment_scale)
+    tolerance = {torch.float32: 4e-6, torch.float64: 1e-13, torch.bfloat16: 2.0**-6}[dtype]
+    torch.testing.assert_close(mine["rows"], weights, rtol=tolerance, atol=tolerance)
+    for name in rule.state:
+        assert torch.equal(mine[name], plain[name])
+
+
+@settings(max_examples=30)
+@given(
+    rule_name=st.sampled_from(SCALED),
+    dtype=st.sampled_from(DTYPES),
+    power=st.integers(-3, 3),
+    eps=st.sampled_from([1e-8, 0.1]),
+    seed=st.integers(0, 9),
+)
+def test_scaling_by_a_power_of_four_is_another_rate_and_eps(rule_name, dtype, power, eps, seed):
+    """To the bit: lr · g / (2⁻ᵏ · √v + eps) = 2ᵏ · lr · g / (√v + 2ᵏ · eps); at k = 0 the plain optimizer."""
+    factor = 2.0**power
+    mine = scaled_steps(RULES[rule_name](eps=eps, moment_scale=4.0**power), 0.1, dtype, seed)
+    theirs = scaled_steps(RULES[rule_name](eps=eps * factor), 0.1 * factor, dtype, seed)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name])
 
 
 def test_storages_are_told_apart():

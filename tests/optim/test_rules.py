@@ -1,5 +1,8 @@
 """Update rules as values; their arithmetic is tested in tests/ops/test_merge_update.py."""
 
+import re
+from functools import partial
+
 import pytest
 
 from rowmesh.errors import ConfigurationError
@@ -17,6 +20,8 @@ def test_what_kernels_are_told():
     assert Adam(beta1=0.5, beta2=0.25, eps=0.1).hyperparameters == (0.1, 0.5, 0.25)
     assert RowWiseAdaGrad(initial_accumulator=2.0).initial_state == {"sum": 2.0}
     assert Adam().initial_state == {"m": 0.0, "v": 0.0}
+    assert [rule().root_factor for rule in RULES.values()] == [1.0] * 4
+    assert [rule(moment_scale=4).root_factor for rule in (AdaGrad, RowWiseAdaGrad, Adam)] == [0.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,14 @@ def test_what_kernels_are_told():
         (lambda: Adam(beta1=float("nan")), r"adam: beta1 must be in \[0, 1\), got nan"),
         (lambda: Adam(beta1=1.0), r"adam: beta1 must be in \[0, 1\), got 1"),
         (lambda: Adam(beta2=-0.1), r"adam: beta2 must be in \[0, 1\), got -0.1"),
+        *[
+            (
+                partial(rule, moment_scale=bad),
+                f"{rule.name}: moment_scale must be above 0 and finite .*, got {re.escape(str(bad))}; 1 is",
+            )
+            for rule in (AdaGrad, RowWiseAdaGrad, Adam)
+            for bad in (0.0, -1.0, float("nan"), float("inf"), 1e-31, 1e31)
+        ],
     ],
 )
 def test_refuses(make, message):
