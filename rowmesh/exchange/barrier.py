@@ -54,11 +54,11 @@ class Barrier:
         while (missing := self._missing()) >= 0:
             # A rank may come and end its run between these two looks; then it is not missed.
             if (dead := mesh.dead_ranks()) and self._missing() >= 0:
-                names = ", ".join(f"rank {rank} (process {mesh.pids[rank]})" for rank in dead)
-                raise PeerError(f"rank {mesh.rank}: {names} died while the others waited; its own output says why")
+                raise mesh.died(dead, "the others waited")
             waited = time.monotonic() - began
             if waited > mesh.timeout_s:
-                raise PeerError(f"rank {mesh.rank}: {mesh.not_come(self._absent() or [missing])}")
+                absent = [mesh.name(rank) for rank in self._absent() or [missing]]
+                raise PeerError(f"rank {mesh.name(mesh.rank)}: {mesh.not_come(absent)}")
 
     def _missing(self) -> int:
         """Waits a little; −1 once all have come, else a rank that has not."""

@@ -98,9 +98,10 @@ class CollectiveTransport:
         rows = self._all.exchange_equal(self._opening, self.common, "exchanging counts").numpy()
         operations = rows[:, 0].tolist()
         if operations.count(operation) != len(operations):
+            name = self._mesh.name
             raise PeerError(
-                f"rank {self._mesh.rank}: ranks are out of step: {_describe(operations)}; every rank must call forward "
-                f"and step equally often and in the same order"
+                f"rank {name(self._mesh.rank)}: ranks are out of step: {_describe(operations, name)}; every rank must "
+                f"call forward and step equally often and in the same order"
             )
         return rows
 
@@ -146,10 +147,10 @@ class CollectiveTransport:
         """Nothing is held that does not go with the collection."""
 
 
-def _describe(operations: Sequence[int]) -> str:
+def _describe(operations: Sequence[int], name: Callable[[int], int]) -> str:
     """What each rank does, as in `_open`."""
-    names = [f"forward {number}" if number > 0 else f"step {-number}" for number in operations]
-    return ", ".join(f"rank {rank} is in {name}" for rank, name in enumerate(names))
+    calls = [f"forward {number}" if number > 0 else f"step {-number}" for number in operations]
+    return ", ".join(f"rank {name(rank)} is in {call}" for rank, call in enumerate(calls))
 
 
 def _make_channels(mesh: Mesh) -> tuple[Channel, Channel]:

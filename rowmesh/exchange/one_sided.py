@@ -82,7 +82,7 @@ class OneSidedTransport:
                 boards.append(self._board)
                 continue
             board, *arenas = (
-                SharedBuffer.attach(mesh.pids[rank], descriptor, size, rank) for descriptor, size in segments
+                SharedBuffer.attach(mesh.pids[rank], descriptor, size, mesh.name(rank)) for descriptor, size in segments
             )
             boards.append(board)
             for exchange, arena in zip(exchanges, arenas, strict=True):
@@ -135,7 +135,7 @@ class OneSidedTransport:
     def _announce(self, routes: Sequence[Route]) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
-                f"rank {self._mesh.rank}: {len(routes)} forward passes were accumulated for one step; "
+                f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
                 f"at most {MAX_ROUTES} can be"
             )
         self._fetches[self._mesh.rank][0] = self._num_fetches
@@ -156,11 +156,11 @@ class OneSidedTransport:
         """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
         fetches = [int(value[0]) for value in self._fetches]
         if fetches.count(fetches[0]) != len(fetches):
-            names = ", ".join(f"rank {rank} made {count}" for rank, count in enumerate(fetches))
+            names = ", ".join(f"rank {self._mesh.name(rank)} made {count}" for rank, count in enumerate(fetches))
             self._barrier.wait()  # all have read
             raise PeerError(
-                f"rank {self._mesh.rank}: ranks are out of step: before step {self._num_pushes} {names} forward "
-                f"passes; every rank must call forward and step equally often and in the same order"
+                f"rank {self._mesh.name(self._mesh.rank)}: ranks are out of step: before step {self._num_pushes} "
+                f"{names} forward passes; every rank must call forward and step equally often and in the same order"
             )
 
     def _add_own(self, sources: Sources, group: RouteGroup) -> None:
@@ -178,9 +178,9 @@ class OneSidedTransport:
             outbox, generation, *segments = announced[begin : begin + 6].tolist()
             mapped = self._mapped.get((rank, index, outbox))
             if mapped is None or mapped.generation != generation:
-                pid = self._mesh.pids[rank]
-                lists = SharedBuffer.attach(pid, segments[0], segments[1], rank)
-                gradients = SharedBuffer.attach(pid, segments[2], segments[3], rank)
+                pid, name = self._mesh.pids[rank], self._mesh.name(rank)
+                lists = SharedBuffer.attach(pid, segments[0], segments[1], name)
+                gradients = SharedBuffer.attach(pid, segments[2], segments[3], name)
                 gradients.settle()
                 mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
                 self._mapped[rank, index, outbox] = mapped

@@ -32,6 +32,8 @@ class Mesh:
         pids: the process of every rank, on its host.
         timeout_s: how long a rank waits for another before it gives up, in seconds.
         group: the process group, or None where there is one rank.
+        whole: the mesh that this one is a part of, if it is one.
+        members: of a part, the numbers of its ranks in the whole, by which messages name them.
 
     Example:
         >>> with Mesh.connect() as mesh:
@@ -45,6 +47,9 @@ class Mesh:
     pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
     timeout_s: float = 300.0
     group: Any = None
+    whole: Mesh | None = field(default=None, repr=False)
+    members: tuple[int, ...] = ()
+    _ranks_per_node: int | None = None
     _owns_group: bool = False
     _subgroups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
@@ -109,6 +114,8 @@ class Mesh:
     @property
     def ranks_per_node(self) -> int:
         """Ranks of every host where all have equally many, one host after the other; else all ranks are one node."""
+        if self._ranks_per_node is not None:
+            return self._ranks_per_node
         size = self.hosts.count(self.hosts[0])
         blocks = tuple(self.hosts[rank // size * size] for rank in range(self.world_size))
         return size if self.hosts == blocks and len(set(self.hosts)) * size == self.world_size else self.world_size
@@ -132,8 +139,48 @@ class Mesh:
                 mine = self._subgroups[part]
         return mine
 
+    def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:
+        """The part that this rank is in, as a mesh of its own. Collective: every rank names the same parts.
+
+        Args:
+            partition: the ranks of each part, ascending.
+            ranks_per_node: of every part; by default as its hosts are.
+
+        Raises:
+            PeerError: a rank did not come within the timeout.
+        """
+        if len(partition) == 1:
+            return self
+        group = self.subgroup(partition) if len(partition[0]) > 1 else None
+        mine = tuple(next(part for part in partition if self.rank in part))
+        hosts = [self.hosts[rank] for rank in mine]
+        first_seen = list(dict.fromkeys(hosts))
+        return Mesh(
+            rank=mine.index(self.rank),
+            world_size=len(mine),
+            hosts=tuple(first_seen.index(host) for host in hosts),
+            pids=tuple(self.pids[rank] for rank in mine),
+            timeout_s=self.timeout_s,
+            group=group,
+            whole=self,
+            members=mine,
+            _ranks_per_node=ranks_per_node,
+        )
+
+    def name(self, rank: int) -> int:
+        """What messages call a rank: its number in the whole."""
+        return self.members[rank] if self.members else rank
+
+    @property
+    def roll_call(self) -> RollCall:
+        """Of the whole: whoever waits for a rank that waits for another one finds that one."""
+        whole = self.whole or self
+        return RollCall(whole.rank, whole.world_size, whole.group)
+
     def dead_ranks(self) -> list[int]:
-        """Ranks on this host whose process is gone (ranks on other hosts cannot be seen)."""
+        """Ranks of the whole on this host whose process is gone (ranks on other hosts cannot be seen)."""
+        if self.whole is not None:
+            return self.whole.dead_ranks()
         here = self.hosts[self.rank]
         return [
             rank
@@ -141,14 +188,22 @@ class Mesh:
             if host == here and rank != self.rank and not _is_alive(pid)
         ]
 
+    def died(self, dead: Sequence[int], doing: str) -> PeerError:
+        """The error for ranks that `dead_ranks` found."""
+        if self.whole is not None:
+            return self.whole.died(dead, doing)
+        names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
+        return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
+
     def peer_error(self, doing: str, cause: BaseException) -> PeerError:
         """The error for a collective that failed; names the ranks that died, else those that did not come to it."""
-        calls, absent = RollCall(self.rank, self.world_size, self.group), None
+        if self.whole is not None:
+            return self.whole.peer_error(doing, cause)
+        calls, absent = self.roll_call, None
         calls.answer()
         for _ in range(30):  # a broken connection is seen before the process is gone, and not by all at once
             if dead := self.dead_ranks():
-                names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
-                return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
+                return self.died(dead, doing)
             absent = calls.absent()
             time.sleep(0.05)
         if absent:
@@ -159,7 +214,9 @@ class Mesh:
         )
 
     def not_come(self, absent: Sequence[int]) -> str:
-        """Which ranks others wait for in vain, and what to do about it; a part of a message."""
+        """Which ranks of the whole others wait for in vain, and what to do about it; a part of a message."""
+        if self.whole is not None:
+            return self.whole.not_come(absent)
         here = self.hosts[self.rank]
         names = ", ".join(
             f"rank {rank} (process {self.pids[rank]}{', alive' if self.hosts[rank] == here else ' on another host'})"

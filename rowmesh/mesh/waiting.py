@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.mesh.mesh import Mesh
-from rowmesh.mesh.roll_call import RollCall
 
 
 class Waiting:
@@ -42,7 +41,7 @@ class Waiting:
 
     def _wait_long(self, work: dist.Work, doing: str) -> None:
         mesh = self._mesh
-        calls = RollCall(mesh.rank, mesh.world_size, mesh.group)
+        calls = mesh.roll_call
         calls.answer()
         deadline = time.monotonic() + mesh.timeout_s - self._soon.total_seconds()
         while True:

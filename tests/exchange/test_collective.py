@@ -4,4 +4,4 @@ from rowmesh.exchange.collective import _describe
 
 
 def test_operations_in_words():
-    assert _describe([3, -2]) == "rank 0 is in forward 3, rank 1 is in step 2"
+    assert _describe([3, -2], lambda rank: rank) == "rank 0 is in forward 3, rank 1 is in step 2"
