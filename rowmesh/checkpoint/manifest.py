@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -37,11 +36,7 @@ class CheckpointError(RowmeshError, RuntimeError):
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows start, start + stride, … , count of them: what a placement deals to a rank.
-
-    >>> RowRange.of(range(1, 12, 4)).positions(np.array([5, 6, 13, 1])).tolist()
-    [1, -1, -1, 0]
-    """
+    """The rows start, start + stride, … , count of them: what a placement deals to a rank."""
 
     start: int
     stride: int
@@ -51,12 +46,6 @@ class RowRange:
     def of(cls, rows: range) -> RowRange:
         """The same rows."""
         return cls(rows.start, rows.step, len(rows))
-
-    def positions(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where each of `rows` stands in this range, −1 where it does not."""
-        position, remainder = np.divmod(rows - self.start, self.stride)
-        inside = (remainder == 0) & (position >= 0) & (position < self.count)
-        return np.where(inside, position, -1)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ import numpy as np
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.sparse import SparseBatch
+from rowmesh.suggest import nearest
 from rowmesh.tables.group import TableGroup
 
 MAX_CELLS = 2**32
@@ -123,12 +123,12 @@ class Layouts:
     def _check(self, batch: SparseBatch) -> None:
         present = set(batch.features)
         if missing := sorted(self._known - present):
-            near = difflib.get_close_matches(missing[0], batch.features, n=1)
-            hint = f" (did you mean {near[0]!r} in the batch?)" if near else ""
+            near = nearest(missing[0], batch.features)
+            hint = f" (did you mean {near!r} in the batch?)" if near else ""
             raise DataError(f"the batch lacks features {missing}{hint}; it has {sorted(present)}")
         if extra := sorted(present - self._known):
-            near = difflib.get_close_matches(extra[0], self._known, n=1)
-            hint = f" (the nearest is {near[0]!r}, which the batch has too)" if near else ""
+            near = nearest(extra[0], sorted(self._known))
+            hint = f" (the nearest is {near!r}, which the batch has too)" if near else ""
             raise DataError(
                 f"features {extra} of the batch belong to no table{hint}; leave them out of the batch, or add them to "
                 f"a table's features"

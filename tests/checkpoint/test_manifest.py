@@ -1,15 +1,6 @@
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rowmesh.checkpoint.manifest import CheckpointError, Manifest, RowRange, file_name
-
-
-@given(st.builds(range, st.integers(0, 50), st.integers(0, 200), st.integers(1, 7)), st.integers(-5, 250))
-def test_positions_invert_the_range(rows, row):
-    expected = rows.index(row) if row in rows else -1
-    assert RowRange.of(rows).positions(np.array([row])).tolist() == [expected]
+from rowmesh.checkpoint.manifest import CheckpointError, Manifest, file_name
 
 
 def test_any_table_name_is_a_file_name():

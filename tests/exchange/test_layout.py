@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.exchange.layout import Layouts
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, fuse
@@ -59,6 +59,23 @@ def test_shapes_that_never_repeat_do_not_pile_up(layouts):
     for size in range(300):
         layouts(SparseBatch.from_dense(("a", "b", "c", "s"), torch.zeros(4, size, dtype=torch.int64)))
     assert len(layouts._cache) < 100
+
+
+@pytest.mark.parametrize(
+    "features, message",
+    [
+        (
+            ("A", "b", "c", "s"),
+            r"lacks features \['a'\] \(did you mean 'A' in the batch\?\); it has \['A', 'b', 'c', 's'\]",
+        ),
+        (("b", "c", "s"), r"lacks features \['a'\]; it has"),
+        (("a", "b", "c", "s", "S"), r"features \['S'\] of the batch .*\(the nearest is 's', which the batch has too\)"),
+        (("a", "b", "c", "s", "age_of_user"), r"features \['age_of_user'\] of the batch belong to no table; leave"),
+    ],
+)
+def test_features_that_do_not_match_are_named_with_the_nearest(layouts, features, message):
+    with pytest.raises(DataError, match=message):
+        layouts(SparseBatch.from_dense(features, torch.zeros(len(features), 6, dtype=torch.int64)))
 
 
 def test_cells_have_32_bits():
