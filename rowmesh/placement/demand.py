@@ -97,6 +97,22 @@ class Demand:
         """H."""
         return self.world_size // self.ranks_per_node
 
+    def with_tails(self) -> Demand:
+        """The demand with the rows from the last rise of each table on, its *tail*, as a table of their own.
+
+        Prepared data end every table with a row for all rare ids, which is often among the most read: so it is placed
+        by its own demand. A tail follows its table under the same name.
+        """
+        rises = 1 + np.flatnonzero((self.rank[1:] > self.rank[:-1] * (1 + 1e-12)) & (self.table[1:] == self.table[:-1]))
+        if not len(rises):
+            return self
+        tails = rises[np.append(np.diff(self.table[rises]) != 0, True)]
+        first_row = np.union1d(self.first_row, self.starts[tails])
+        whole = np.searchsorted(self.first_row, first_row[:-1], "right") - 1
+        shapes = [replace(self.shapes[t], num_rows=n) for t, n in zip(whole, np.diff(first_row).tolist(), strict=True)]
+        table = np.searchsorted(first_row, self.starts[:-1], "right") - 1
+        return replace(self, shapes=tuple(shapes), first_row=first_row, table=table)
+
     def falling(self) -> Demand:
         """The demand with runs pooled until no row of a table is asked for more often than one before it.
 

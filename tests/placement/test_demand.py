@@ -61,3 +61,20 @@ def test_pooled_demand_falls_and_is_the_nearest_that_does(counts):
 def test_demand_that_falls_stays_as_it_is():
     demand = demand_of([9, 4, 4], [50, 0])
     assert demand.falling() is demand
+
+
+def test_rows_after_the_last_rise_are_a_table_of_their_own():
+    demand = demand_of([9, 2, 4, 1, 1, 7], [50, 0], [3, 8, 8])
+    apart = demand.with_tails()
+    assert [(shape.name, shape.num_rows) for shape in apart.shapes] == [
+        ("t0", 5),
+        ("t0", 1),
+        ("t1", 2),
+        ("t2", 1),
+        ("t2", 2),
+    ]
+    assert apart.first_row.tolist() == [0, 5, 6, 8, 9, 11]
+    assert apart.table.tolist() == [0, 0, 0, 0, 1, 2, 2, 3, 4]
+    assert np.array_equal(apart.starts, demand.starts)
+    falls = demand_of([9, 4, 4], [50, 0])
+    assert falls.with_tails() is falls

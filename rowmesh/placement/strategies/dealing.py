@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from rowmesh.placement.cost import NODE, ONE_HOP, REPLICATED, REPLICATED_TWO_HOP, TWO_HOP
 from rowmesh.placement.demand import Demand
-from rowmesh.placement.plan import RowRange, RuleName
+from rowmesh.placement.plan import RowRange, RuleName, TableShape
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels
 
 MAX_HEAD_ROWS = 256
@@ -115,7 +115,7 @@ def deal(
     """
     W = demand.world_size
     table = _Table(demand, seconds)
-    hands = _hands(spans, table, max_head_rows // W if W > 1 else 0)
+    hands = _hands(spans, table, max_head_rows if W > 1 else 0)
     started = np.zeros(W) if started is None else started
     dealt = {span: max((hand.stop for hand in hands if hand.span is span), default=span.start) for span in spans}
     rest = [Span(span.table, dealt[span], span.stop, span.kind) for span in spans if dealt[span] < span.stop]
@@ -131,6 +131,18 @@ def deal(
     for span, part in pieces:
         ranges[span.table].append(part)
     return [sorted(parts, key=lambda part: part.start) for parts in ranges]
+
+
+def joined(ranges: Sequence[Sequence[RowRange]], shapes: Sequence[TableShape]) -> list[list[RowRange]]:
+    """The ranges of whole tables, from those of tables and their tails, which follow under the same name."""
+    whole: list[list[RowRange]] = []
+    name = None
+    for shape, parts in zip(shapes, ranges, strict=True):
+        if shape.name != name:
+            whole.append([])
+        name, first = shape.name, whole[-1][-1].stop if whole[-1] else 0
+        whole[-1] += [replace(part, start=part.start + first, stop=part.stop + first) for part in parts]
+    return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,14 +240,15 @@ class _Rest:
         return [self.span.range(self.shift)]
 
 
-def _hands(spans: Sequence[Span], table: _Table, most: int) -> list[_Hand]:
+def _hands(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Hand]:
     """The hands whose rows are furthest apart, from the first row of a span on without gaps."""
     W = table.demand.world_size
     found = []
     for span in spans:
         if span.kind == NODE:
             continue
-        loads = table.loads(span, np.arange(min(len(span), most * W)))
+        num_rows = len(span) if len(span) <= max_rows else max_rows // W * W
+        loads = table.loads(span, np.arange(num_rows))
         spread = np.inf
         for first in range(0, len(loads), W):
             hand = _Hand(
@@ -244,7 +257,11 @@ def _hands(spans: Sequence[Span], table: _Table, most: int) -> list[_Hand]:
             spread = min(spread, hand.spread(W))
             found.append((spread, hand))
     found.sort(key=lambda entry: -entry[0])
-    return [hand for spread, hand in found[:most] if spread > table.negligible]
+    rows_so_far = accumulate(len(hand.loads) for _, hand in found)
+    return [
+        hand for (spread, hand), rows in zip(found, rows_so_far, strict=True)
+        if rows <= max_rows and spread > table.negligible
+    ]  # fmt: skip
 
 
 def _blocks(span: Span, table: _Table) -> list[Span]:

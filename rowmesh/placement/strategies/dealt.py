@@ -1,8 +1,9 @@
 """The default strategy: levels by one multiplier, then everything is dealt.
 
-Hot rows on all ranks, warm ones on every node, cold ones once, as prefixes of each table
-(`rowmesh.placement.strategies.levels` says which pay); requests and gradients of cold rows take two hops where enough
-ranks of a node want the same rows. Homes are dealt by arithmetic and balanced (`rowmesh.placement.strategies.dealing`).
+Hot rows on all ranks, warm ones on every node, cold ones once, as prefixes of each table and of its tail, whose rows
+are read more often again (`rowmesh.placement.strategies.levels` says which pay); requests and gradients of cold rows
+take two hops where enough ranks of a node want the same rows. Homes are dealt by arithmetic and balanced
+(`rowmesh.placement.strategies.dealing`).
 
 With deduplication and equal links, training gains nothing from copies: whoever reads a row must then be told of every
 update, of which there are more than reads. The strategy finds that and makes none, unless `fetch_weight` says that
@@ -19,7 +20,7 @@ from typing import Any
 from rowmesh.placement.plan import Plan, RowRange
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealing import Span, deal, memory_bytes, spans_of
+from rowmesh.placement.strategies.dealing import Span, deal, joined, memory_bytes, spans_of
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import Levels, LinkCosts, RowBytes
 from rowmesh.placement.strategies.problem import Problem
@@ -62,14 +63,15 @@ def fit(
         take: finds levels within a budget of bytes over all ranks.
     """
     W, limit, budget = problem.topology.world_size, problem.limit_bytes, found.budget_bytes
-    seconds = RowBytes.of(problem.demand, problem.request).seconds(LinkCosts.of(problem.topology))
+    demand = found.unpooled
+    seconds = RowBytes.of(demand, problem.request).seconds(LinkCosts.of(problem.topology))
     while True:
         levels = take(budget)
         spans = spans_of(levels, found.choices, found.demand)
-        over = memory_bytes(spans, problem.demand) - limit
+        over = memory_bytes(spans, demand) - limit
         packed = over * W > NEGLIGIBLE * budget
         if over <= 0 or packed:
-            ranges = deal(spans, problem.demand, seconds, packed=packed)
+            ranges = joined(deal(spans, demand, seconds, packed=packed), demand.shapes)
             over = max(problem.plan(ranges, "").memory_bytes) - limit
         else:
             ranges = []

@@ -9,7 +9,7 @@ import numpy as np
 
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, LinkCosts, RowBytes, Steps
-from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.strategies.problem import Problem, least_bytes
 
 MOST_UNEQUAL = 1e2
 POSITIONS = 8
@@ -23,7 +23,8 @@ class LevelSearch:
 
     Attributes:
         problem: what is asked for.
-        demand: of the problem, pooled where it does not fall.
+        unpooled: demand of the problem, with tails as tables of their own.
+        demand: the same, pooled where it does not fall.
         moved: what rows move, by how they travel.
         choices: what rows cost at each level.
         steps: steps up, best first.
@@ -31,6 +32,7 @@ class LevelSearch:
     """
 
     problem: Problem
+    unpooled: Demand
     demand: Demand
     moved: RowBytes
     choices: Choices
@@ -42,14 +44,15 @@ class LevelSearch:
         """The sum over links is least under their own costs; the slowest, where links between nodes weigh as much more
         as makes both kinds take equally long.
         """
-        demand = problem.demand.falling()
+        unpooled = _with_tails(problem)
+        demand = unpooled.falling()
         moved = RowBytes.of(demand, problem.request)
         costs = LinkCosts.of(problem.topology)
 
         def under(dearer: float, max_hops: int) -> LevelSearch:
             weighed = replace(costs, inter=costs.inter * dearer, agent=costs.agent * dearer)
             choices = Choices.of(demand, moved.seconds(weighed), max_hops)
-            return LevelSearch(problem, demand, moved, choices, Steps.of(choices))
+            return LevelSearch(problem, unpooled, demand, moved, choices, Steps.of(choices))
 
         max_hops = problem.request.max_hops
         if not problem.request.minimizes_slowest_link or demand.num_nodes == 1 or demand.ranks_per_node == 1:
@@ -93,6 +96,13 @@ class LevelSearch:
     def slowest_link(self) -> float:
         """Seconds of the slowest link, with the whole budget."""
         return max(self.link_seconds(self.take(self.budget_bytes)))
+
+
+def _with_tails(problem: Problem) -> Demand:
+    """The demand with tails as tables of their own, where memory has a slot more for each."""
+    demand = problem.demand.with_tails()
+    has_room = least_bytes(demand.shapes, demand.world_size) <= problem.limit_bytes
+    return demand if has_room else problem.demand
 
 
 def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch]:

@@ -165,8 +165,41 @@ def test_rows_out_of_order_are_placed_by_prefix():
     counts = np.array([0, 90, 5, 80, 5, 5, 1, 1] + [0] * 92)
     profile = Profile.from_counts({"item": counts}, [TableShape("item", 100, 64, 64)], 200)
     plan = search(profile, Topology.uniform(2), Request(batch_size=8, mode="infer", extra_memory=0.04))
-    first = plan.tables[0].ranges[0]
-    assert (first.rule, first.start, first.stop) == ("replicated", 0, 4)
+    assert [plan.tables[0].range_of(row).rule for row in range(5)] == ["replicated"] * 4 + ["dealt"]
+
+
+def with_rare_row(counts, often):
+    """A table that ends with the row of all rare ids."""
+    counts = np.append(np.sort(counts)[::-1], often)
+    return Profile.from_counts({"item": counts}, [TableShape("item", len(counts), 64, 64, 4)], int(counts.sum()))
+
+
+RARE = with_rare_row(200_000 / np.arange(1, 50_001), 150_000)
+
+
+def test_a_last_row_that_is_read_much_is_copied():
+    request = Request(batch_size=512, mode="infer", extra_memory=0.01)
+    plan = search(RARE, FLAT, request)
+    plan.check(Problem(RARE, FLAT, request).limit_bytes)
+    rules = [plan.tables[0].range_of(row).rule for row in (0, 40_000, 49_999, 50_000)]
+    assert rules == ["replicated", "dealt", "dealt", "replicated"]
+
+
+def test_a_last_row_that_is_read_much_takes_two_hops():
+    request = Request(batch_size=512)
+    plan = search(RARE, NODES, request)
+    plan.check(Problem(RARE, NODES, request).limit_bytes)
+    last = plan.tables[0].ranges[-1]
+    assert (len(last), last.two_hop, plan.tables[0].range_of(49_999).two_hop) == (1, True, False)
+
+
+def test_a_last_row_stays_with_the_others_where_a_slot_more_does_not_fit():
+    profile = with_rare_row(np.full(39, 5), 50)
+    for extra_memory, rule in ((0.0, "dealt"), (0.2, "replicated")):
+        request = Request(batch_size=8, mode="infer", extra_memory=extra_memory)
+        plan = search(profile, Topology.uniform(4), request)
+        plan.check(Problem(profile, Topology.uniform(4), request).limit_bytes)
+        assert plan.tables[0].range_of(39).rule == rule
 
 
 def test_one_rank_needs_no_copies():
