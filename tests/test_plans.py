@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from tests.support.scenario import Scenario
 from tests.support.training import merged, train
+from tests.test_collection import ids_by_table
 from tests.test_equivalence import several, table
 
 RULES = ("dealt", "node", "replicated", "fixed")
@@ -79,10 +81,19 @@ def test_every_rule_on_one_host(ranks, rule, transport):
     check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 5), plan=plan, accumulate=2, evaluates=True), transport)
 
 
+@pytest.mark.parametrize("rule", ["adagrad", "adam"])
+@pytest.mark.parametrize("two_hop", [False, True])
+def test_rows_of_64_bits(ranks, rule, two_hop):
+    tables = several(rule, torch.float64)
+    plan = make_plan(tables, 4, 2, lambda number: (RULES[number % 4], number, 3 * number, two_hop))
+    check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 0, 5), plan=plan, ranks_per_node=2, accumulate=2))
+
+
 @st.composite
 def scenarios(draw):
     ranks_per_node, num_nodes = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (1, 3), (3, 1)]))
     world_size = ranks_per_node * num_nodes
+    dtypes = draw(st.sampled_from([[torch.float32, torch.bfloat16], [torch.float64]]))
     tables = tuple(
         table(
             f"t{index}",
@@ -90,7 +101,7 @@ def scenarios(draw):
             draw(st.sampled_from([3, 16])),
             draw(st.sampled_from(["sgd", "adagrad", "row_wise_adagrad", "adam"])),
             pooling=draw(st.sampled_from(["sum", "mean", "none"])),
-            dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+            dtype=draw(st.sampled_from(dtypes)),
         )
         for index in range(draw(st.integers(1, 4)))
     )
@@ -117,6 +128,101 @@ def scenarios(draw):
 def test_random_plans(ranks, scenario, one_sided):
     is_one_host = scenario.ranks_per_node == scenario.world_size
     check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
+
+
+def totals_by_hand(scenario):
+    """Accesses of every table, and its distinct rows in each step; what agents merge counts once for each node."""
+    accesses, distinct = Counter(), Counter()
+    passes = [(part, rank) for part in range(scenario.accumulate) for rank in range(scenario.world_size)]
+    plain = replace(scenario, plan=None)  # a plan cannot be hashed
+    per_node = scenario.ranks_per_node or scenario.world_size
+    for step in range(scenario.num_steps):
+        found = set()
+        for part, rank in passes:
+            for name, rows in ids_by_table(plain, step, part, rank).items():
+                accesses[name] += len(rows)
+                for row in rows:
+                    where = scenario.plan.table(name).range_of(row)
+                    is_relayed = per_node < scenario.world_size and (where.rule == "node" or where.two_hop)
+                    found.add((name, row, rank // per_node if is_relayed else 0))
+        distinct.update(name for name, _, _ in found)
+    return accesses, distinct
+
+
+def totals(parts, field):
+    """A counter of tables, summed over the ranks."""
+    return sum((Counter(getattr(each, field)) for part in parts for each in part.counters.values()), Counter())
+
+
+COUNTED = [("one_sided", 3, False), ("collective", 3, False), ("collective", 2, False), ("collective", 2, True)]
+
+
+@pytest.mark.parametrize("rule", [*RULES, "mixed"])
+@pytest.mark.parametrize("transport, ranks_per_node, two_hop", COUNTED)
+def test_any_plan_counts_the_same(ranks, rule, transport, ranks_per_node, two_hop):
+    tables, world_size = several("adagrad"), 3 if ranks_per_node == 3 else 4
+    plan = make_plan(
+        tables, world_size, ranks_per_node,
+        lambda number: (RULES[number % 4] if rule == "mixed" else rule, number, 3 * number, two_hop),
+    )  # fmt: skip
+    scenario = Scenario(
+        tables=tables, batch_sizes=(40, 30, 0, 50)[:world_size], plan=plan, ranks_per_node=ranks_per_node, accumulate=2
+    )
+    parts, plain = (
+        ranks.run(train, each, transport, world_size=world_size) for each in (scenario, replace(scenario, plan=None))
+    )
+    for mine, theirs in zip(parts, plain, strict=True):
+        for name, counters in mine.counters.items():
+            for field in ("routes", "pushes", "ids", "unique_ids"):
+                assert getattr(counters, field) == getattr(theirs.counters[name], field), field
+    accesses, distinct = totals_by_hand(scenario)
+    assert totals(parts, "table_accesses") == accesses == totals(plain, "table_accesses")
+    assert totals(parts, "table_distinct") == distinct
+
+
+def look_up_outside(mesh, tables, plan, ranks_per_node, transport, is_mapped):
+    """Trains on ids of which some are outside their table, or already mapped; vectors, rows and what was counted."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan)
+    optimizer = EmbeddingOptimizer(collection)
+    vectors, refused = [], Counter()
+    for step in range(3):
+        bags = {}
+        for spec in tables:
+            ids = [mesh.rank, -1 - mesh.rank, step, spec.num_rows, spec.num_rows - 1, 2**40 + step]
+            outside = [not 0 <= i < spec.num_rows for i in ids]
+            refused[spec.name] += sum(outside)
+            if is_mapped:
+                ids = [spec.out_of_range if is_out else i for i, is_out in zip(ids, outside, strict=True)]
+            bags[spec.name] = [ids[:4], ids[4:]]
+        values = collection(SparseBatch.from_bags(bags)).values
+        values.square().sum().backward()
+        optimizer.step()
+        vectors.append(values.detach().clone())
+    rows = {spec.name: _by_row(collection.held_rows(spec.name)) for spec in tables}
+    counted = sum((Counter(counters.out_of_range) for counters in collection.counters), Counter())
+    collection.close()
+    assert counted == (Counter() if is_mapped else refused)
+    return vectors, rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("transport, ranks_per_node", [("one_sided", 4), ("collective", 4), ("collective", 2)])
+def test_ids_outside_their_table_read_the_same_row_under_any_plan(ranks, rule, transport, ranks_per_node):
+    """The row they are mapped to is in the first, the middle or the last range of its table."""
+    tables = tuple(
+        table(f"t{row}", 30, dim, "adagrad", out_of_range=row) for row, dim in ((0, 3), (15, 3), (29, 16))
+    )  # fmt: skip
+    plan = make_plan(tables, 4, ranks_per_node, lambda number: (rule, number, number, True))
+    mine = ranks.run(look_up_outside, tables, plan, ranks_per_node, transport, False, world_size=4)
+    plain = ranks.run(look_up_outside, tables, None, ranks_per_node, transport, True, world_size=4)
+    for (vectors, _), (expected, _) in zip(mine, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(vectors, expected, strict=True))
+    for spec in tables:
+        trained = {row: values for _, held in plain for row, values in held[spec.name].items()}
+        for _, held in mine:
+            for row, values in held[spec.name].items():
+                assert all(torch.equal(a, b) for a, b in zip(values, trained[row], strict=True)), row
 
 
 def fetch_all_then_pool(mesh, tables, plan, ranks_per_node):
@@ -251,7 +357,7 @@ def train_on_all_rows(mesh, tables, plan, ranks_per_node, num_steps):
 @pytest.mark.parametrize("two_hop", [False, True])
 @pytest.mark.parametrize("rule", [*RULES, "mixed"])
 def test_the_cost_model_predicts_the_bytes_that_are_counted(ranks, rule, two_hop):
-    """To the byte, but for the padding of the messages that keep copies equal (64 bytes each)."""
+    """To the byte, since all ranks have as many sums of copied rows to share: messages differ in length else."""
     tables = (table("a", 480, 3), table("b", 48, 3, "adam"), table("c", 240, 16, "row_wise_adagrad"))
     chosen = (lambda number: RULES[number % 4]) if rule == "mixed" else (lambda _: rule)
     plan = make_plan(tables, 4, 2, lambda number: (chosen(number), number, number, two_hop))
@@ -261,7 +367,34 @@ def test_the_cost_model_predicts_the_bytes_that_are_counted(ranks, rule, two_hop
     accesses = {spec.name: np.full(spec.num_rows, 100) for spec in tables}  # so many that every rank wants each
     profile = Profile.from_counts(accesses, shapes, num_samples=1)
     predicted = cost_of(plan, profile, Request(batch_size=1)).total_bytes
-    assert predicted <= counted <= predicted + 64 * 3 * 4 * 4
+    assert counted == predicted
+
+
+def buffers_of_messages(mesh, tables, plan, ranks_per_node):
+    """What the groups' messages hold before the first step, and after each."""
+    mesh = replace(mesh, hosts=tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan)
+    optimizer = EmbeddingOptimizer(collection)
+    batch = SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})
+    held = []
+    for _ in range(4):
+        held.append(sum(group.num_bytes for group in collection._transport._groups))
+        collection(batch).values.sum().backward()
+        optimizer.step()
+    collection.close()
+    return held
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("two_hop", [False, True])
+def test_buffers_of_messages_are_counted_and_do_not_grow(ranks, rule, two_hop):
+    tables = (table("a", 4800, 16),)
+    plan = make_plan(tables, 4, 2, lambda number: (rule, number, number, two_hop))
+    for first, *later in ranks.run(buffers_of_messages, tables, plan, 2, world_size=4):
+        assert later == [later[0]] * 3
+        if two_hop or rule in ("node", "replicated"):
+            # At least the sums of a rank's share of the rows go through them.
+            assert later[0] - first >= 4800 // 4 * 4 * 16
 
 
 def test_one_rank_may_have_any_plan():
