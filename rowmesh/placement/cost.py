@@ -139,7 +139,7 @@ def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
 def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     """`cost_of` where the demand is at hand."""
     W, G = plan.world_size, plan.ranks_per_node
-    homes = _Homes.of(plan, demand)
+    homes = Homes.of(plan, demand)
     grid = _Grid(W, G)
     u, n, U = demand.rank, demand.node, demand.world
     value, gradient = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
@@ -162,14 +162,14 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     )  # fmt: skip
 
 
-def _gradients(homes: _Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
+def _gradients(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
     """Gradients of rows whose home was asked for the value, so that it knows the slots."""
     single, summed = homes.sum(of_rank), homes.sum(of_node)
     up = grid.direct(single[ONE_HOP]) + grid.within(single[TWO_HOP] + single[NODE]) + grid.across(summed[TWO_HOP])
     return up.T
 
 
-def _copies(homes: _Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
+def _copies(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
     """Gradients with their slots of rows that have copies: up to the home, and the sum down to the other holders."""
     single, summed, union = homes.sum(of_rank), homes.sum(of_node), homes.sum(of_world)
     through = summed[NODE] + summed[REPLICATED_TWO_HOP]
@@ -208,7 +208,7 @@ def _kind(part: RowRange) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Homes:
+class Homes:
     """Where the rows of a plan are at home: pieces of runs within ranges, dealt from a first home on or fixed there."""
 
     num_ranks: int
@@ -219,7 +219,7 @@ class _Homes:
     is_fixed: np.ndarray
 
     @staticmethod
-    def of(plan: Plan, demand: Demand) -> _Homes:
+    def of(plan: Plan, demand: Demand) -> Homes:
         """Cuts runs where ranges begin."""
         W = plan.world_size
         parts = [(first, part) for first, table in zip(demand.first_row, plan.tables, strict=False)
@@ -232,7 +232,7 @@ class _Homes:
         part = np.searchsorted(starts, bounds[:-1], "right") - 1
         lengths, is_fixed = np.diff(bounds), rank[part] >= 0
         first_home = np.where(is_fixed, rank[part], (bounds[:-1] - starts[part] + shift[part]) % W)
-        return _Homes(W, run, kind[part], first_home, lengths, is_fixed)
+        return Homes(W, run, kind[part], first_home, lengths, is_fixed)
 
     def sum(self, of_row: np.ndarray) -> np.ndarray:
         """[5, W]: the sum of a number of each row, by how rows travel and where they are at home."""

@@ -1,0 +1,226 @@
+"""What a step costs where tables have replicas: memory, look-ups, all-to-alls within groups, and their synchronisation.
+
+T ranks hold M replicas of a table, each spread over a group of N = T / M ranks; the M ranks that hold the same shard
+are a column (`rowmesh.mesh.grid`). Within a group everything is as in `rowmesh.placement.cost`. Along columns, in a
+step of b samples a rank, every rank sends for its shard, whose rows a group touches with chance u, any group with U:
+
+    exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each: either u · w to
+               each of the M − 1 others, or u · w / M to each, which are homes of a share of the rows, and as home
+               U · w / M of sums back to each; whichever is less. u is of b · N samples, U of b · T.
+    average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
+               and a step pays 1 / k of it. Copies within a group are averaged too, where exact ones are told the sums.
+    dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
+
+Source: two-dimensional sparse parallelism §3.1 and §5, equation (1), which is `dense`. Differs: the paper has neither
+`exact` nor sending touched rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.grid import Grid
+from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Homes, cost_under
+from rowmesh.placement.demand import Demand
+from rowmesh.placement.plan import Plan
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
+from rowmesh.placement.topology import Floats, Topology
+
+SyncMode = Literal["exact", "average", "dense"]
+
+
+@dataclass(frozen=True)
+class ReplicaSync:
+    """How replicas are kept together.
+
+    Attributes:
+        mode: see the module.
+        every: k, steps between two synchronisations; `exact` is every step.
+
+    Raises:
+        ConfigurationError: there is no such mode, or no such k for it.
+    """
+
+    mode: SyncMode = "exact"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(SyncMode):
+            raise ConfigurationError(f"synchronization is {self.mode!r}, but must be one of {list(get_args(SyncMode))}")
+        if self.every < 1:
+            raise ConfigurationError(f"replicas synchronize every {self.every} steps, but it must be at least 1")
+        if self.mode == "exact" and self.every != 1:
+            raise ConfigurationError(
+                f"exact replicas synchronize in every step, not every {self.every} steps; choose average"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaCost:
+    """What a step is expected to cost, on all T ranks. Matrices are [T, T]: what rank i gets from rank j.
+
+    Attributes:
+        memory_bytes: [T], rows and optimizer state.
+        lookups: [T], rows that each rank gathers, for itself and its group.
+        exchange_bytes: of all-to-alls within groups; the diagonal is 0.
+        sync_bytes: between the ranks of columns; the diagonal is 0.
+        exchange_s: of all-to-alls: the busiest rank's links one by one, its look-ups, and waits.
+        sync_s: of synchronisation: the busiest rank's links one by one, and waits.
+        mean_s: of both, of the mean rank, without waits: what tables add up to.
+    """
+
+    memory_bytes: np.ndarray
+    lookups: np.ndarray
+    exchange_bytes: np.ndarray
+    sync_bytes: np.ndarray
+    exchange_s: float
+    sync_s: float
+    mean_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All-to-alls, then synchronisation; the part of it that overlaps is not taken off."""
+        return self.exchange_s + self.sync_s
+
+    @property
+    def imbalance(self) -> float:
+        """Most look-ups of a rank over the mean, 1 where all are equal.
+
+        Source: Table 1, "Imb. Ratio".
+        """
+        mean = float(self.lookups.mean())
+        return float(self.lookups.max()) / mean if mean > 0 else 1.0
+
+
+def cost_with_replicas(
+    plan: Plan, profile: Profile, topology: Topology, request: Request, sync: ReplicaSync
+) -> ReplicaCost:
+    """What a step of `request.batch_size` samples a rank costs under a plan whose tables may have replicas.
+
+    Args:
+        plan: for the T ranks of the topology.
+        profile: of at least the plan's tables.
+        topology: of all T ranks.
+        request: what steps are like; in inference nothing is synchronised.
+        sync: how replicas are kept together.
+
+    Example:
+        >>> from rowmesh.placement import TableShape
+        >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+        >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
+        >>> plan = Plan.dealt([shape], 4, replicas=2)
+        >>> cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), ReplicaSync())
+        >>> cost.memory_bytes.tolist(), (cost.exchange_bytes > 0).astype(int).tolist()
+        ([128, 128, 128, 128], [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
+    """
+    parts = [_Part.of(plan, count, profile, request) for count in plan.replica_counts]
+    exchange, sync_bytes = (np.zeros((plan.world_size, plan.world_size)) for _ in range(2))
+    lookups, lookup_bytes = (np.zeros(plan.world_size) for _ in range(2))
+    exchange_wait = sync_wait = 0.0
+    for part in parts:
+        cost = part.cost(request, sync)
+        for group in part.grid.groups:
+            within = np.ix_(group, group)
+            exchange[within] += cost.link_bytes
+            lookups[group] += cost.lookups
+            lookup_bytes[group] += cost.lookup_bytes.sum(axis=0)
+        exchange_wait += cost.rounds * max(float(topology.latency_s[np.ix_(g, g)].max()) for g in part.grid.groups)
+        if part.grid.replicas > 1 and request.training:
+            moved, rounds = part.sync(request, sync)
+            sync_bytes += moved
+            sync_wait += rounds * max(float(topology.latency_s[np.ix_(c, c)].max()) for c in part.grid.columns)
+    local = lookup_bytes * np.diag(topology.cost)
+    seconds = (exchange + sync_bytes) * topology.cost
+    return ReplicaCost(
+        np.array(plan.memory_bytes), lookups, exchange, sync_bytes,
+        float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
+        float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
+        float(seconds.sum() + local.sum()) / plan.world_size,
+    )  # fmt: skip
+
+
+def restricted(profile: Profile, plan: Plan) -> Profile:
+    """The profile of a plan's tables alone, in the plan's order."""
+    by_name = {table.name: table for table in profile.tables}
+    return replace(profile, tables=tuple(by_name[table.name] for table in plan.tables))
+
+
+def _busy(seconds: Floats) -> Floats:
+    """[T], a rank sends and receives at once, so the greater of both counts."""
+    return np.maximum(seconds.sum(axis=0), seconds.sum(axis=1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The tables of M replicas: the plan of one group, and what its ranks ask for."""
+
+    plan: Plan
+    grid: Grid
+    profile: Profile
+    demand: Demand
+    homes: Homes
+
+    @staticmethod
+    def of(whole: Plan, replicas: int, profile: Profile, request: Request) -> _Part:
+        plan = whole.part(replicas)
+        profile = restricted(profile, plan)
+        demand = Demand.of(
+            profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
+        )
+        return _Part(plan, whole.grid(replicas), profile, demand, Homes.of(plan, demand))
+
+    def cost(self, request: Request, sync: ReplicaSync) -> Cost:
+        """Of one group. Exact sums that homes tell to copies are those of all groups."""
+        demand = self.demand
+        if sync.mode == "exact":
+            demand = replace(demand, world=self._touched(request.batch_size * self.grid.world_size))
+        return cost_under(self.plan, demand, training=request.training)
+
+    def sync(self, request: Request, sync: ReplicaSync) -> tuple[Floats, float]:
+        """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
+        if sync.mode == "dense":
+            return self._ring(sync.every), 2 * (self.grid.replicas - 1) / sync.every
+        directly, through_homes = self._ways(request, sync)
+        is_direct = directly.sum() <= through_homes.sum()
+        found = np.zeros((self.grid.world_size, self.grid.world_size))
+        for column, num_bytes in zip(self.grid.columns, directly if is_direct else through_homes, strict=True):
+            found[np.ix_(column, column)] = num_bytes
+        np.fill_diagonal(found, 0.0)
+        return found, (1 if is_direct else 2) / sync.every
+
+    def _ring(self, every: int) -> Floats:
+        """[T, T], of an all-reduce of whole shards round each column."""
+        T, M = self.grid.world_size, self.grid.replicas
+        found = np.zeros((T, T))
+        for column, shard_bytes in zip(self.grid.columns, self.plan.memory_bytes, strict=True):
+            for rank, following in zip(column, [*column[1:], column[0]], strict=True):
+                found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
+        return found
+
+    def _ways(self, request: Request, sync: ReplicaSync) -> tuple[Floats, Floats]:
+        """[N] each: what a rank of each shard sends to each other of its column, directly and by way of homes."""
+        samples = request.batch_size * sync.every
+        own, union = (
+            self._shard_bytes(self._touched(samples * ranks), sync) / sync.every
+            for ranks in (self.grid.shards, self.grid.world_size)
+        )
+        return own, (own + union) / self.grid.replicas
+
+    def _touched(self, samples: int) -> Floats:
+        """[K], the chance that so many samples touch a row of each run."""
+        return np.concatenate([self.profile.presence(t, samples) for t in range(len(self.profile.tables))])
+
+    def _shard_bytes(self, touched: Floats, sync: ReplicaSync) -> Floats:
+        """[N], of each shard's touched rows: at their homes, or of all copies."""
+        of_table = self.demand.gradient_bytes if sync.mode == "exact" else self.demand.row_bytes
+        found = self.homes.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
+        if sync.mode == "exact":
+            return found.sum(axis=0)
+        in_nodes = found[NODE].reshape(-1, self.plan.ranks_per_node).sum(axis=0)
+        everywhere = found.sum() - found[[ONE_HOP, TWO_HOP, NODE]].sum()
+        return found[ONE_HOP] + found[TWO_HOP] + np.tile(in_nodes, self.plan.num_nodes) + everywhere
