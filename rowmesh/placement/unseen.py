@@ -20,14 +20,19 @@ import numpy as np
 from rowmesh.placement.profile import Profile, TableProfile
 
 MOST_COUNTED = 10
-FEWEST_ROWS = 1000
+FEWEST_ROWS = 30
 
 
-def smoothed(profile: Profile) -> Profile:
+def smoothed(profile: Profile, *, rare_rows: bool = False) -> Profile:
     """The profile with the expected accesses of seldom read rows instead of their counts.
 
-    Rows counted up to 10 times change, where at least 1,000 rows were counted once more than they, and the batches that
-    contain them in proportion; tables whose counts are means or out of order stay as they are.
+    Rows counted up to 10 times change, where at least 30 rows were counted as often and 30 once more, and the batches
+    that contain them in proportion; tables whose counts are means or out of order stay as they are.
+
+    Args:
+        profile: whose counts are of some samples.
+        rare_rows: the last row of every table stands for all rare ids, also those that were never met, as in prepared
+            data: it is read as much more often as the others are read less.
 
     Example:
         >>> from rowmesh.placement import TableShape
@@ -37,26 +42,50 @@ def smoothed(profile: Profile) -> Profile:
         >>> smoothed(profile).tables[0].accesses.tolist()
         [2.0, 0.5, 0.4]
     """
-    return replace(profile, tables=tuple(_smoothed(table, profile.num_batches) for table in profile.tables))
+    return replace(profile, tables=tuple(_smoothed(table, profile.num_batches, rare_rows) for table in profile.tables))
 
 
-def _smoothed(table: TableProfile, num_batches: int) -> TableProfile:
+def _smoothed(table: TableProfile, num_batches: int, rare_row: bool) -> TableProfile:
+    table = _with_last_row_apart(table) if rare_row else table
     counts = table.accesses
     # The last row may stand for all rare ids, and be read often.
     falls = bool(np.all(np.diff(counts[:-1]) <= 0))
     if not falls or not np.array_equal(counts, np.rint(counts)):
         return table
-    rows = np.zeros(MOST_COUNTED + 2)
-    seldom = np.flatnonzero(counts <= MOST_COUNTED + 1)
-    np.add.at(rows, counts[seldom].astype(int), table.lengths[seldom])
-    known = np.flatnonzero((rows[1:] >= FEWEST_ROWS) & (rows[:-1] > 0))
-    expected = np.arange(MOST_COUNTED + 2, dtype=np.float64)
-    expected[known] = (known + 1) * rows[known + 1] / rows[known]
-    expected = np.maximum.accumulate(np.minimum(expected, MOST_COUNTED + 1.0))
-    accesses = counts.copy()
-    accesses[seldom] = expected[counts[seldom].astype(int)]
+    accesses = _expected(table)
+    if rare_row:
+        accesses[-1] = counts[-1]
+        accesses[-1] += max(float((counts - accesses) @ table.lengths), 0.0)
     if table.batches is None:
         return replace(table, accesses=accesses)
     with np.errstate(invalid="ignore"):
         share = np.where(counts > 0, table.batches / counts, 1.0)
     return replace(table, accesses=accesses, batches=np.minimum(share * accesses, num_batches))
+
+
+def _expected(table: TableProfile) -> np.ndarray:
+    """[K], of each run."""
+    counts = table.accesses
+    rows = np.zeros(MOST_COUNTED + 2)
+    seldom = np.flatnonzero(counts <= MOST_COUNTED + 1)
+    np.add.at(rows, counts[seldom].astype(int), table.lengths[seldom])
+    known = np.flatnonzero((rows[1:] >= FEWEST_ROWS) & (rows[:-1] >= FEWEST_ROWS))
+    expected = np.arange(MOST_COUNTED + 2, dtype=np.float64)
+    expected[known] = (known + 1) * rows[known + 1] / rows[known]
+    expected = np.maximum.accumulate(np.minimum(expected, MOST_COUNTED + 1.0))
+    accesses = counts.copy()
+    accesses[seldom] = expected[counts[seldom].astype(int)]
+    return accesses
+
+
+def _with_last_row_apart(table: TableProfile) -> TableProfile:
+    """The same, with a run for the last row alone."""
+    if table.lengths[-1] == 1:
+        return table
+    lengths = np.append(table.lengths, 1)
+    lengths[-2] -= 1
+    accesses, batches = (
+        None if values is None else np.append(values, values[-1]) for values in (table.accesses, table.batches)
+    )
+    assert accesses is not None
+    return replace(table, lengths=lengths, accesses=accesses, batches=batches)

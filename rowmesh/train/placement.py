@@ -16,6 +16,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
+from rowmesh.placement.unseen import smoothed
 from rowmesh.train.config import Config
 from rowmesh.train.tables import table_specs
 
@@ -89,7 +90,10 @@ def evaluation_placement(config: Config, mesh: Mesh, data: Prepared, recorded: P
 def problem_of(
     config: Config, data: Prepared, topology: Topology, request: Request | None = None, *, count_batches: bool = False
 ) -> Problem:
-    """The placement problem of a run's tables, with the counts of its data.
+    """The placement problem of a run's tables, with the counts of its training split.
+
+    Training reads every row as often as it was counted. Inference reads samples that were not counted: seldom read
+    rows are expected to be read less, and the rows of rare ids, which unseen ones share, more.
 
     Args:
         config: of the run.
@@ -101,7 +105,7 @@ def problem_of(
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
     profile = Profile.from_prepared(data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle)
-    return Problem(profile, topology, request)
+    return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
 
 def request_of(config: Config, world_size: int) -> Request:
