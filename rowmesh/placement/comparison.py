@@ -7,16 +7,15 @@ from functools import cached_property
 
 import numpy as np
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import QUICK, search
+from rowmesh.placement.strategies.auto import EQUAL, NOISE, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.text import bytes_text, seconds_text
 
 # Nobody's link is slower than 1 kB/s: such costs are relative.
 _LEAST_RELATIVE_COST = 1e-3
-EQUAL = 1e-9  # differences that the arithmetic makes, not the placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +89,9 @@ class Comparison:
         than = f"{second.name} ({self.cost_text(second.objective)})"
         if self.asked != "auto" and second.objective < best.objective * (1 - EQUAL):
             return f"{best.name}, as asked for: {judged}; {than} would cost {_less(second, best)} less"
+        if second.objective < best.objective * (1 - EQUAL):
+            less = f"{than} would cost {_less(second, best)} less"
+            return f"{best.name}: {judged}; {less}, which is less than the model is exact to ({NOISE:.0%})"
         if second.objective > best.objective * (1 + EQUAL):
             return f"{best.name}: {judged}, {_less(best, second)} less than {than}, the next best that fits"
         return f"{best.name}: {judged}, as with {than}{self._slowest(best, second)}"
@@ -128,11 +130,14 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         >>> compare(problem, "dealt").why.split(":")[0]
         'dealt'
     """
-    plan = search(strategy, problem.profile, problem.topology, problem.request)
-    names = dict.fromkeys([plan.strategy, *QUICK])
-    candidates = tuple(
-        _judged(problem, name, plan if name == plan.strategy else _attempt(problem, name)) for name in names
-    )
+    if strategy == "auto":
+        plans = attempts(problem)
+        plan = choose(problem, plans)
+    else:
+        plan = search(strategy, problem.profile, problem.topology, problem.request)
+        plans = {name: attempt(problem, name) for name in QUICK if name != strategy}
+    plans = {plan.strategy: plan} | {name: other for name, other in plans.items() if name != plan.strategy}
+    candidates = tuple(_judged(problem, name, other) for name, other in plans.items())
     comparison = Comparison(problem, strategy, candidates, plan)
     return replace(comparison, plan=replace(plan, notes={**plan.notes, "why": comparison.why}))
 
@@ -142,14 +147,6 @@ def is_relative(problem: Problem) -> bool:
     cost = problem.topology.cost
     links = cost[~np.eye(len(cost), dtype=bool)]
     return not len(links) or float(links.min()) >= _LEAST_RELATIVE_COST
-
-
-def _attempt(problem: Problem, name: str) -> Plan | str:
-    """A plan, or why there is none."""
-    try:
-        return search(name, problem.profile, problem.topology, problem.request)
-    except ConfigurationError as error:
-        return str(error)
 
 
 def _judged(problem: Problem, name: str, plan: Plan | str) -> Candidate:

@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement import strategies
 from rowmesh.placement.comparison import compare
-from rowmesh.placement.strategies import QUICK, search
+from rowmesh.placement.strategies import QUICK, find, search
 from rowmesh.placement.topology import Topology
 from tests.placement.problems import problem
 
@@ -36,6 +38,20 @@ def test_plans_that_move_the_same_are_told_apart_by_their_slowest_link():
     comparison = compare(problem())
     assert "as with " in comparison.why
     assert "but its slowest link takes " in comparison.why
+
+
+def test_a_better_strategy_is_named_where_the_default_is_as_good_for_the_model():
+    topology = Topology("measured", 1, 2, np.array([[0.0, 1.0], [1.02, 0.0]]), np.zeros((2, 2)))
+    comparison = compare(problem(topology))
+    assert comparison.why.startswith("dealt: a step costs")
+    assert comparison.why.endswith(" % less, which is less than the model is exact to (1%)")
+
+
+def test_strategies_are_searched_once(monkeypatch):
+    searched = []
+    monkeypatch.setattr(strategies, "find", lambda name: searched.append(name) or find(name))
+    compare(problem())
+    assert searched == list(QUICK)
 
 
 def test_a_strategy_that_was_asked_for_is_chosen_even_where_another_is_better():

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement import strategies
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
+from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
 # Differences that the arithmetic makes, not the placement: then balance decides.
 EQUAL = 1e-9
+# Differences that counts and links are not known well enough for: then the default, which balances, is taken.
+NOISE = 0.01
+DEFAULT = "dealt"
 
 
 def search(profile: Profile, topology: Topology, request: Request) -> Plan:
@@ -22,37 +28,60 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     Raises:
         ConfigurationError: the rows do not fit in any way.
     """
-    from rowmesh.placement.strategies import QUICK, find
-
     problem = Problem(profile, topology, request)
+    return choose(problem, attempts(problem))
+
+
+def attempts(problem: Problem) -> dict[str, Plan | str]:
+    """What all quick strategies come to: a plan, or why there is none.
+
+    Raises:
+        ConfigurationError: the rows do not fit in any way.
+    """
     problem.check_feasible()
-    plans, left_out = {}, {}
-    for name in QUICK:
-        try:
-            plan = find(name)(profile, topology, request)
-        except ConfigurationError as error:
-            left_out[name] = str(error)
-            continue
-        over = max(plan.memory_bytes) - problem.limit_bytes
-        if over > 0:
+    return {name: attempt(problem, name) for name in QUICK}
+
+
+def attempt(problem: Problem, name: str) -> Plan | str:
+    """A strategy's plan, or why there is none."""
+    try:
+        return strategies.search(name, problem.profile, problem.topology, problem.request)
+    except ConfigurationError as error:
+        return str(error)
+
+
+def choose(problem: Problem, plans: Mapping[str, Plan | str]) -> Plan:
+    """The best of the plans that fit: the default's where no other is better by more than the model is exact to.
+
+    Args:
+        problem: what is asked for.
+        plans: as from `attempts`.
+    """
+    fitting, left_out = {}, {}
+    for name, plan in plans.items():
+        if isinstance(plan, str):
+            left_out[name] = plan
+        elif (over := max(plan.memory_bytes) - problem.limit_bytes) > 0:
             left_out[name] = f"{over:,} bytes more than the limit of {problem.limit_bytes:,} on a rank"
         else:
-            plans[name] = plan
-    return _best(problem, plans, left_out)
+            fitting[name] = plan
+    compared = {name: _numbers(problem, plan) for name, plan in fitting.items()}
+    order = _ranked(compared)
+    notes = {"auto": _why(problem, order, compared), "compared": compared, "left_out": left_out}
+    chosen = fitting[order[0]]
+    return replace(chosen, notes=dict(chosen.notes) | notes)
 
 
-def _best(problem: Problem, plans: dict[str, Plan], left_out: dict[str, str]) -> Plan:
-    compared = {name: _numbers(problem, plan) for name, plan in plans.items()}
+def _ranked(compared: dict[str, dict[str, Any]]) -> list[str]:
+    """Names, the best first."""
     least = min(numbers["objective"] for numbers in compared.values())
 
-    def rank(name: str) -> tuple[bool, float, float]:
+    def rank(name: str) -> tuple[bool, bool, float, float]:
         numbers = compared[name]
-        return numbers["objective"] > least * (1 + EQUAL), numbers["slowest_link"], numbers["objective"]
+        is_default = name == DEFAULT and numbers["objective"] <= least * (1 + NOISE)
+        return not is_default, numbers["objective"] > least * (1 + EQUAL), numbers["slowest_link"], numbers["objective"]
 
-    order = sorted(compared, key=rank)
-    chosen = plans[order[0]]
-    notes = dict(chosen.notes) | {"auto": _why(problem, order, compared), "compared": compared, "left_out": left_out}
-    return replace(chosen, notes=notes)
+    return sorted(compared, key=rank)
 
 
 def _numbers(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -74,11 +103,15 @@ def _why(problem: Problem, order: list[str], compared: dict[str, dict[str, Any]]
     if not others:
         return f"{best}: no other plan fits"
     first, second = compared[best], compared[others[0]]
-    if second["objective"] <= first["objective"] * (1 + EQUAL):
+    if second["objective"] < first["objective"] * (1 - EQUAL):
         return (
-            f"{best}: {kind} as with {others[0]} ({first['objective']:.6g}), but the slowest link takes "
-            f"{first['slowest_link']:.6g} instead of {second['slowest_link']:.6g}"
+            f"{best}: {kind} {first['objective']:.6g}; {others[0]} with {second['objective']:.6g} is better by less "
+            f"than the model is exact to ({NOISE:.0%})"
         )
+    if second["objective"] <= first["objective"] * (1 + EQUAL):
+        same = f"{best}: {kind} as with {others[0]} ({first['objective']:.6g})"
+        ours, theirs = first["slowest_link"], second["slowest_link"]
+        return same + (f", but the slowest link takes {ours:.6g} instead of {theirs:.6g}" if ours < theirs else "")
     more = second["objective"] / first["objective"] - 1 if first["objective"] else float("inf")
     return (
         f"{best}: {kind} {first['objective']:.6g}; "

@@ -10,6 +10,7 @@ from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import BASELINES, QUICK, STRATEGIES, find, search
+from rowmesh.placement.strategies.auto import NOISE
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 from tests.placement.strategies.problems import power_law, small
@@ -44,7 +45,7 @@ def test_plans_are_whole_within_their_limits_and_can_be_saved(case, name):
 
 @MODERATE
 @given(small())
-def test_auto_is_never_above_any_plan_that_fits(case):
+def test_auto_is_never_above_any_plan_that_fits_by_more_than_the_model_is_exact_to(case):
     problem = Problem(*case)
     best = problem.objective(search("auto", *case))
     for name in QUICK:
@@ -53,7 +54,7 @@ def test_auto_is_never_above_any_plan_that_fits(case):
         except ConfigurationError:
             continue
         if problem.fits(plan):
-            assert best <= problem.objective(plan) * (1 + 1e-8) + 1e-12, name
+            assert best <= problem.objective(plan) * (1 + NOISE) * (1 + 1e-8) + 1e-12, name
 
 
 @pytest.mark.parametrize("deduplicated", [True, False])
