@@ -59,7 +59,7 @@ class Relay:
         self._offsets = np.zeros(shape, np.int64)
         self._incoming = np.zeros(shape, np.int64)
         self._reply_offsets = np.zeros(column.size + 1, np.int64)
-        self._slots, self._entries, self._heads = Scratch(), Scratch(), Scratch()
+        self._slots, self._heads = Scratch(), Scratch()
         self._addresses, self._sums = Scratch(), Scratch()
         self._requests, self._replies = Scratch(), Scratch()
         self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
@@ -100,8 +100,8 @@ class Relay:
             merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, first, len(self._segments),
             num_fetched, self._num_replying, column.size, column.member, exchange.address_map.key_stride,
             exchange.arena.address, exchange.row_bytes, received, self._slots.reserve(4 * most),
-            self._entries.reserve(4 * most), self._heads.reserve(4 * most), self._offsets.ctypes.data,
-            self._reply_offsets.ctypes.data, self._addresses.reserve(8 * replying),
+            self._heads.reserve(4 * most), self._offsets.ctypes.data, self._reply_offsets.ctypes.data,
+            self._addresses.reserve(8 * replying),
         )  # fmt: skip
         counts = column.exchange_equal(torch.from_numpy(self._offsets), self._common, self._doing)
         self._incoming[:] = counts.numpy()

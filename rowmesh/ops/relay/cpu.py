@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from rowmesh.ops.simd import inlined, kernel, load_i64, load_u32, store_i64, store_u32
-
-
-@inlined
-def _node(key, per_stride):
-    """Which node a key belongs to. (A product with 1 / V, from the middle of the unit, is exact for 32-bit keys.)"""
-    return np.int64((np.float64(key) + 0.5) * per_stride)
+from rowmesh.ops.counting_sort import quotient, restore, to_offsets
+from rowmesh.ops.simd import kernel, load_i64, load_u32, store_i64, store_u32
 
 
 @kernel
 def sort_relay(
     keys, merged_offsets, heads, first_segment, num_segments, num_fetched, num_replying, num_nodes, node, key_stride,
-    arena, row_bytes, received, slots, entries, sorted_heads, offsets, reply_offsets, addresses,
+    arena, row_bytes, received, slots, sorted_heads, offsets, reply_offsets, addresses,
 ):  # fmt: skip
     """What an agent asks of each node, and where every row that it was asked for will be read.
 
@@ -28,8 +21,7 @@ def sort_relay(
         keys, merged_offsets, heads: of the merger: uint32 `[M]`, int64 `[S′ + 1]`, uint32 `[M]`.
         node: this rank's; what it asks of its own node is sorted with the rest, though it is not sent.
         received: where the rows of other nodes will be received, in the order of the nodes.
-        slots, entries, sorted_heads: uint32 out, sorted by (node, segment): the slot at the home, which key it is, and
-            the head of its chain.
+        slots, sorted_heads: uint32 out, sorted by (node, segment): the slot at the home, and the head of the chain.
         offsets: int64 `[H, S″ + 1]` out, into `slots`.
         reply_offsets: int64 `[H + 1]` out: where each node's rows begin among those received.
         addresses: int64 out, one for each merged key of the replying segments: where its row is or will be.
@@ -40,44 +32,25 @@ def sort_relay(
     for s in range(num_segments):
         segment = merged_offsets + 8 * (first_segment + s)
         for m in range(load_i64(segment), load_i64(segment + 8)):
-            cell = offsets + 8 * (_node(load_u32(keys + 4 * m), per_stride) * (num_segments + 1) + s)
+            cell = offsets + 8 * (quotient(load_u32(keys + 4 * m), per_stride) * (num_segments + 1) + s)
             store_i64(cell, load_i64(cell) + 1)
-    total, replies = 0, 0
-    for n in range(num_nodes):
-        store_i64(reply_offsets + 8 * n, replies - total)  # until all are placed, from position to reply
-        for s in range(num_segments + 1):
-            cell = offsets + 8 * (n * (num_segments + 1) + s)
-            size = load_i64(cell)
-            store_i64(cell, total)
-            total += size
-            if s < num_fetched and n != node:
-                replies += size
-    store_i64(reply_offsets + 8 * num_nodes, replies)
+    to_offsets(offsets, reply_offsets, num_nodes, num_segments, num_fetched, node)
     for m in range(load_i64(merged_offsets + 8 * first_segment)):  # what is asked of this rank as the home
         store_i64(addresses + 8 * m, arena + load_u32(keys + 4 * m) * row_bytes)
     for s in range(num_segments):
         segment = merged_offsets + 8 * (first_segment + s)
         for m in range(load_i64(segment), load_i64(segment + 8)):
             key = load_u32(keys + 4 * m)
-            home = _node(key, per_stride)
+            home = quotient(key, per_stride)
             slot = key - home * key_stride
             cell = offsets + 8 * (home * (num_segments + 1) + s)
             position = load_i64(cell)
             store_i64(cell, position + 1)
             store_u32(slots + 4 * position, slot)
-            store_u32(entries + 4 * position, m)
             store_u32(sorted_heads + 4 * position, load_u32(heads + 4 * m))
             if first_segment + s < num_replying:
                 address = arena + slot * row_bytes
                 if s < num_fetched and home != node:
                     address = received + (position + load_i64(reply_offsets + 8 * home)) * row_bytes
                 store_i64(addresses + 8 * m, address)
-    # The offsets served as cursors, which leaves each at its end: the beginning of the next.
-    for n in range(num_nodes):
-        for s in range(num_segments, 0, -1):
-            cell = offsets + 8 * (n * (num_segments + 1) + s)
-            store_i64(cell, load_i64(cell - 8))
-        cell = offsets + 8 * n * (num_segments + 1)
-        store_i64(cell, 0 if n == 0 else load_i64(cell - 8))
-        reply = reply_offsets + 8 * n
-        store_i64(reply, load_i64(reply) + load_i64(cell))
+    restore(offsets, reply_offsets, num_nodes, num_segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rowmesh.ops.counting_sort import quotient, restore, to_offsets
 from rowmesh.ops.simd import (
     inlined,
     kernel,
@@ -20,16 +21,20 @@ from rowmesh.ops.simd import (
 # (dim 16: 12 % of a step). Long ones would fill the cache before pool comes to them.
 PREFETCHED_ROW_BYTES = 128
 
-# Words of a header (int64), which stays the same from batch to batch.
+# A header of int64 values, which stays the same from batch to batch, and where each stands.
 HEADER = 14
 (
     RANGES, INDEX, HEADS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
     ARENAS, ROW_BYTES, KIND_FLAGS,
-) = range(0, 8 * 14, 8)  # fmt: skip
-DESCRIPTOR_BYTES, INDEX_BYTES = 80, 64
-_START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _PER_MODULUS, _PER_DIVISOR = range(0, 80, 8)
+) = range(0, 8 * HEADER, 8)  # fmt: skip
+DESCRIPTOR, INDEX_ENTRY = 10, 8  # int64 values that describe a range, and a table
+_DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
+(
+    _START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _PER_MODULUS, _PER_DIVISOR,
+) = range(0, _DESCRIPTOR_BYTES, 8)  # fmt: skip
 _KIND_BITS = 24  # a stop and its kind share 32 bits
-RELAY, COPY = 1, 2  # flags of a range; KIND_FLAGS has those of kind k in bits 2k and 2k + 1
+RELAY, COPY = 1, 2  # flags of a range: the stop is the agent; a copy is here
+FLAG_BITS = 2  # KIND_FLAGS has the flags of kind k in bits 2k and 2k + 1
 
 
 @inlined
@@ -38,27 +43,27 @@ def _find(index, heads, ranges, row):
     first = load_i64(index)
     head = load_i64(index + 32)
     if row < head:
-        return ranges + DESCRIPTOR_BYTES * (first + load_u16(heads + 2 * (load_i64(index + 24) + row)))
+        return ranges + _DESCRIPTOR_BYTES * (first + load_u16(heads + 2 * (load_i64(index + 24) + row)))
     low = load_i64(index + 16)
     count = load_i64(index + 8) - low
     if count <= 4:
         for k in range(40, 64, 8):
             low += np.int64(load_i64(index + k) <= row)
-        return ranges + DESCRIPTOR_BYTES * low
+        return ranges + _DESCRIPTOR_BYTES * low
     while count > 1:
         half = count >> 1
-        low += half * np.int64(load_i64(ranges + DESCRIPTOR_BYTES * (low + half) + _START) <= row)  # no branch
+        low += half * np.int64(load_i64(ranges + _DESCRIPTOR_BYTES * (low + half) + _START) <= row)  # no branch
         count -= half
-    return ranges + DESCRIPTOR_BYTES * low
+    return ranges + _DESCRIPTOR_BYTES * low
 
 
 @inlined
 def _home(row, start, shift, modulus, rank, base, per_modulus, per_divisor):
-    """Home and slot. (Products with 1 / n, from the middle of the unit, are exact for rows below 2^50 / n.)"""
+    """Home and slot; exact for rows below 2⁵¹ − W, see `quotient`."""
     x = row - start
     y = x + shift
-    home = y - np.int64((np.float64(y) + 0.5) * per_modulus) * modulus + rank
-    return home, base + np.int64((np.float64(x) + 0.5) * per_divisor)
+    home = y - quotient(y, per_modulus) * modulus + rank
+    return home, base + quotient(x, per_divisor)
 
 
 @inlined
@@ -74,7 +79,7 @@ def _describe(part):
 def locate(header, table, ids, count, homes, slots):
     """Home (uint32) and slot (uint32) of every row of one table; `route` without the sort."""
     ranges, heads = load_i64(header + RANGES), load_i64(header + HEADS)
-    index = load_i64(header + INDEX) + INDEX_BYTES * table
+    index = load_i64(header + INDEX) + _INDEX_BYTES * table
     for i in range(count):
         row = load_i64(ids + 8 * i)
         part = _find(index, heads, ranges, row)
@@ -123,31 +128,13 @@ def route(
     )  # fmt: skip
     if refused >= 0:
         return refused
-    total, replies = 0, 0
-    replying = load_i64(header + NUM_REPLYING) * num_tables
-    for stop in range(world_size):
-        store_i64(reply_offsets + 8 * stop, replies - total)  # until all are placed, from position to reply
-        for s in range(num_segments + 1):
-            cell = segment_offsets + 8 * (stop * (num_segments + 1) + s)
-            size = load_i64(cell)
-            store_i64(cell, total)
-            total += size
-            if s < replying:
-                replies += size
-    store_i64(reply_offsets + 8 * world_size, replies)
+    num_replying = load_i64(header + NUM_REPLYING) * num_tables
+    to_offsets(segment_offsets, reply_offsets, world_size, num_segments, num_replying, -1)
     _sort(
         header, unique_offsets, stop_scratch, key_scratch, received, keys, uniques, segment_offsets, reply_offsets,
         addresses, num_tables, num_segments,
     )  # fmt: skip
-    # The offsets served as cursors, which leaves each at its end: the beginning of the next.
-    for stop in range(world_size):
-        for s in range(num_segments, 0, -1):
-            cell = segment_offsets + 8 * (stop * (num_segments + 1) + s)
-            store_i64(cell, load_i64(cell - 8))
-        cell = segment_offsets + 8 * stop * (num_segments + 1)
-        store_i64(cell, 0 if stop == 0 else load_i64(cell - 8))
-        reply = reply_offsets + 8 * stop
-        store_i64(reply, load_i64(reply) + load_i64(cell))
+    restore(segment_offsets, reply_offsets, world_size, num_segments)
     return -1
 
 
@@ -166,9 +153,9 @@ def _place_all(
     while (1 << bits) < world_size:
         bits += 1
     for s in range(num_tables):
-        index = load_i64(header + INDEX) + INDEX_BYTES * s
+        index = load_i64(header + INDEX) + _INDEX_BYTES * s
         limit = np.uint64(load_i64(load_i64(header + NUM_ROWS) + 8 * s))
-        part = ranges + DESCRIPTOR_BYTES * load_i64(index)
+        part = ranges + _DESCRIPTOR_BYTES * load_i64(index)
         is_one = load_i64(index + 8) - load_i64(index) == 1
         start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
@@ -194,7 +181,7 @@ def _place_all(
                 kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
             stop, key = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
             if flags & RELAY:
-                node = np.int64((np.float64(stop) + 0.5) * nodes_per_rank)
+                node = quotient(stop, nodes_per_rank)
                 key += node * key_stride
                 stop += node_first - node * per_node
             store_u32(key_scratch + 4 * u, key)
@@ -230,7 +217,7 @@ def _sort(
             store_i64(cell, position + 1)
             store_u32(keys + 4 * position, key)
             store_u32(uniques + 4 * position, u)
-            flags = kind_flags >> 2 * kind & 3
+            flags = kind_flags >> FLAG_BITS * kind & (RELAY | COPY)
             if flags == 0:
                 arena = load_i64(arenas + 8 * stop)
                 if arena:
