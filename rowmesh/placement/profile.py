@@ -198,6 +198,7 @@ class Profile:
         *,
         batch_size: int | None = None,
         shuffle: bool = True,
+        seed: int = 0,
     ) -> Profile:
         """From the counts of a prepared data set's training split, which are memory-mapped.
 
@@ -207,8 +208,10 @@ class Profile:
             data: what `rowmesh data prepare` wrote.
             shapes: of the tables, named after their features; features without one are left out.
             batch_size: samples of a rank's batch. Given, all batches are read once, and how many contain a row is
-                counted; memory is needed for one window of the loader.
+                counted; memory is needed for one window of the loader. A smaller last batch is left out, and the
+                others stand for its samples.
             shuffle: whether batches are those of a shuffled epoch, as in training.
+            seed: of the shuffle.
 
         Raises:
             ConfigurationError: a table has another number of rows than the data.
@@ -220,13 +223,17 @@ class Profile:
         if batch_size is None:
             return Profile(tuple(tables), num_samples)
         counters = {table.name: BatchCounter(table.name, table.starts) for table in tables}
-        for batch in Loader(prepared, "train", batch_size=batch_size, shuffle=shuffle):
+        loader = Loader(
+            prepared, "train", batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=num_samples > batch_size
+        )
+        for batch in loader:
             ids = batch.sparse.ids.numpy()
             for feature, name in enumerate(batch.sparse.features):
                 if name in counters:
                     first, stop = batch.sparse.feature_range(feature)
                     counters[name].add(ids[first:stop])
-        counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths) for t in tables)
+        scale = max(num_samples / batch_size, 1.0) / loader.num_batches
+        counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths * scale) for t in tables)
         return Profile(counted, num_samples, batch_size)
 
     @property
@@ -251,7 +258,8 @@ class Profile:
         """u, `[K]`: the chance that a batch contains a row, 0 … 1.
 
         Where batches were counted: 1 − (1 − p)^(samples / batch_size), with p the share of batches that contained the
-        row. A row that was in every batch is in every larger one; for smaller ones it counts as a row without batches.
+        row; a smaller last one counts as the part of a batch that it is. A row that was in every batch is in every
+        larger one; for smaller ones it counts as a row without batches.
         Without batches, draws count as independent: 1 − (1 − f)^samples for one-hot tables, and Poisson,
         1 − exp(−f · samples), where samples hold several ids.
 
@@ -264,7 +272,7 @@ class Profile:
         if batches is None:
             return independent
         assert self.batch_size is not None
-        share = batches / self.num_batches
+        share = batches * (self.batch_size / self.num_samples)
         counted = _at_least_once(share, samples / self.batch_size)
         return np.where((share >= 1) & (samples < self.batch_size), independent, counted)
 

@@ -104,7 +104,9 @@ def problem_of(
     """
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
-    profile = Profile.from_prepared(data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle)
+    profile = Profile.from_prepared(
+        data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
+    )
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
 

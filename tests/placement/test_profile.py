@@ -157,17 +157,40 @@ def test_from_prepared_reads_the_stored_counts(prepared):
     assert not profile.tables[0].is_falling  # rare ids stand last
 
 
-@pytest.mark.parametrize("batch_size", [1, 37, 256, 5000])
+@pytest.mark.parametrize("batch_size", [1, 37, 256, 1002, 1003])
 def test_from_prepared_counts_the_batches_that_contain_a_row(prepared, batch_size):
+    """Whole ones: the last of 1,003 samples may be a small one, of which no step is."""
     profile = Profile.from_prepared(prepared, shapes(prepared, "bag", "user"), batch_size=batch_size, shuffle=False)
-    loader = Loader(prepared, "train", batch_size=batch_size)
-    for table in profile.tables:
+    loader = Loader(prepared, "train", batch_size=batch_size, drop_last=True)
+    for index, table in enumerate(profile.tables):
         contained = np.zeros(table.shape.num_rows)
         for batch in loader:
-            contained[np.unique(batch.sparse.select([table.name]).ids.numpy())] += 1
-        assert table.batches is not None
-        for first, stop, mean in zip(table.starts[:-1], table.starts[1:], table.batches, strict=True):
-            assert mean == pytest.approx(contained[first:stop].mean())
+            contained[np.unique(batch.sparse.select([table.name]).ids.numpy())] += 1 / loader.num_batches
+        assert profile.uniques(index, batch_size)[-1] == pytest.approx(contained.sum())
+        for first, stop, chance in zip(
+            table.starts[:-1], table.starts[1:], profile.presence(index, batch_size), strict=True
+        ):
+            assert chance == pytest.approx(contained[first:stop].mean())
+
+
+def test_from_prepared_counts_the_only_batch_though_it_is_small(prepared):
+    profile = Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=5000)
+    assert profile.tables[0].batches is not None
+    assert profile.tables[0].batches.tolist() == [1.0] * len(profile.tables[0].lengths)
+
+
+def test_batches_are_those_of_the_seed(prepared):
+    one, again, other = (
+        Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=37, seed=seed) for seed in (1, 1, 2)
+    )
+    assert np.array_equal(one.presence(0, 37), again.presence(0, 37))
+    assert not np.array_equal(one.presence(0, 37), other.presence(0, 37))
+
+
+def test_a_small_last_batch_counts_as_the_part_that_it_is():
+    profile = Profile.from_counts({"item": [3]}, [shape(1)], 1001, batches={"item": [3]}, batch_size=100)
+    assert profile.num_batches == 11
+    assert profile.presence(0, 100).tolist() == pytest.approx([3 / 10.01])
 
 
 def test_shuffled_batches_spread_a_burst(prepared):
