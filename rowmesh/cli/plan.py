@@ -26,6 +26,9 @@ def plan(
     max_hops: Literal[1, 2] = 2,
     fetch_weight: float = 1.0,
     count_batches: Switch = False,
+    replicas: str | None = None,
+    synchronization: Literal["exact", "average"] | None = None,
+    sync_every: int | None = None,
     explain: str | None = None,
     out: Path | None = None,
     report: Path | None = None,
@@ -65,6 +68,13 @@ def plan(
         What a byte fetched costs, relative to a byte of gradients.
     count_batches
         Read the data once and count the batches that hold a row, which bursts of equal ids make fewer.
+    replicas
+        How many replicas of the tables are compared, each on a group of ranks of its own: auto (all that divide the
+        ranks), 4, or 1,2,4; tables may differ where 1 is among them.
+    synchronization
+        How replicas are kept together: exact (gradients are summed, the default) or average (rows are averaged).
+    sync_every
+        Steps between two averages.
     explain
         Say why a table's rows, or one row, are where they are, as in C3 or C3:17; prints nothing else.
     out
@@ -75,8 +85,11 @@ def plan(
         Write the topology (TOML), for --topology.
     """
     from rowmesh.cli.plan_command import Links, Outputs, Wish, run_plan
+    from rowmesh.cli.plan_replicas import Replication
     from rowmesh.train.resolve import resolve
 
     links = Links(ranks, ranks_per_node, topology, measure)
     wish = Wish(strategy, mode, objective, memory, extra_memory, max_hops, fetch_weight, count_batches)
-    run_plan(resolve(config, overrides), config.stem, links, wish, Outputs(explain, out, report, topology_out))
+    outputs = Outputs(explain, out, report, topology_out)
+    replication = Replication(replicas, synchronization, sync_every)
+    run_plan(resolve(config, overrides), config.stem, links, wish, outputs, replication)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rowmesh.cli.plan_replicas import Replication, explain_replicas, print_replicas
 from rowmesh.cli.plan_report import Printer
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
@@ -19,6 +20,8 @@ from rowmesh.placement.report import write_report
 from rowmesh.placement.request import Mode, Objective, Request
 from rowmesh.placement.text import parse_bytes
 from rowmesh.placement.topology import Topology
+from rowmesh.placement.two_dimensional import ReplicaComparison, compare_replicas
+from rowmesh.placement.two_dimensional_report import write_replica_report
 from rowmesh.train.config import Config
 from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
 from rowmesh.train.together import on_rank_0
@@ -116,10 +119,19 @@ class Outputs:
         comparison.plan.check(comparison.problem.limit_bytes)
         printer.say(*(f"wrote {path}" for path in written))
 
-    def _write(self, comparison: Comparison, title: str) -> Iterator[Path]:
+    def give_replicas(self, comparison: ReplicaComparison, title: str, printer: Printer) -> None:
+        """The same of a comparison of numbers of replicas."""
+        written = list(self._write(comparison, title))
+        if self.explain:
+            printer.say(comparison.why, *explain_replicas(comparison, self.explain))
+        else:
+            print_replicas(printer, comparison, title)
+        printer.say(*(f"wrote {path}" for path in written))
+
+    def _write(self, comparison: Comparison | ReplicaComparison, title: str) -> Iterator[Path]:
         writers: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, comparison.plan.save),
-            (self.report, lambda path: write_report(comparison, path, title)),
+            (self.report, lambda path: _write_report(comparison, path, title)),
             (self.topology, comparison.problem.topology.save),
         ]
         for path, write in writers:
@@ -128,7 +140,16 @@ class Outputs:
                 yield path
 
 
-def run_plan(config: Config, title: str, links: Links, wish: Wish, outputs: Outputs) -> None:
+def _write_report(comparison: Comparison | ReplicaComparison, path: Path, title: str) -> None:
+    if isinstance(comparison, Comparison):
+        write_report(comparison, path, title)
+    else:
+        write_replica_report(comparison, path, title)
+
+
+def run_plan(
+    config: Config, title: str, links: Links, wish: Wish, outputs: Outputs, replication: Replication | None = None
+) -> None:
     """Searches, compares, prints and writes.
 
     Where links are measured, collective and blocking: every rank of a torchrun launch calls it, and rank 0 does the
@@ -139,13 +160,19 @@ def run_plan(config: Config, title: str, links: Links, wish: Wish, outputs: Outp
             be met (says what does not fit, by how much, and what would make it fit).
     """
     links.check(config)
+    replication = replication or Replication()
+    replication.check()
     data = Prepared.open(config.data.folder)
 
     def answer(topology: Topology) -> None:
         request = wish.request(config, topology.world_size)
         problem = problem_of(config, data, topology, request, count_batches=wish.count_batches)
-        comparison = compare(problem, wish.strategy or config.placement.strategy or "auto")
-        outputs.give(comparison, title, Printer())
+        strategy = wish.strategy or config.placement.strategy or "auto"
+        if replication.counts is None:
+            outputs.give(compare(problem, strategy), title, Printer())
+        else:
+            comparison = compare_replicas(problem, strategy, replication.sync, replication.wanted)
+            outputs.give_replicas(comparison, title, Printer())
 
     if not links.measure:
         answer(links.stated(config))

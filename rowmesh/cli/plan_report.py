@@ -11,6 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rowmesh.placement.comparison import EQUAL, Candidate, Comparison
+from rowmesh.placement.plan import Plan
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import LEVELS, levels_of
 from rowmesh.placement.text import bytes_text, share_text
 
@@ -32,7 +35,7 @@ class Printer:
 
     def print(self, comparison: Comparison, title: str) -> None:
         """Everything about a comparison."""
-        self.say(*_facts(comparison, title), "")
+        self.say(*facts(comparison.problem, title), _memory(comparison), "")
         self.console.print(self._strategies(comparison))
         for candidate in comparison.candidates:
             if candidate.complaint:
@@ -40,10 +43,10 @@ class Printer:
         self.say("", comparison.why, "")
         self.console.print(self._ranks(comparison))
         self.say("")
-        self.console.print(self._levels(comparison))
+        self.levels(comparison.plan, comparison.problem.profile)
 
     def _strategies(self, comparison: Comparison) -> Table:
-        table = self._table(
+        table = self.table(
             "strategy", "memory (balance)", "look-ups (balance)", "fetched", "gradients", "bytes a step",
             "busiest link (balance)", "cost", "",
         )  # fmt: skip
@@ -66,7 +69,7 @@ class Printer:
             "received a step": _column(cost.link_bytes.sum(axis=1)),
             "sent a step": _column(cost.link_bytes.sum(axis=0)),
         }
-        table = self._table("rank", *columns)
+        table = self.table("rank", *columns)
         if comparison.plan.world_size <= MAX_RANKS:
             for rank in range(comparison.plan.world_size):
                 table.add_row(str(rank), *(texts[rank] for texts, _ in columns.values()))
@@ -75,20 +78,24 @@ class Printer:
             table.add_row("most", *(texts[int(values.argmax())] for texts, values in columns.values()))
         return table
 
-    def _levels(self, comparison: Comparison) -> Table:
+    def levels(self, plan: Plan, profile: Profile) -> None:
+        """Prints the levels of each table, and its replicas where there are any."""
+        replicated = plan.replica_counts != (1,)
         heads = [head for name in LEVELS for head in (f"{name} rows", "accesses")]
-        table = self._table("table", "rows", *heads, "two hops")
-        for planned, profile in zip(comparison.plan.tables, comparison.problem.profile.tables, strict=True):
+        table = self.table("table", "rows", *["replicas"][: int(replicated)], *heads, "two hops")
+        for planned, counted in zip(plan.tables, profile.tables, strict=True):
             cells = [
                 text
-                for level in levels_of(planned, profile).values()
+                for level in levels_of(planned, counted).values()
                 for text in (f"{level.rows:,}", share_text(level.share))
             ]
             hops = sum(len(part) for part in planned.ranges if part.two_hop)
-            table.add_row(Text(planned.name), f"{planned.shape.num_rows:,}", *cells, f"{hops:,}")
-        return table
+            count = [f"{planned.replicas}"][: int(replicated)]
+            table.add_row(Text(planned.name), f"{planned.shape.num_rows:,}", *count, *cells, f"{hops:,}")
+        self.console.print(table)
 
-    def _table(self, first: str, *others: str) -> Table:
+    def table(self, first: str, *others: str) -> Table:
+        """A table without rows yet, whose other columns are numbers."""
         table = Table(box=box.HEAVY_HEAD if self.console.is_terminal else None)
         table.add_column(first, no_wrap=True)
         for column in others:
@@ -100,8 +107,8 @@ def _column(values: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
     return [bytes_text(value) for value in values], values
 
 
-def _facts(comparison: Comparison, title: str) -> list[str]:
-    problem = comparison.problem
+def facts(problem: Problem, title: str) -> list[str]:
+    """What was planned, for which ranks, for what."""
     topology, request = problem.topology, problem.request
     num_rows = sum(shape.num_rows for shape in problem.shapes)
     counted = f"counts of {problem.profile.num_samples:,} samples"
@@ -113,9 +120,15 @@ def _facts(comparison: Comparison, title: str) -> list[str]:
         f"tables    {title}: {len(problem.shapes)} tables, {num_rows:,} rows; {counted}{batches}",
         f"ranks     {topology.world_size} = {links}; {source}",
         f"step      {request.batch_size:,} samples a rank, {request.mode}; what is made least is {objective}",
-        f"memory    {bytes_text(problem.limit_bytes)} a rank for rows and optimizer state, "
-        f"{bytes_text(problem.spare_bytes)} of them for copies",
     ]
+
+
+def _memory(comparison: Comparison) -> str:
+    problem = comparison.problem
+    return (
+        f"memory    {bytes_text(problem.limit_bytes)} a rank for rows and optimizer state, "
+        f"{bytes_text(problem.spare_bytes)} of them for copies"
+    )
 
 
 def _numbers(comparison: Comparison, candidate: Candidate) -> list[str]:

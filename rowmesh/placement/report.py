@@ -41,8 +41,13 @@ def write_report(comparison: Comparison, path: Path, title: str) -> None:
 
 def report(comparison: Comparison, title: str) -> str:
     """The report as HTML."""
+    return page(title, [heading(title, comparison.why), *sections(comparison), footer(comparison)])
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """An HTML file that needs nothing beside it."""
     style = (resources.files("rowmesh.placement") / "assets" / "report.css").read_text(encoding="utf-8")
-    body = "\n".join(_sections(comparison, title))
+    body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -51,8 +56,13 @@ def report(comparison: Comparison, title: str) -> str:
     )
 
 
-def _sections(comparison: Comparison, title: str) -> Iterator[str]:
-    yield f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(_sentence(comparison.why))}</p>'
+def heading(title: str, why: str) -> str:
+    """What was planned, and why it came out as it did."""
+    return f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(_sentence(why))}</p>'
+
+
+def sections(comparison: Comparison) -> Iterator[str]:
+    """All about a comparison and its plan."""
     yield _facts(comparison)
     yield "<h2>Strategies</h2>" + _comparison_table(comparison)
     yield (
@@ -72,7 +82,6 @@ def _sections(comparison: Comparison, title: str) -> Iterator[str]:
     yield _table_cards(comparison)
     yield '<h2>Ranges</h2><p class="note">The whole plan: every row of every table, and the rule for who holds it.</p>'
     yield from (_ranges(table, profile) for table, profile in _tables(comparison))
-    yield _footer(comparison)
 
 
 def _tables(comparison: Comparison) -> Iterable[tuple[TablePlan, TableProfile]]:
@@ -276,7 +285,8 @@ def _ranges(table: TablePlan, profile: TableProfile) -> str:
     )
 
 
-def _footer(comparison: Comparison) -> str:
+def footer(comparison: Comparison) -> str:
+    """What the numbers are."""
     problem = comparison.problem
     counted = "and the batches that hold a row" if problem.profile.batch_size else "as independent draws"
     unit = (

@@ -137,13 +137,18 @@ class ReplicaComparison:
 
     def name(self, candidate: ReplicaCandidate) -> str:
         """Which candidate it is."""
-        tables = f" for {len(candidate.names)} of {len(self.problem.shapes)} tables" if candidate.is_mixed else ""
-        beside = (
-            f", {TOGETHER_TEXTS[candidate.together]} next to each other"
-            if len(arrangements(self.problem.topology, candidate.replicas)) > 1
-            else ""
-        )
-        return f"M = {candidate.replicas}{tables}{beside}"
+        tables = f" for {self.tables_text(candidate)} tables" if candidate.is_mixed else ""
+        together = self.together_text(candidate)
+        return f"M = {candidate.replicas}{tables}" + (f", {together} next to each other" if together else "")
+
+    def tables_text(self, candidate: ReplicaCandidate) -> str:
+        """How many tables have the replicas."""
+        return f"{len(candidate.names)} of {len(self.problem.shapes)}" if candidate.is_mixed else "all"
+
+    def together_text(self, candidate: ReplicaCandidate) -> str:
+        """What has consecutive numbers, where that makes a difference."""
+        differs = len(arrangements(self.problem.topology, candidate.replicas)) > 1
+        return TOGETHER_TEXTS[candidate.together] if differs else ""
 
     @property
     def _other_arrangement(self) -> ReplicaCandidate | None:

@@ -17,6 +17,7 @@ Source: two-dimensional sparse parallelism §3.1 and §5, equation (1), which is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -71,6 +72,7 @@ class ReplicaCost:
         sync_bytes: between the ranks of columns; the diagonal is 0.
         exchange_s: of all-to-alls: the busiest rank's links one by one, its look-ups, and waits.
         sync_s: of synchronisation: the busiest rank's links one by one, and waits.
+        dense_s: what averaging whole shards would take instead, as often.
         mean_s: of both, of the mean rank, without waits: what tables add up to.
     """
 
@@ -80,6 +82,7 @@ class ReplicaCost:
     sync_bytes: np.ndarray
     exchange_s: float
     sync_s: float
+    dense_s: float
     mean_s: float
 
     @property
@@ -118,29 +121,30 @@ def cost_with_replicas(
         >>> cost.memory_bytes.tolist(), (cost.exchange_bytes > 0).astype(int).tolist()
         ([128, 128, 128, 128], [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
     """
-    parts = [_Part.of(plan, count, profile, request) for count in plan.replica_counts]
-    exchange, sync_bytes = (np.zeros((plan.world_size, plan.world_size)) for _ in range(2))
+    exchange, sync_bytes, dense = (np.zeros((plan.world_size, plan.world_size)) for _ in range(3))
     lookups, lookup_bytes = (np.zeros(plan.world_size) for _ in range(2))
-    exchange_wait = sync_wait = 0.0
-    for part in parts:
+    exchange_wait = sync_wait = dense_wait = 0.0
+    for count in plan.replica_counts:
+        part = _Part.of(plan, count, profile, request)
         cost = part.cost(request, sync)
         for group in part.grid.groups:
-            within = np.ix_(group, group)
-            exchange[within] += cost.link_bytes
+            exchange[np.ix_(group, group)] += cost.link_bytes
             lookups[group] += cost.lookups
             lookup_bytes[group] += cost.lookup_bytes.sum(axis=0)
-        exchange_wait += cost.rounds * max(float(topology.latency_s[np.ix_(g, g)].max()) for g in part.grid.groups)
-        if part.grid.replicas > 1 and request.training:
+        exchange_wait += cost.rounds * _longest(topology.latency_s, part.grid.groups)
+        if count > 1 and request.training:
+            latency = _longest(topology.latency_s, part.grid.columns)
             moved, rounds = part.sync(request, sync)
-            sync_bytes += moved
-            sync_wait += rounds * max(float(topology.latency_s[np.ix_(c, c)].max()) for c in part.grid.columns)
+            ring, ring_rounds = part.ring(sync.every)
+            sync_bytes, sync_wait = sync_bytes + moved, sync_wait + rounds * latency
+            dense, dense_wait = dense + ring, dense_wait + ring_rounds * latency
     local = lookup_bytes * np.diag(topology.cost)
-    seconds = (exchange + sync_bytes) * topology.cost
     return ReplicaCost(
         np.array(plan.memory_bytes), lookups, exchange, sync_bytes,
-        float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
-        float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
-        float(seconds.sum() + local.sum()) / plan.world_size,
+        exchange_s=float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
+        sync_s=float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
+        dense_s=float(_busy(dense * topology.cost).max()) + dense_wait,
+        mean_s=float(((exchange + sync_bytes) * topology.cost).sum() + local.sum()) / plan.world_size,
     )  # fmt: skip
 
 
@@ -153,6 +157,11 @@ def restricted(profile: Profile, plan: Plan) -> Profile:
 def _busy(seconds: Floats) -> Floats:
     """[T], a rank sends and receives at once, so the greater of both counts."""
     return np.maximum(seconds.sum(axis=0), seconds.sum(axis=1))
+
+
+def _longest(latency_s: Floats, groups: Sequence[range]) -> float:
+    """What a message within a group waits, on its slowest link."""
+    return max(float(latency_s[np.ix_(group, group)].max()) for group in groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +193,7 @@ class _Part:
     def sync(self, request: Request, sync: ReplicaSync) -> tuple[Floats, float]:
         """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
         if sync.mode == "dense":
-            return self._ring(sync.every), 2 * (self.grid.replicas - 1) / sync.every
+            return self.ring(sync.every)
         directly, through_homes = self._ways(request, sync)
         is_direct = directly.sum() <= through_homes.sum()
         found = np.zeros((self.grid.world_size, self.grid.world_size))
@@ -193,14 +202,14 @@ class _Part:
         np.fill_diagonal(found, 0.0)
         return found, (1 if is_direct else 2) / sync.every
 
-    def _ring(self, every: int) -> Floats:
-        """[T, T], of an all-reduce of whole shards round each column."""
+    def ring(self, every: int) -> tuple[Floats, float]:
+        """The same of an all-reduce of whole shards round each column, equation (1)."""
         T, M = self.grid.world_size, self.grid.replicas
         found = np.zeros((T, T))
         for column, shard_bytes in zip(self.grid.columns, self.plan.memory_bytes, strict=True):
             for rank, following in zip(column, [*column[1:], column[0]], strict=True):
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
-        return found
+        return found, 2 * (M - 1) / every
 
     def _ways(self, request: Request, sync: ReplicaSync) -> tuple[Floats, Floats]:
         """[N] each: what a rank of each shard sends to each other of its column, directly and by way of homes."""

@@ -1,0 +1,94 @@
+"""`rowmesh plan --replicas`."""
+
+import re
+
+import pytest
+
+from rowmesh.cli.__main__ import main
+from rowmesh.data import prepare
+from rowmesh.data.inputs import DataSource
+from rowmesh.data.planted import PlantedConfig
+from rowmesh.data.synthetic import synthesize
+from rowmesh.placement import Plan
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clicks")
+    synthesize(folder / "raw", {"train": 5_000}, PlantedConfig(num_rows=(900, 40)))
+    source = DataSource.find([folder / "raw"], None, validation=(), test=())
+    prepared = prepare(source.files, folder / "prepared", source.schema, optimum=source.optimum)
+    path = folder / "clicks.toml"
+    path.write_text(f'[data]\nfolder = "{prepared.folder}"\nbatch_size = 800\n')
+    return path
+
+
+@pytest.fixture
+def run(config_file, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*arguments, status=0):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", str(config_file), *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert stop.value.code == status, captured.err
+        return captured.out if status == 0 else captured.err
+
+    return run
+
+
+def test_each_number_and_arrangement_is_a_line_and_the_plan_is_written(run, tmp_path):
+    files = [tmp_path / "plan.json", tmp_path / "report.html"]
+    out = run("--topology", "2x4", "--replicas", "1,2,4", "--out", files[0], "--report", files[1])
+    found = re.findall(r"^ (→|  )? *(1|2|4) +all ", out, re.MULTILINE)
+    assert [count for _, count in found] == ["1", "2", "2", "4", "4"]
+    assert len(re.findall("→", out)) == 1
+    assert "memory    40 GB a rank" in out
+    assert "replicas  synchronised in every step (exact)" in out
+    plan = Plan.load(files[0])
+    assert plan.notes["why"] in out
+    assert plan.notes["why"] in files[1].read_text()
+    assert plan.world_size == 8
+    assert all(f"wrote {file}" in out for file in files)
+    assert max(map(len, out.splitlines())) <= max(160, len(plan.notes["why"]))
+
+
+def test_a_number_alone_is_taken(run, tmp_path):
+    out = run("--ranks", 4, "--replicas", 2, "--synchronization", "average", "--sync-every", 8, "--strategy", "dealt",
+              "--out", tmp_path / "plan.json")  # fmt: skip
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.replica_counts == (2,)
+    assert plan.strategy == "dealt"
+    assert "synchronised every 8 steps; a step pays 1 / 8 of it (average)" in out
+    assert "nothing limits a rank's memory" in out
+    assert re.search(r"^ C1 +\d+ +2 ", out, re.MULTILINE)
+
+
+def test_explain_speaks_of_a_group(run):
+    table = run("--ranks", 4, "--replicas", 2, "--explain", "C1")
+    assert "C1 has 2 replicas, each on a group of 2 ranks: [0, 1], [2, 3]" in table
+    assert re.search(r"^C1: .* slots", table, re.MULTILINE)
+    row = run("--ranks", 4, "--replicas", 2, "--explain", "C1:3")
+    assert re.search(r"^  why      \S", row, re.MULTILINE)
+    assert "has 1 replicas" not in run("--ranks", 4, "--replicas", 1, "--explain", "C1:3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--synchronization", "exact"], "--synchronization is for replicas: give --replicas auto"),
+        (["--sync-every", 2], "--sync-every is for replicas"),
+        (["--replicas", "many"], "--replicas: 'many' is no number of replicas; write auto, 4 or 1,2,4"),
+        (["--replicas", "3"], "4 ranks cannot form 3 replica groups of equal size; the number of replicas can be 1, 2"),
+        (["--replicas", "2", "--sync-every", 3], "exact replicas synchronize in every step"),
+        (["--replicas", "2", "--sync-every", 0], "every 0 steps, but it must be at least 1"),
+        (["--replicas", "2", "--explain", "C9"], "the plan has no table 'C9'"),
+        (["--replicas", "2", "--explain", "C1:99999"], "no row 99999"),
+        (["--replicas", "4", "--memory", "10kB"], "One of these would make it fit: use "),
+        (["--replicas", "auto", "--memory", "1kB"], "One of these would make it fit: use "),
+    ],
+)
+def test_mistakes_are_one_message(run, options, message):
+    text = run("--ranks", 4, *options, status=2)
+    assert message in text
+    assert text.count("\n") == 1
