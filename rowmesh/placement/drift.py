@@ -244,11 +244,15 @@ class Planner:
         proposal, self._thread, self._proposal = self._proposal, None, None
         return proposal or Proposal(None, "planning failed")
 
-    def close(self) -> None:
-        """Waits until no plan is being made."""
+    def wait(self) -> None:
+        """Until no plan is being made, so that `take` has it."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+
+    def close(self) -> None:
+        """Waits until no plan is being made, and forgets it."""
+        self.wait()
+        self._thread = self._proposal = None
 
     def _propose(self, sketch: AccessSketch) -> None:
         try:

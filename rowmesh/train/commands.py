@@ -26,7 +26,7 @@ from rowmesh.train.metrics import Metrics
 from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
-from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
+from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json, write_text
 from rowmesh.train.splits import check_split, check_training_splits
 from rowmesh.train.together import on_rank_0
 
@@ -105,9 +105,17 @@ def _begin(claim: Claim, config: Config, placement: Placement) -> None:
 def _save(job: Job, trainer: Trainer, run: RunFolder, meaning: Fingerprint) -> None:
     with naming_lost_peers(job.mesh, "saving the model"):
         _say_mapped(job)
+        on_rank_0(job.mesh, "saving the model", lambda: _record_plan(job, run))
         metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
         checkpoint.save(run.model, job.embeddings, trainer.state_dict(), metadata=metadata, group=job.mesh.group)
     _say(job.mesh, f"model     {run.model}, after {trainer.step} steps")
+
+
+def _record_plan(job: Job, run: RunFolder) -> None:
+    """Leaves the plan that drift came to, and beside it the one that the training began with."""
+    if job.embeddings.plan is not job.placement.plan:
+        write_text(run.first_plan, job.placement.plan.to_json())
+        write_text(run.plan, job.embeddings.plan.to_json())
 
 
 def _load(job: Job, run: RunFolder) -> None:

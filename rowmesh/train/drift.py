@@ -10,6 +10,8 @@ Ranks talk every `check_every` steps: they add up what they measured, and learn 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -122,8 +124,21 @@ class Drift:
         return text
 
 
-def configured_drift(job: Job) -> Drift | None:
-    """What keeps the plan of a run up to date, if that is wanted. Collective: every rank calls it."""
+@contextmanager
+def configured_drift(job: Job) -> Iterator[Drift | None]:
+    """What keeps the plan of a run up to date, if that is wanted; closed at the end, also where training fails.
+
+    Collective: every rank enters it.
+    """
+    drift = _configured(job)
+    try:
+        yield drift
+    finally:
+        if drift is not None:
+            drift.close()
+
+
+def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or (config.enabled == "auto" and not has_copies(plan)):
         return None

@@ -64,8 +64,12 @@ class Trainer:
 
     def run(self, run: RunFolder) -> None:
         """Trains, evaluating on the validation split now and then. Collective: every rank calls it."""
-        with RunLog(self.job, run, self.total_steps) as log, naming_lost_peers(self.job.mesh, "training"):
-            drift, interval = configured_drift(self.job), Interval()
+        with (
+            RunLog(self.job, run, self.total_steps) as log,
+            naming_lost_peers(self.job.mesh, "training"),
+            configured_drift(self.job) as drift,
+        ):
+            interval = Interval()
             for batch in self._batches():
                 interval.loss += self.train_step(batch)
                 interval.samples += len(batch.labels)
@@ -78,8 +82,6 @@ class Trainer:
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
                     interval.started_s += self._validate(log)
-            if drift is not None:
-                drift.close()
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""

@@ -18,11 +18,12 @@ from rowmesh.data.manifest import MANIFEST, Manifest
 from rowmesh.errors import RowmeshError
 from rowmesh.observe.json_lines import naming
 
-CONFIG, ENVIRONMENT, PLAN, LOCK, KIND = "config.toml", "environment.json", "plan.json", ".lock", "run"
+CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
+PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
 _PARTIAL = r"\..*\.partial"
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
-    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, "metrics.jsonl", "counters.jsonl"), ""),
+    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     "model": r"manifest\.json.*|[0-9a-f]{16}",
     "tensorboard": r"events\.out\..*",
@@ -34,6 +35,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        plan: the plan that the model was trained with, in the end.
+        first_plan: where drift replaced it, the plan that the training began with.
 
     Example:
         >>> RunFolder(Path("runs/criteo")).metrics.name
@@ -43,7 +46,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / CONFIG
-        self.plan = path / PLAN
+        self.plan, self.first_plan = path / PLAN, path / FIRST_PLAN
         self.metrics = path / "metrics.jsonl"
         self.counters = path / "counters.jsonl"
         self.tensorboard = path / "tensorboard"

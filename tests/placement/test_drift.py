@@ -74,8 +74,9 @@ def test_a_planner_proposes_where_that_is_cheaper(moves):
         planner.watch({"item": ids[:5]}, 5)  # of another size
     planner.begin()
     assert planner.is_planning
-    while (proposal := planner.take()) is None:
-        pass
+    planner.wait()
+    proposal = planner.take()
+    assert proposal is not None
     assert not planner.is_planning
     assert (proposal.plan is not None) == moves
     if proposal.plan is not None:
@@ -85,7 +86,7 @@ def test_a_planner_proposes_where_that_is_cheaper(moves):
 def test_a_plan_of_nothing_cannot_be_made():
     planner = Planner(planned("dealt"), "dealt", Topology.uniform(2), REQUEST)
     planner.begin()
-    planner._thread.join()
+    planner.wait()
     proposal = planner.take()
     assert proposal.plan is None
     assert proposal.text.startswith("no new plan can be made")

@@ -112,7 +112,7 @@ def test_counts_batches_of_several_tables():
     profile = sketch.profile()
     assert (sketch.num_samples, profile.num_samples, profile.batch_size, profile.num_batches) == (4, 4, 3, 2)
     assert profile.presence(0, 3).tolist() == [0.0, 1.0, 0.75, 0.0]  # the last is a third of a batch
-    assert profile.presence(1, 3).tolist() == [0.0, 0.5, 0.0]
+    assert profile.presence(1, 3).tolist() == [0.0, 0.75, 0.0]
 
 
 @given(st.integers(1, 1 << 33))

@@ -1,17 +1,26 @@
 """Traffic that moves makes ranks migrate once; traffic that stays makes them stay."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
+from rowmesh.errors import RowmeshError
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.drift import Planner
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.tables import TableSpec
+from rowmesh.train import drift as module
+from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.drift import Drift
+from rowmesh.train.loop import Trainer
+from rowmesh.train.resolve import resolve
+from rowmesh.train.run_folder import RunFolder
 from tests.support.behaviour import rows_of
 
 TABLES = (TableSpec(name="item", num_rows=2000, dim=4, optimizer=RowWiseAdaGrad(lr=0.1)),)
@@ -45,6 +54,8 @@ def train(mesh, transport, moves, follows):
         optimizer.step()
         if drift is not None and (text := drift.after_step(batch)):
             told.append(text)
+        if planner is not None:
+            planner.wait()  # however slow, it is taken over at the next check
     coverage = drift.measured.coverage if drift is not None else 0.0
     if drift is not None:
         drift.close()
@@ -77,3 +88,45 @@ def test_traffic_that_stays_moves_nothing(ranks):
     for told, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
         assert told == []
         assert coverage > 0.75
+
+
+def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
+    def planning(job):
+        planner = Planner(job.embeddings.plan, "dealt", Topology.uniform(1), Request(batch_size=64))
+        monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
+        planner.begin()
+        return Drift(job.embeddings, planner)
+
+    def fail(trainer, batch):
+        raise RowmeshError("no more")
+
+    monkeypatch.setattr(module, "_configured", planning)
+    monkeypatch.setattr(Trainer, "train_step", fail)
+    with pytest.raises(RowmeshError, match="no more"):
+        run_training(resolve(config_file))
+    assert "rowmesh-planner" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, monkeypatch, capsys):
+    def follow(trainer, run):
+        plan = trainer.job.embeddings.plan
+        halves = (
+            TablePlan(table.shape, (RowRange(0, 1, "replicated"), RowRange(1, table.shape.num_rows)))
+            for table in plan.tables
+        )
+        trainer.job.embeddings.migrate(Plan(tuple(halves), 1, 1, "halves"))
+
+    monkeypatch.setattr(Trainer, "run", follow)
+    run_training(resolve(config_file))
+    run = RunFolder(tmp_path / "run")
+    assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "dealt")
+    capsys.readouterr()
+    run_evaluation(run.path)
+    assert f"plan      halves, {run.plan}, as in training: " in capsys.readouterr().out
+    run_training(resolve(config_file), overwrite=True)  # what a run wrote, another may replace
+
+
+def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "run", lambda trainer, run: None)
+    run_training(resolve(config_file))
+    assert not RunFolder(tmp_path / "run").first_plan.exists()

