@@ -183,14 +183,21 @@ class AddressMap:
         """The first slot of every range, and the slots of every rank."""
         world_size, per_node = self.plan.world_size, self.plan.ranks_per_node
         bases: list[list[int]] = [[0] * len(table.ranges) for table in self.tables]
-        slots = [0] * world_size
-        for fixed in (False, True):
-            for number, table in enumerate(self.tables):
-                for index, part in enumerate(table.ranges):
-                    if (part.rule == "fixed") == fixed:
-                        bases[number][index] = slots[part.rank if fixed else 0]
-                        for rank in [part.rank] if fixed else range(world_size):
-                            slots[rank] += part.num_slots(rank, world_size, per_node)
+        parts = [
+            (part, of, index)
+            for table, of in zip(self.tables, bases, strict=True)
+            for index, part in enumerate(table.ranges)
+        ]
+        on_all = 0
+        for part, of, index in parts:
+            if part.rule != "fixed":
+                of[index] = on_all
+                on_all += part.num_slots(0, world_size, per_node)
+        slots = [on_all] * world_size
+        for part, of, index in parts:
+            if part.rule == "fixed":
+                of[index] = slots[part.rank]
+                slots[part.rank] += len(part)
         return bases, tuple(slots)
 
     def _check_keys(self) -> None:
