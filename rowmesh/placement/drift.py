@@ -192,6 +192,9 @@ class Proposal:
 class Planner:
     """Watches some batches, and makes a new plan of them in a thread of its own. On one rank, for all.
 
+    A plan fits the batches that it was made of better than any others, the more so where rows are hot for a short time.
+    So it is judged by those that are watched from `begin` on.
+
     Args:
         plan: which is in use.
         strategy: that makes new ones.
@@ -207,7 +210,7 @@ class Planner:
         self._strategy, self._topology, self._request = strategy, topology, request
         self._capacity = capacity
         self._thread: threading.Thread | None = None
-        self._proposal: Proposal | None = None
+        self._made: tuple[Plan, Profile] | Proposal | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -240,9 +243,11 @@ class Planner:
         """What came of it, once, as soon as it is there."""
         if self._thread is None or self._thread.is_alive():
             return None
-        self._thread.join()
-        proposal, self._thread, self._proposal = self._proposal, None, None
-        return proposal or Proposal(None, "planning failed")
+        made = self._made
+        self.close()
+        if made is None:
+            return Proposal(None, "planning failed")
+        return made if isinstance(made, Proposal) else self._judged(*made)
 
     def wait(self) -> None:
         """Until no plan is being made, so that `take` has it."""
@@ -252,17 +257,19 @@ class Planner:
     def close(self) -> None:
         """Waits until no plan is being made, and forgets it."""
         self.wait()
-        self._thread = self._proposal = None
+        self._thread = self._made = None
 
     def _propose(self, sketch: AccessSketch) -> None:
         try:
-            self._proposal = self._made(sketch.profile())
+            profile = sketch.profile()
+            self._made = plan_unsorted(self._strategy, profile, self._topology, self._request), profile
         except ConfigurationError as error:
-            self._proposal = Proposal(None, f"no new plan can be made: {error}")
+            self._made = Proposal(None, f"no new plan can be made: {error}")
 
-    def _made(self, profile: Profile) -> Proposal:
+    def _judged(self, plan: Plan, made_of: Profile) -> Proposal:
+        """By what came since, if anything did."""
+        profile = self._sketch.profile() if self._num_samples else made_of
         problem = Problem(profile, self._topology, self._request)
-        plan = plan_unsorted(self._strategy, profile, self._topology, self._request)
         before, after = problem.cost(self.plan), problem.cost(plan)
         costs = [cost.objective(self._topology, self._request) for cost in (before, after)]
         is_cheaper = costs[1] < (1 - LEAST_GAIN) * costs[0]

@@ -1,7 +1,7 @@
 """Drift while training: measures recent traffic, has a new plan made where the old one fails it, and migrates to it.
 
-A new plan is made where two intervals in a row fall short, of the second, and taken over at the end of a later one.
-From then on the limits are shares of what the first interval under it measures.
+A new plan is made where two intervals in a row fall short, of the second, and taken over at the end of a later one if
+it serves that better. From then on the limits are shares of what the first interval under it measures.
 
 Ranks talk every `check_every` steps: they add up what they measured, and learn from rank 0 what came of planning. Rank
 0 watches its own batches alone, which are like those of the others where samples are dealt to ranks.
