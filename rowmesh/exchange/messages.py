@@ -93,9 +93,7 @@ class Channel:
         num_bytes = out.nbytes - out[0].nbytes
         counters.bytes_sent += num_bytes
         counters.bytes_received += num_bytes
-        self.wait(
-            self._started(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing), doing
-        )
+        self._complete(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing)
         return into
 
     def gather(
@@ -105,13 +103,14 @@ class Channel:
         counters.all_gathers += 1
         counters.bytes_sent += mine.nbytes * (self.size - 1)
         counters.bytes_received += mine.nbytes * (self.size - 1)
-        self.wait(
-            self._started(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True), doing), doing
-        )
+        self._complete(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True), doing)
 
     def wait(self, work: dist.Work, doing: str) -> None:
         """Until a posted collective is done."""
         self._is_done(work, doing)
+
+    def _complete(self, post: Callable[[], dist.Work | None], doing: str) -> None:
+        self.wait(self._started(post, doing), doing)
 
     def _started(self, post: Callable[[], dist.Work | None], doing: str) -> dist.Work:
         try:

@@ -119,9 +119,7 @@ class Replicas:
         stride = round_up(num_bytes, 64)
         self._received.reserve(stride * channel.size)
         message, received = self._message.buffer, self._received.buffer
-        everyone = [
-            received.tensor(torch.uint8, num_bytes, offset=stride * member) for member in range(channel.size)
-        ]  # fmt: skip
+        everyone = [received.tensor(torch.uint8, num_bytes, offset=stride * number) for number in range(channel.size)]
         if num_bytes:
             mine = message.tensor(torch.uint8, num_bytes)
             channel.gather(mine, everyone, self._exchange.counters, self._doing)
