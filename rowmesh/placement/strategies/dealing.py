@@ -66,8 +66,15 @@ def spans_of(levels: Levels, choices: Choices, demand: Demand) -> list[Span]:
     spans = []
     for start, stop, which, t in zip(starts, stops, kind[changes], table[changes], strict=True):
         first = int(demand.first_row[t])
+        if which == NODE and stop - start == 1:
+            which = _of_a_single_row(choices, int(np.searchsorted(demand.starts, start, "right")) - 1)
         spans.append(Span(int(t), int(start) - first, int(stop) - first, int(which)))
     return _whole_rounds(spans, demand.world_size)
+
+
+def _of_a_single_row(choices: Choices, run: int) -> int:
+    """How a row travels that was to have a copy a node: a range of one row takes a slot on every rank either way."""
+    return int(choices.kind[HOT if choices.seconds[HOT, run] < choices.seconds[WARM, run] else WARM, run])
 
 
 def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:

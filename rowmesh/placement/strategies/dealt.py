@@ -45,6 +45,14 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     """
     problem = Problem(profile, topology, request)
     found = LevelSearch.of(problem)
+    plan = _plan(problem, found)
+    if found.unpooled is problem.demand:
+        return plan
+    # A tail's own ranges take slots, which in tables of a few rows may save more elsewhere.
+    return min(plan, _plan(problem, LevelSearch.of(problem, tails=False)), key=problem.objective)
+
+
+def _plan(problem: Problem, found: LevelSearch) -> Plan:
     levels, spans, ranges = fit(problem, found, found.take)
     return problem.plan(ranges, "dealt", describe(found, levels, spans))
 

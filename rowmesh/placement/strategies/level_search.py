@@ -40,11 +40,11 @@ class LevelSearch:
     mixed: tuple[LevelSearch, float] | None = None
 
     @staticmethod
-    def of(problem: Problem) -> LevelSearch:
+    def of(problem: Problem, *, tails: bool = True) -> LevelSearch:
         """The sum over links is least under their own costs; the slowest, where links between nodes weigh as much more
         as makes both kinds take equally long.
         """
-        unpooled = _with_tails(problem)
+        unpooled = _with_tails(problem) if tails else problem.demand
         demand = unpooled.falling()
         moved = RowBytes.of(demand, problem.request)
         costs = LinkCosts.of(problem.topology)
