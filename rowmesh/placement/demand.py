@@ -119,19 +119,29 @@ class Demand:
         A plan gives copies to prefixes. Where rows are not in order of demand (an unsorted table, or counted batches
         that do not follow accesses), the best prefixes are those of the pooled demand.
         """
-        table, lengths = self.table, self.lengths
-        rates = np.stack([self.rank, self.node, self.world]) * lengths
-        first_run = np.arange(len(table))
-        while True:
-            mean = rates[0] / lengths
-            joins = (mean[1:] > mean[:-1] * (1 + 1e-12)) & (table[1:] == table[:-1])
-            if not joins.any():
-                break
-            heads = np.flatnonzero(np.concatenate([[True], ~joins]))
-            rates, lengths = np.add.reduceat(rates, heads, axis=1), np.add.reduceat(lengths, heads)
-            table, first_run = table[heads], first_run[heads]
-        if len(table) == len(self.table):
+        heads = _pooled(self.rank * self.lengths, self.lengths, self.table)
+        if len(heads) == len(self.table):
             return self
-        rank, node, world = rates / lengths
-        starts = np.append(self.starts[first_run], self.starts[-1])
-        return replace(self, starts=starts, table=table, rank=rank, node=node, world=world)
+        lengths = np.add.reduceat(self.lengths, heads)
+        rates = np.stack([self.rank, self.node, self.world]) * self.lengths
+        rank, node, world = np.add.reduceat(rates, heads, axis=1) / lengths
+        starts = np.append(self.starts[heads], self.starts[-1])
+        return replace(self, starts=starts, table=self.table[heads], rank=rank, node=node, world=world)
+
+
+def _pooled(sums: np.ndarray, lengths: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """The first run of each pool, when neighbours of a table are pooled until means fall (pool adjacent violators)."""
+    mean = sums / lengths
+    if not np.any((mean[1:] > mean[:-1] * (1 + 1e-12)) & (table[1:] == table[:-1])):
+        return np.arange(len(table))
+    pools: list[tuple[int, float, int]] = []  # first run, sum, rows
+    tables = table.tolist()
+    for run, (total, rows) in enumerate(zip(sums.tolist(), lengths.tolist(), strict=True)):
+        first = run
+        while (
+            pools and tables[pools[-1][0]] == tables[run] and total / rows > pools[-1][1] / pools[-1][2] * (1 + 1e-12)
+        ):
+            first, before, rows_before = pools.pop()
+            total, rows = total + before, rows + rows_before
+        pools.append((first, total, rows))
+    return np.array([first for first, _, _ in pools])
