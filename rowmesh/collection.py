@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,20 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
-from rowmesh.exchange.choice import TransportName, choose_transport
+from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Transport, Update
+from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import Scratch
-from rowmesh.placement import AddressMap, Piece, Plan, TableShape
+from rowmesh.placement import Piece, Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
+from rowmesh.tables.spec import check_tables, with_moment_scale
 
 logger = logging.getLogger("rowmesh")
 
@@ -153,9 +154,15 @@ class EmbeddingCollection(nn.Module):
             (torch.distributed), or "auto": one-sided where that is possible.
         plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
             same model.
+        replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks, between which no
+            row travels to be looked up; one number for all tables, or one for each by name. It must divide the number
+            of ranks.
+        synchronization: how replicas are kept together; "exact" trains the same model as one replica does.
 
     Raises:
-        ConfigurationError: tables clash, or the transport cannot work here.
+        ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, or ranks
+            disagree about any of these.
+        MemoryError: a rank has no room for its rows.
 
     Example:
         >>> from rowmesh import EmbeddingOptimizer, SparseBatch
@@ -177,22 +184,25 @@ class EmbeddingCollection(nn.Module):
         seed: int = 0,
         transport: TransportName = "auto",
         plan: Plan | None = None,
+        replicas: int | Mapping[str, int] = 1,
+        synchronization: Synchronization | None = None,
     ) -> None:
         super().__init__()
         self.tables = tuple(tables)
-        self.groups: tuple[TableGroup, ...] = fuse(self.tables)
         self.mesh = mesh or Mesh()
-        shapes = [TableShape.of(table) for table in self.tables]
-        self.plan = plan or Plan.dealt(shapes, self.mesh.world_size, self.mesh.ranks_per_node)
-        self._check_agreement(seed, transport)
-        self.plan.check_fits(shapes, self.mesh.world_size, self.mesh.ranks_per_node)
-        self._make_pooling()
+        self.synchronization = synchronization or Synchronization()
         self._transport_name: TransportName = transport
-        self._transport: Transport
-        self._transport, self.transport_reason = choose_transport(transport, self.mesh, len(self.groups))
-        self._exchanges = [self._make_exchange(group, self.plan, self._transport) for group in self.groups]
+        self.plan = self._planned(plan, replicas)
+        self._check_agreement(seed)
+        self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
+        self.tables = self._scaled(self.tables)
+        self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
+        self._make_pooling()
+        self._parts = self._make_parts(self.plan)
+        self._make_room(self._parts, self.plan)
         self._initialize(seed)
-        self._transport.connect(self._exchanges)
+        for part in self._parts:
+            part.connect()
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
         self._inverses: list[Scratch] = []  # idle
         self._all_inverses: list[Scratch] = []  # and those that routes hold
@@ -202,10 +212,29 @@ class EmbeddingCollection(nn.Module):
         self.step_count = 0
         logger.info("transport %s: %s", self.transport, self.transport_reason)
 
-    def _check_agreement(self, seed: int, transport: str) -> None:
+    @property
+    def _shapes(self) -> list[TableShape]:
+        return [TableShape.of(table) for table in self.tables]
+
+    def _planned(self, plan: Plan | None, replicas: int | Mapping[str, int]) -> Plan:
+        check_tables(self.tables)
+        if plan is None:
+            size, per_node = self.mesh.world_size, self.mesh.ranks_per_node
+            return Plan.dealt(self._shapes, size, per_node, replicas=replicas)
+        if replicas != 1:
+            raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
+        return plan
+
+    def _scaled(self, tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
+        """Tables whose update rules know by what to scale moments, which depends on the replicas."""
+        replicas = self.plan.replicas if self.synchronization.mode == "average" else {}
+        return tuple(with_moment_scale(table, replicas.get(table.name, 1)) for table in tables)
+
+    def _check_agreement(self, seed: int) -> None:
         """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
-        mine = [repr(table) for table in self.tables] + [f"seed {seed}", f"transport {transport!r}"]
-        mine += self.plan.to_json().splitlines()
+        mine = [repr(table) for table in self.tables]
+        mine += [f"seed {seed}", f"transport {self._transport_name!r}", repr(self.synchronization)]
+        mine += [f"replicas {self.plan.replicas}", *self.plan.to_json().splitlines()]
         everyone = gather_objects(self.mesh, mine, "comparing the tables of all ranks")
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
@@ -215,14 +244,19 @@ class EmbeddingCollection(nn.Module):
                     f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
                 )
 
-    def _make_exchange(self, group: TableGroup, plan: Plan, transport: Transport) -> GroupExchange:
-        try:
-            address_map = AddressMap(plan, [table.name for table in group.tables], self.mesh.rank)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"group {group.name} of {error}") from error
-        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], transport.allocate)
-        make_outbox = partial(transport.make_outbox, address_map.num_segments)
-        return GroupExchange(group, address_map, arena, make_outbox)
+    def _make_parts(self, plan: Plan) -> list[Part]:
+        """The groups by how many replicas they have."""
+        indices: dict[int, list[int]] = {count: [] for count in plan.replica_counts}
+        replicas = plan.replicas
+        for index, group in enumerate(self.groups):
+            indices[replicas[group.tables[0].name]].append(index)
+        how = (self._transport_name, self.synchronization)
+        return [Part(self.mesh, plan, count, self.groups, chosen, *how) for count, chosen in indices.items()]
+
+    @property
+    def _exchanges(self) -> list[GroupExchange]:
+        """Of all groups, in their order."""
+        return _in_order(self._parts)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -248,8 +282,15 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def transport(self) -> str:
-        """One of "local", "one_sided" and "collective"."""
-        return self._transport.name
+        """One of "local", "one_sided" and "collective"; several, joined by "+", where tables differ in replicas."""
+        return "+".join(dict.fromkeys(part.transport.name for part in self._parts))
+
+    @property
+    def transport_reason(self) -> str:
+        """Why that one."""
+        if len(self._parts) == 1:
+            return self._parts[0].reason
+        return "; ".join(f"tables of {part.replicas} replica(s): {part.reason}" for part in self._parts)
 
     @property
     def counters(self) -> list[GroupCounters]:
@@ -259,17 +300,18 @@ class EmbeddingCollection(nn.Module):
     @property
     def common_counters(self) -> CommonCounters:
         """What the messages that serve all groups at once moved since the start, on this rank."""
-        return self._transport.common
+        return sum((part.transport.common for part in self._parts), CommonCounters())
 
     @property
     def memory_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
         buffers = self._pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
-        for exchange in self._exchanges:
-            of_rows, of_state = exchange.arena.num_bytes
-            rows, state = rows + of_rows, state + of_state
-            buffers += exchange.num_bytes
+        for part in self._parts:
+            buffers += part.num_bytes
+            for exchange in part.exchanges:
+                of_rows, of_state = exchange.arena.num_bytes
+                rows, state = rows + of_rows, state + of_state
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     def forward(self, batch: SparseBatch) -> Embeddings:
@@ -312,7 +354,8 @@ class EmbeddingCollection(nn.Module):
         """Brings the rows of a route within reach; collective."""
         self._num_fetches += 1
         route.number = self._num_fetches
-        self._transport.fetch(route, compress if torch.is_grad_enabled() else _nothing)
+        for part in self._parts:
+            part.fetch(route, compress if torch.is_grad_enabled() else _nothing)
         return Rows(route, self._num_pushes)
 
     def pool(self, rows: Rows) -> Embeddings:
@@ -376,8 +419,8 @@ class EmbeddingCollection(nn.Module):
         self._pending = [route for route in self._pending if all(route is not pushed for pushed in routes)]
         self.step_count += 1
         self._num_pushes += 1
-        scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
-        self._transport.push(routes, [Update(lr, scaling, self.step_count) for lr in lrs])
+        for part in self._parts:
+            part.push(routes, lrs, self.step_count)
         for exchange in self._exchanges:
             exchange.counters.pushes += 1
 
@@ -388,6 +431,15 @@ class EmbeddingCollection(nn.Module):
     def discard_pending(self) -> None:
         """Forgets gradients that were not pushed."""
         self._pending.clear()
+
+    def synchronize(self) -> None:
+        """Makes all replicas of all rows equal, for an evaluation or a checkpoint between two averages. Collective.
+
+        Does nothing where they always are: without replicas, and under exact synchronization.
+        """
+        self._num_pushes += 1
+        for part in self._parts:
+            part.synchronize()
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
@@ -400,15 +452,15 @@ class EmbeddingCollection(nn.Module):
         rank comes to hold moves once: its values, and its states.
 
         Args:
-            plan: for the same tables and ranks.
+            plan: for the same tables, ranks and replicas.
 
         Returns:
             What moved, on all ranks together.
 
         Raises:
             RowmeshError: a batch is under way on some rank; names it. The old plan goes on.
-            ConfigurationError: the plan is for other tables or ranks, or ranks have different ones. The old plan goes
-                on.
+            ConfigurationError: the plan is for other tables, ranks or replicas, or ranks have different ones. The old
+                plan goes on.
             MemoryError: a rank has no room for the rows of both plans. The old plan goes on.
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
 
@@ -422,19 +474,27 @@ class EmbeddingCollection(nn.Module):
         """
         began = time.perf_counter()
         self._agree_to_migrate(plan)
-        plan.check_fits([TableShape.of(table) for table in self.tables], self.mesh.world_size, self.mesh.ranks_per_node)
-        transport, _ = choose_transport(self._transport_name, self.mesh, len(self.groups))
+        plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
+        if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
+            raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
+        self.synchronize()
+        parts = self._make_parts(plan)
         try:
-            exchanges = self._make_room(plan, transport)
-            mine = move_rows(self._exchanges, exchanges, self.mesh)
-            transport.common = self._transport.common  # first: what connect makes counts into it
-            transport.connect(exchanges)
+            self._make_room(parts, plan, "; the old plan goes on")
+            mine = [
+                move_rows(old.exchanges, new.exchanges, new.mesh) for old, new in zip(self._parts, parts, strict=True)
+            ]
+            for old, new in zip(self._parts, parts, strict=True):
+                new.transport.common = old.transport.common  # first: what connect makes counts into it
+                new.connect()
         except BaseException:
-            transport.close()
+            for part in parts:
+                part.close()
             raise
-        self._replace(plan, transport, exchanges)
-        everyone = gather_objects(self.mesh, (mine.rows, mine.num_bytes), "migrating")
-        return Moved(*map(sum, zip(*everyone, strict=True)), elapsed_s=time.perf_counter() - began)
+        self._replace(plan, parts)
+        everyone = gather_objects(self.mesh, [(moved.rows, moved.num_bytes) for moved in mine], "migrating")
+        rows, num_bytes = map(sum, zip(*(moved for each in everyone for moved in each), strict=True))
+        return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
 
     def _agree_to_migrate(self, plan: Plan) -> None:
         """Raises on all ranks alike where one cannot migrate, or has another plan."""
@@ -451,71 +511,86 @@ class EmbeddingCollection(nn.Module):
                     f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
                 )
 
-    def _make_room(self, plan: Plan, transport: Transport) -> list[GroupExchange]:
-        """Arenas for another plan; raises on all ranks alike where one has no memory."""
-        exchanges: list[GroupExchange] = []
+    def _make_room(self, parts: Sequence[Part], plan: Plan, outcome: str = "") -> None:
+        """Arenas for the rows of this rank; raises on all ranks alike where one has no memory."""
         obstacle: str | None = None
         try:
-            exchanges = [self._make_exchange(group, plan, transport) for group in self.groups]
+            for part in parts:
+                part.allocate()
         except (MemoryError, OSError) as error:  # anonymous memory fails with the second
             obstacle = str(error)
-        for rank, theirs in enumerate(gather_objects(self.mesh, obstacle, "making room for another plan")):
+        for rank, theirs in enumerate(gather_objects(self.mesh, obstacle, "making room for rows")):
             if theirs is not None:
-                needed = plan.memory_bytes[rank]
                 raise MemoryError(
-                    f"rank {rank} has no room for the {needed:,} bytes of the new plan beside those of the old one: "
-                    f"{theirs}; the old plan goes on"
+                    f"rank {rank} has no room for the {plan.memory_bytes[rank]:,} bytes of rows and optimizer state "
+                    f"that the plan gives it: {theirs}{outcome}"
                 )
-        return exchanges
 
-    def _replace(self, plan: Plan, transport: Transport, exchanges: list[GroupExchange]) -> None:
-        for old, new in zip(self._exchanges, exchanges, strict=True):
+    def _replace(self, plan: Plan, parts: list[Part]) -> None:
+        for old, new in zip(self._exchanges, _in_order(parts), strict=True):
             new.counters = old.counters
-        self._transport.close()
-        self.plan, self._transport, self._exchanges = plan, transport, exchanges
+        for part in self._parts:
+            part.close()
+        self.plan, self._parts = plan, parts
         self._num_pushes += 1  # rows that were fetched are stale
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
 
     def local_rows(self, table: str) -> list[LocalRows]:
         """The rows of a table whose home is this rank, and their optimizer state, as views.
 
-        Every row of a table is among the local rows of one rank. Where the plan copies rows, their copies are not: who
-        changes values in place changes those of `held_rows`.
+        Every row of a table is among the local rows of one rank; replicas share them. Where the plan copies rows, their
+        copies are not: who changes values in place changes those of `held_rows`.
+
+        Where tables have more than two replicas, every rank must call it equally often.
 
         Raises:
             KeyError: there is no such table.
         """
-        exchange, number = self._find(table)
-        return [_view(exchange.arena, piece) for piece in exchange.address_map.homed(number)]
+        part, exchange, number = self._find(table)
+        return [_view(exchange.arena, part.share(piece)) for piece in exchange.address_map.homed(number)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
+        Where tables have more than two replicas, every rank must call it equally often.
+
         Raises:
             KeyError: there is no such table.
         """
-        exchange, number = self._find(table)
+        _, exchange, number = self._find(table)
         return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
 
-    def _find(self, table: str) -> tuple[GroupExchange, int]:
-        for exchange in self._exchanges:
-            for number, spec in enumerate(exchange.group.tables):
-                if spec.name == table:
-                    return exchange, number
+    def _find(self, table: str) -> tuple[Part, GroupExchange, int]:
+        for part in self._parts:
+            for exchange in part.exchanges:
+                for number, spec in enumerate(exchange.group.tables):
+                    if spec.name == table:
+                        part.settle_own()
+                        return part, exchange, number
         raise KeyError(f"no table {table!r}; there are {[spec.name for spec in self.tables]}")
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""
-        self._transport.barrier()
+        for part in self._parts:
+            part.barrier()
+        if any(part.replicas > 1 for part in self._parts):
+            barrier(self.mesh, "waiting at a barrier")
 
     def close(self) -> None:
         """Lets no further rank map this one's memory, which is freed with its last view; not to be used any more."""
-        self._transport.close()
+        for part in self._parts:
+            part.close()
 
     def extra_repr(self) -> str:
         """Groups and transport."""
         groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
         return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"
+
+
+def _in_order(parts: Sequence[Part]) -> list[GroupExchange]:
+    """The exchanges of all groups, in the order of the groups."""
+    pairs = [pair for part in parts for pair in zip(part.indices, part.exchanges, strict=True)]
+    return [exchange for _, exchange in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def _nothing(group: RouteGroup) -> None:

@@ -20,8 +20,8 @@ from rowmesh.errors import PeerError
 from rowmesh.exchange.collective_group import CollectiveGroup
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Update
+from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import barrier
@@ -62,7 +62,7 @@ class CollectiveTransport:
         self._exchanges = exchanges
         self.barrier()
 
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Tells the owners which rows are needed and receives them."""
         self._num_fetches += 1
         self._exchange_counts(route.groups)
@@ -105,7 +105,7 @@ class CollectiveTransport:
             )
         return rows
 
-    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         most, is_equal = self._compare(routes)
         if not is_equal:
@@ -115,7 +115,7 @@ class CollectiveTransport:
         for messages, groups, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
             messages.push(groups, works, update)
 
-    def _compare(self, routes: Sequence[Route]) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[Routed]) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
@@ -123,7 +123,7 @@ class CollectiveTransport:
         pushed = self._open(-self._num_pushes)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
-    def _request_again(self, routes: Sequence[Route], most: int) -> list[Route]:
+    def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
         """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
@@ -138,6 +138,11 @@ class CollectiveTransport:
         for messages in self._groups:
             messages.forget()
         return aligned
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the second hop, of copies, and of what opens a step."""
+        return self._opening.nbytes + sum(group.num_bytes for group in self._groups)
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -16,7 +16,8 @@ from rowmesh.exchange.messages import Channel, Parts, bounds_of
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
-from rowmesh.exchange.transport import Sources, Update
+from rowmesh.exchange.transport import Sources
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch

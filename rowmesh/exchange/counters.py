@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -23,6 +23,22 @@ class CommonCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
 
+    def __add__(self, other: CommonCounters) -> CommonCounters:
+        """The totals of both."""
+        return CommonCounters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(CommonCounters)))
+
+
+@dataclass
+class SyncCounters(CommonCounters):
+    """Totals of keeping the replicas of one group together, on one rank; of the first group, also of saying how much
+    comes.
+
+    Attributes:
+        rows: rows told to other replicas.
+    """
+
+    rows: int = 0
+
 
 @dataclass
 class GroupCounters:
@@ -41,6 +57,7 @@ class GroupCounters:
         all_to_all_rounds: collective rounds for this group alone (`CommonCounters` has those for all groups).
         bytes_sent, bytes_received: to and from other ranks: slots, rows and gradients, whether they are sent or read.
         all_gathers: collective calls that keep copies of rows equal, among all ranks, a column of them, or a node.
+        synchronization: the same of keeping replicas together, where tables have replicas.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
     """
@@ -54,6 +71,7 @@ class GroupCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
     all_gathers: int = 0
+    synchronization: SyncCounters = field(default_factory=SyncCounters)
     out_of_range: dict[str, int] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Sources, Update
+from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.transport import Sources
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.ops.memory import Buffer, Memory
 
@@ -31,10 +32,10 @@ class LocalTransport:
         """Nobody to connect to."""
         self._exchanges = exchanges
 
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
         """All rows are here."""
 
-    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Merges the routes' gradients and updates."""
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange)
@@ -44,6 +45,11 @@ class LocalTransport:
                 sources.merge()
                 sources.apply(update)
                 sources.count()
+
+    @property
+    def num_bytes(self) -> int:
+        """No messages."""
+        return 0
 
     def barrier(self) -> None:
         """Nobody to wait for."""

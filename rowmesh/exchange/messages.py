@@ -71,7 +71,7 @@ class Channel:
         self._mesh, self._group = mesh, group
         self._is_done = Waiting(mesh)
 
-    def post(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> dist.Work:
+    def post(self, out: Parts, into: Parts, counters: GroupCounters | CommonCounters, doing: str) -> dist.Work:
         """One all-to-all. (On loopback a single call has half the median of a send and a receive per rank.)"""
         counters.bytes_sent += out.num_bytes(self.member)
         counters.bytes_received += into.num_bytes(self.member)
@@ -100,10 +100,16 @@ class Channel:
         self, mine: Tensor, everyone: list[Tensor], counters: GroupCounters | CommonCounters, doing: str
     ) -> None:  # fmt: skip
         """Fills `everyone` with what each member has, in their order; tensors of one shape."""
+        self.wait(self.post_gather(mine, everyone, counters, doing), doing)
+
+    def post_gather(
+        self, mine: Tensor, everyone: list[Tensor], counters: GroupCounters | CommonCounters, doing: str
+    ) -> dist.Work:  # fmt: skip
+        """As `gather`, without waiting."""
         counters.all_gathers += 1
         counters.bytes_sent += mine.nbytes * (self.size - 1)
         counters.bytes_received += mine.nbytes * (self.size - 1)
-        self._complete(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True), doing)
+        return self._started(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True), doing)
 
     def wait(self, work: dist.Work, doing: str) -> None:
         """Until a posted collective is done."""

@@ -15,8 +15,9 @@ import numpy as np
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.transport import Sources, Update
+from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.transport import Sources
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.waiting import barrier, gather_objects
@@ -103,7 +104,7 @@ class OneSidedTransport:
             buffer.close()
         self._keep.extend(mapped)
 
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Nothing to do: routing has put the addresses of the rows in place."""
         self._num_fetches += 1
         for group in route.groups:
@@ -111,7 +112,7 @@ class OneSidedTransport:
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
-    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Announces the outboxes, waits, merges what all ranks put out for this one, updates, waits."""
         self._num_pushes += 1
         self._announce(routes)
@@ -132,7 +133,7 @@ class OneSidedTransport:
                 sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
-    def _announce(self, routes: Sequence[Route]) -> None:
+    def _announce(self, routes: Sequence[Routed]) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
@@ -191,6 +192,11 @@ class OneSidedTransport:
                 sources.add_copied(slots, mapped.all_offsets, mapped.gradients.address)
             requests = sources.num_entries - before
             exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the board; outboxes belong to batches."""
+        return self._board.num_bytes
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -13,14 +13,13 @@ docs/oper.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel, Parts, bounds_of
 from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch
@@ -28,9 +27,6 @@ from rowmesh.ops.merge_update import Merger, sum_kernels
 from rowmesh.ops.relay import sort_relay
 from rowmesh.ops.simd import STORAGE
 from rowmesh.placement.address_map import RELAYS, REPLIES
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.transport import Update
 
 
 class Relay:
@@ -154,4 +150,4 @@ class Relay:
             sources.append((slots, self._incoming[node].ctypes.data, gradients + size * ahead))
         self.merger(sources, size, self._incoming_bounds[-1])
         part = (0, int(self.merger.merged_offsets[self._num_fetched]))
-        exchange.arena.apply(self.merger, update.lr, update.scaling, update.step, part)
+        exchange.apply(self.merger, update, part)

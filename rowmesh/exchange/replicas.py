@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,13 +21,11 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops.memory import Scratch, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.simd import STORAGE
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.transport import Update
 
 _SLOT_BYTES = 4
 
@@ -137,4 +134,4 @@ class Replicas:
             return
         slots, gradients = sums.slots.data_ptr(), sums.gradients.data_ptr()
         self._singles(slots, gradients, self._exchange.gradient_bytes, sums.count)
-        self._exchange.arena.apply(self._singles, update.lr, update.scaling, update.step)
+        self._exchange.apply(self._singles, update)

@@ -8,7 +8,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from rowmesh.errors import DataError, IdRangeError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.update import Update, Updater
 from rowmesh.exchange.workspace import Outbox, Workspace, held_bytes
 from rowmesh.ops.memory import Scratch
-from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.merge_update import Merger, Singles
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.route import route as route_kernel
 from rowmesh.ops.segment_unique.cpu import SegmentHash
@@ -107,6 +108,30 @@ class Route:
             group.exchange.workspaces.append(group.workspace)
 
 
+class Routed(Protocol):
+    """What a transport sees of a route.
+
+    Attributes:
+        number: of the fetch, the same on all ranks.
+        groups: those that the transport serves.
+    """
+
+    number: int
+
+    @property
+    def groups(self) -> Sequence[RouteGroup]: ...
+
+
+class RoutePart:
+    """Some groups of a route, which must live longer."""
+
+    __slots__ = ("groups", "number")
+
+    def __init__(self, route: Route, indices: Sequence[int]) -> None:
+        self.number = route.number
+        self.groups = [route.groups[index] for index in indices]
+
+
 class GroupExchange:
     """What stays the same from batch to batch for one group."""
 
@@ -126,6 +151,7 @@ class GroupExchange:
         self.arenas[self.rank] = arena.address
         self.has_remote = self.world_size > 1  # rows that have to be received; false where all can be read in place
         self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
+        self.replicated: Updater | None = None  # keeps replicas together, where there are any
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
         self.workspaces: list[Workspace] = []  # idle
         self._all_workspaces: list[Workspace] = []  # and those that routes hold
@@ -140,6 +166,13 @@ class GroupExchange:
         self._tables_address: int = self._tables.ctypes.data
         self._unique_offsets_address: int = self._unique_offsets.ctypes.data
         self._header_address: int = self._header.ctypes.data
+
+    def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
+        """Updates merged rows (of `part`: first and one past the last), as far as this rank's replica group knows."""
+        if self.replicated is None:
+            self.arena.apply(merged, update.lr, update.scaling, update.step, part)
+        else:
+            self.replicated.apply(merged, update, part)
 
     def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
         """Routes one group's ids.

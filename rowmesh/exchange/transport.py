@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox
 from rowmesh.ops.memory import Memory
 
@@ -47,12 +48,17 @@ class Transport(Protocol):
         """Makes the arenas known to each other; collective, once, after all are initialised."""
         ...
 
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
         ...
 
-    def push(self, routes: Sequence[Route], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Sends the gradients of routes to the owners, which update their rows."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this rank that messages need, beside what batches hold."""
         ...
 
     def barrier(self) -> None:
@@ -62,17 +68,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """Gives back what the transport holds."""
         ...
-
-
-class Update:
-    """The optimizer's numbers for one group and step."""
-
-    __slots__ = ("lr", "scaling", "step")
-
-    def __init__(self, lr: float, scaling: float, step: int) -> None:
-        self.lr = lr
-        self.scaling = scaling
-        self.step = step
 
 
 class Sources:
@@ -128,7 +123,7 @@ class Sources:
         merger, part = self._exchange.merger, None
         if num_segments is not None:
             part = (0, int(merger.merged_offsets[num_segments]))
-        self._exchange.arena.apply(merger, update.lr, update.scaling, update.step, part)
+        self._exchange.apply(merger, update, part)
 
     def count(self, num_segments: int | None = None) -> None:
         """Counts what was asked of this rank, of the first segments where a number is given."""

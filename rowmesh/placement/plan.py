@@ -207,6 +207,11 @@ class Plan:
         return self.world_size // self.ranks_per_node
 
     @property
+    def replicas(self) -> dict[str, int]:
+        """M of each table, by name."""
+        return {table.name: table.replicas for table in self.tables}
+
+    @property
     def replica_counts(self) -> tuple[int, ...]:
         """The Ms of the tables, each once, ascending."""
         return tuple(sorted({table.replicas for table in self.tables}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +54,12 @@ class TableGroup:
         return tuple(feature for table in self.tables for feature in table.features)
 
 
-def fuse(tables: Sequence[TableSpec]) -> tuple[TableGroup, ...]:
+def fuse(tables: Sequence[TableSpec], replicas: Mapping[str, int] | None = None) -> tuple[TableGroup, ...]:
     """Groups tables by specification, in the order in which specifications appear.
+
+    Args:
+        tables: to group.
+        replicas: of each table, where some have several; they count as part of the specification.
 
     Raises:
         ConfigurationError: names or features clash, or there is no table.
@@ -68,7 +72,8 @@ def fuse(tables: Sequence[TableSpec]) -> tuple[TableGroup, ...]:
     check_tables(tables)
     groups: dict[tuple[object, ...], list[TableSpec]] = {}
     for table in tables:
-        key = (table.dim, table.optimizer, table.initializer, table.dtype, table.pooling == "none")
+        count = replicas[table.name] if replicas else 1
+        key = (table.dim, table.optimizer, table.initializer, table.dtype, table.pooling == "none", count)
         groups.setdefault(key, []).append(table)
     names: set[str] = set()
     fused = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -109,3 +109,26 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
                     "a feature has one table (give the second look-up a feature name of its own)"
                 )
             seen[feature] = table.name
+
+
+def with_moment_scale(table: TableSpec, num_averaged: int) -> TableSpec:
+    """A table whose update rule scales moments for so many replicas that are averaged, where it says nothing else.
+
+    Source: two-dimensional sparse parallelism, Scaling Rule 1: c in (0, M], and M where nothing is known of the noise.
+
+    Raises:
+        ConfigurationError: it says more than the number of replicas.
+
+    Example:
+        >>> with_moment_scale(TableSpec(name="item", num_rows=5, dim=4), 2).optimizer.moment_scale
+        2.0
+    """
+    scale = getattr(table.optimizer, "moment_scale", None)
+    if scale is not None and scale > num_averaged:
+        of = f"{num_averaged} replicas are averaged" if num_averaged > 1 else "no replicas are averaged"
+        raise ConfigurationError(
+            f"table {table.name!r}: moment_scale must be above 0 and at most {num_averaged}, as {of}; got {scale:g}"
+        )
+    if scale is not None or num_averaged == 1 or not hasattr(table.optimizer, "moment_scale"):
+        return table
+    return replace(table, optimizer=replace(table.optimizer, moment_scale=float(num_averaged)))  # pyright: ignore[reportCallIssue]

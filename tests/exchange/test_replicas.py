@@ -23,6 +23,9 @@ class Exchange:
         self.arena = DenseArena(self.group, 40)
         self.counters = GroupCounters("a")
 
+    def apply(self, merged, update):
+        self.arena.apply(merged, update.lr, update.scaling, update.step)
+
 
 class Channel:
     """Two members, of which the other says what it is told to say."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
@@ -36,6 +37,7 @@ class Scenario:
         evaluates: whether the next batch is looked up without gradients between the steps.
         plan: which ranks hold each row.
         migrations: (step, plan): goes over to the plan before the step, or at the end.
+        synchronization: how replicas of tables are kept together.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
@@ -51,6 +53,7 @@ class Scenario:
     evaluates: bool = False
     plan: Plan | None = None
     migrations: tuple[tuple[int, Plan], ...] = ()
+    synchronization: Synchronization | None = None
     ranks_per_node: int | None = None
     seed: int = 0
 

@@ -84,6 +84,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
         seed=scenario.seed,
         transport=transport,  # type: ignore
         plan=scenario.plan,
+        synchronization=scenario.synchronization,
     )
     optimizer = EmbeddingOptimizer(collection)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, scenario.decay)
@@ -111,6 +112,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
                 later = scenario.local_batch(step + 1, 0, mesh.rank)
                 trained.outputs.append(_look_up(collection, scenario, later.sparse))
     _migrate(collection, scenario, scenario.num_steps)
+    collection.synchronize()
     _keep(collection, head, trained)
     collection.close()
     return trained

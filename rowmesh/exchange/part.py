@@ -1,0 +1,163 @@
+"""Part: the tables of a collection that have equally many replicas, as one rank sees them.
+
+Rows travel within this rank's replica group, by a transport of its own; replicas are kept together along its column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.choice import TransportName, choose_transport
+from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
+from rowmesh.exchange.synchronization import Synchronization, Synchronizer
+from rowmesh.exchange.transport import Transport
+from rowmesh.exchange.update import Update
+from rowmesh.mesh import Mesh
+from rowmesh.placement import AddressMap, Piece, Plan
+from rowmesh.tables import DenseArena, TableGroup
+
+
+class Part:
+    """Some groups of tables, their rows on this rank, and how they travel.
+
+    Making one is collective and so is `connect`, which must follow.
+
+    Args:
+        mesh: all ranks.
+        plan: of all tables, for all ranks.
+        replicas: M of these tables.
+        groups: them.
+        indices: their numbers in the collection.
+        transport: how rows travel within a replica group.
+        synchronization: how replicas are kept together.
+
+    Attributes:
+        mesh: the ranks of this rank's replica group.
+        plan: of these tables, for those ranks.
+        transport: between them.
+        reason: why that transport.
+        exchanges: of the groups, in their order; made by `allocate`.
+        indices: their numbers in the collection.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        replicas: int,
+        groups: Sequence[TableGroup],
+        indices: Sequence[int],
+        transport: TransportName,
+        synchronization: Synchronization,
+    ) -> None:
+        grid = plan.grid(replicas)
+        self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
+        self._replica = grid.place(mesh.rank)[0]
+        self.mesh = mesh.part(grid.groups, grid.ranks_per_node(plan.ranks_per_node))
+        self._column = mesh.part(grid.columns) if replicas > 1 else None
+        self._groups, self._setting = [groups[index] for index in indices], synchronization
+        self._world_size = mesh.world_size
+        self.transport: Transport
+        self.transport, self.reason = choose_transport(transport, self.mesh, len(self._groups))
+        self.exchanges: list[GroupExchange] = []
+        self.synchronizer: Synchronizer | None = None
+        self._is_behind = False  # rows of this replica group change until the next look-up
+
+    def allocate(self) -> None:
+        """Makes room for the rows that this rank holds.
+
+        Raises:
+            ConfigurationError: a rank would hold more rows than can be told apart.
+            MemoryError, OSError: there is no room.
+        """
+        self.exchanges = [self._make_exchange(group) for group in self._groups]
+
+    def _make_exchange(self, group: TableGroup) -> GroupExchange:
+        try:
+            address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"group {group.name} of {error}") from error
+        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], self.transport.allocate)
+        make_outbox = partial(self.transport.make_outbox, address_map.num_segments)
+        return GroupExchange(group, address_map, arena, make_outbox)
+
+    def connect(self) -> None:
+        """Makes ranks known to each other, when all rows have their values. Collective."""
+        self.transport.connect(self.exchanges)
+        if self._column is not None:
+            self.synchronizer = Synchronizer(self._setting, self.exchanges, self._column)
+
+    @property
+    def scaling(self) -> float:
+        """What summed gradients are multiplied by: the mean over ranks, as DistributedDataParallel takes it.
+
+        Over all ranks where their gradients are summed, over those of the replica group where groups update for
+        themselves.
+        """
+        averages = self.synchronizer is not None and self._setting.mode == "average"
+        return 1.0 / (self.mesh.world_size if averages else self._world_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        own = 0 if self.synchronizer is None else self.synchronizer.num_bytes
+        return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
+
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Brings the rows of these groups within reach. Collective."""
+        self.settle()
+        self.transport.fetch(self._mine(route), meanwhile)
+
+    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+        """Sends gradients to the owners, which update; what replicas tell each other arrives by `settle`. Collective.
+
+        Args:
+            routes: with gradients.
+            lrs: of all groups of the collection.
+            step: which update this is, from 1.
+        """
+        self.settle()
+        updates = [Update(lrs[index], self.scaling, step) for index in self.indices]
+        self.transport.push([self._mine(route) for route in routes], updates)
+        if self.synchronizer is not None:
+            self.synchronizer.begin(updates)
+            self._is_behind = True
+
+    def synchronize(self) -> None:
+        """Makes replicas equal now, if they are only averaged now and then. Collective."""
+        self.settle()
+        if self.synchronizer is not None and self._setting.mode == "average":
+            self.synchronizer.start([Update(0.0, 0.0, 1)] * len(self.exchanges))
+            self._is_behind = True
+            self.settle()
+
+    def settle(self) -> None:
+        """Brings the rows of this replica group up to date. Collective."""
+        if self.synchronizer is not None and self._is_behind:
+            self.synchronizer.finish()
+            self._is_behind = False
+            self.transport.barrier()
+
+    def settle_own(self) -> None:
+        """Brings the rows that this rank holds up to date."""
+        if self.synchronizer is not None:
+            self.synchronizer.finish()
+
+    def share(self, piece: Piece) -> Piece:
+        """What this replica answers for of the rows that all replicas have: every row is in the share of one."""
+        first, end = (len(piece.rows) * number // self.replicas for number in (self._replica, self._replica + 1))
+        return Piece(piece.rows[first:end], piece.slots[first:end])
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the replica group, whose rows are then up to date."""
+        self.settle()
+        self.transport.barrier()
+
+    def close(self) -> None:
+        """Gives back what the transport holds."""
+        self.transport.close()
+
+    def _mine(self, route: Route) -> Routed:
+        return route if len(self.indices) == len(route.groups) else RoutePart(route, self.indices)

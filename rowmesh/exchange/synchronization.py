@@ -1,0 +1,257 @@
+"""Synchronization: how the replicas of tables on several groups of ranks are kept together.
+
+    exact     gradients are summed over groups before the update: the same model as with one group
+    average   groups update for themselves; rows and moments are averaged every so many steps
+
+Both send only rows that were touched, along columns (`rowmesh.mesh.grid`). Two replicas tell each other everything at
+once. Of more, each row has a home, the replica of its slot modulo M, which adds up and tells the result: so that no
+rank receives a row more often than it must. What was sent arrives while the program goes on to the next look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.averaged import AveragedRows
+from rowmesh.exchange.counters import SyncCounters
+from rowmesh.exchange.messages import Channel, Parts
+from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.summed import SummedGradients
+from rowmesh.exchange.told import Layout, Told
+from rowmesh.exchange.update import Update
+from rowmesh.mesh import Mesh
+from rowmesh.ops.memory import Scratch
+
+Mode = Literal["exact", "average"]
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """How replicas are kept together.
+
+    Attributes:
+        mode: see the module.
+        every: steps between two averages (only "average").
+        dense: average whole tables, as the paper does, for comparison (only "average").
+
+    Raises:
+        ConfigurationError: an unknown mode, or options that it does not have.
+    """
+
+    mode: Mode = "exact"
+    every: int = 1
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigurationError(f"synchronization must be 'exact' or 'average', got {self.mode!r}")
+        if self.every < 1:
+            raise ConfigurationError(f"replicas can be synchronized every 1 or more steps, not every {self.every}")
+        if self.mode == "exact" and (self.every != 1 or self.dense):
+            raise ConfigurationError(
+                "exact synchronization is sparse and of every step; for every so many steps, or whole tables, take "
+                "'average'"
+            )
+
+
+class Replicated(Protocol):
+    """What one group of tables does; see `SummedGradients` and `AveragedRows`."""
+
+    layout: Layout
+
+    @property
+    def num_bytes(self) -> int: ...
+    def outgoing(self) -> Told: ...
+    def combine(self, told: Sequence[Told], update: Update) -> None: ...
+    def reduce(self, told: Sequence[Told]) -> Told: ...
+    def accept(self, told: Told, update: Update) -> None: ...
+
+
+class _Group:
+    """One group's messages."""
+
+    def __init__(self, replicated: Replicated, name: str, counters: SyncCounters) -> None:
+        self.replicated, self.layout, self.counters = replicated, replicated.layout, counters
+        self.doing = f"synchronizing the replicas of group {name}"
+        self.told: list[Told] = []  # this rank's, for each replica
+        self.counts: list[int] = []  # rows that each replica tells
+        self.work: dist.Work | None = None
+        self.message, self.received = Scratch(), Scratch()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.replicated.num_bytes + self.message.num_bytes + self.received.num_bytes
+
+
+class Synchronizer:
+    """Keeps the replicas of some groups of tables together. Collective among a column.
+
+    Args:
+        setting: how.
+        exchanges: the groups'.
+        column: the ranks that hold what this one holds, in the order of their replicas.
+    """
+
+    def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], column: Mesh) -> None:
+        self.setting, self._column = setting, column
+        self._replica, self._size = column.rank, column.world_size
+        self._channel = Channel(column, column.group, column.rank, column.world_size)
+        self._groups: list[_Group] = []
+        for exchange in exchanges:
+            exchange.replicated = (
+                SummedGradients(exchange) if setting.mode == "exact" else AveragedRows(exchange, self._replica)
+            )
+            self._groups.append(_Group(exchange.replicated, exchange.group.name, exchange.counters.synchronization))
+        self._updates: Sequence[Update] = ()
+        self._num_pushes = 0
+        self.is_under_way = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(group.num_bytes for group in self._groups)
+
+    def begin(self, updates: Sequence[Update]) -> None:
+        """After gradients were pushed within this rank's replica group; what is sent travels until `finish`."""
+        self._num_pushes += 1
+        if self._num_pushes % self.setting.every == 0:
+            self.start(updates)
+
+    def start(self, updates: Sequence[Update]) -> None:
+        """As `begin`, whatever the number of steps since the last time."""
+        self._updates = updates
+        if self.setting.dense:
+            self._average_tables()
+        elif self._size == 2:
+            self._tell_each_other()
+        else:
+            self._tell_homes()
+
+    def finish(self) -> None:
+        """Waits for what other replicas told, and updates."""
+        if not self.is_under_way:
+            return
+        self.is_under_way = False
+        if self._size == 2:
+            for group, update in zip(self._groups, self._updates, strict=True):
+                group.replicated.combine(self._receive(group), update)
+        else:
+            self._add_up_and_tell()
+
+    def _tell_each_other(self) -> None:
+        for group in self._groups:
+            group.told = [group.replicated.outgoing()] * self._size
+        self._count([len(group.told[0]) for group in self._groups])
+        for group in self._groups:
+            self._post(group, group.told[self._replica])
+        self.is_under_way = True
+
+    def _count(self, own: Sequence[int]) -> None:
+        """Learns how many rows each replica tells of each group."""
+        counts = torch.empty(self._size, len(own), dtype=torch.int64, device="cpu")
+        mine = torch.tensor(own, dtype=torch.int64, device="cpu")
+        first = self._groups[0]
+        self._channel.gather(mine, list(counts), first.counters, "synchronizing replicas")
+        for group, column in zip(self._groups, counts.T.tolist(), strict=True):
+            group.counts = column
+
+    def _post(self, group: _Group, told: Told) -> None:
+        """Sends rows to all of the column; messages are as long as the longest."""
+        size = group.layout.num_bytes(max(group.counts))
+        group.message.reserve(size)
+        group.layout.write(told, group.message.buffer.bytes)
+        group.received.reserve(size * self._size)
+        group.work = None
+        if max(group.counts):
+            mine = group.message.buffer.tensor(torch.uint8, size)
+            received = group.received.buffer.tensor(torch.uint8, self._size, size)
+            group.work = self._channel.post_gather(mine, list(received), group.counters, group.doing)
+        group.counters.rows += len(told)
+
+    def _receive(self, group: _Group) -> list[Told]:
+        """What each replica told; this rank's own as it was."""
+        if group.work is not None:
+            self._channel.wait(group.work, group.doing)
+        size = group.layout.num_bytes(max(group.counts))
+        received = group.received.buffer.bytes
+        return [
+            group.told[replica] if replica == self._replica else group.layout.read(received[size * replica :], count)
+            for replica, count in enumerate(group.counts)
+        ]
+
+    def _tell_homes(self) -> None:
+        for group in self._groups:
+            group.told = group.replicated.outgoing().split(self._size)
+        own = [[len(group.told[home]) for group in self._groups] for home in range(self._size)]
+        counts = self._channel.exchange_equal(
+            torch.tensor(own, dtype=torch.int64, device="cpu"), self._groups[0].counters, "synchronizing replicas"
+        )
+        for group, column in zip(self._groups, counts.T.tolist(), strict=True):
+            group.counts = column
+            self._scatter(group)
+        self.is_under_way = True
+
+    def _scatter(self, group: _Group) -> None:
+        """Sends each home the rows that are its."""
+        layout = group.layout
+        out = [0, *accumulate(layout.num_bytes(len(told)) for told in group.told)]
+        into = [0, *accumulate(layout.num_bytes(count) for count in group.counts)]
+        group.message.reserve(out[-1])
+        group.received.reserve(into[-1])
+        for told, begin in zip(group.told, out[:-1], strict=True):
+            layout.write(told, group.message.buffer.bytes[begin:])
+        sent, received = group.message.buffer.bytes, group.received.buffer.bytes
+        parts = Parts(sent, 0, out, 1), Parts(received, 0, into, 1)
+        group.work = self._channel.post(*parts, group.counters, group.doing)
+        group.counters.rows += sum(map(len, group.told)) - len(group.told[self._replica])
+
+    def _gathered(self, group: _Group) -> list[Told]:
+        """What all replicas told this home."""
+        assert group.work is not None
+        self._channel.wait(group.work, group.doing)
+        begins = [0, *accumulate(group.layout.num_bytes(count) for count in group.counts)]
+        received = group.received.buffer.bytes
+        return [
+            group.told[replica] if replica == self._replica else group.layout.read(received[begins[replica] :], count)
+            for replica, count in enumerate(group.counts)
+        ]
+
+    def _add_up_and_tell(self) -> None:
+        for group in self._groups:
+            group.told = [group.replicated.reduce(self._gathered(group))] * self._size
+        self._count([len(group.told[0]) for group in self._groups])
+        for group in self._groups:
+            self._post(group, group.told[self._replica])
+        for group, update in zip(self._groups, self._updates, strict=True):
+            for told in self._receive(group):
+                group.replicated.accept(told, update)
+
+    def _average_tables(self) -> None:
+        """The paper's: all rows, whether they differ or not."""
+        for group, update in zip(self._groups, self._updates, strict=True):
+            replicated = group.replicated
+            assert isinstance(replicated, AveragedRows)
+            for told in replicated.whole():
+                blocks = [self._gather_block(group, block) for block in told.blocks]
+                replicated.combine(
+                    [
+                        told if replica == self._replica else Told(told.slots, [block[replica] for block in blocks])
+                        for replica in range(self._size)
+                    ],
+                    update,
+                )
+                group.counters.rows += len(told)
+
+    def _gather_block(self, group: _Group, block: np.ndarray) -> list[np.ndarray]:
+        everyone = torch.empty(self._size, *block.shape, dtype=torch.uint8, device="cpu")
+        self._channel.gather(torch.from_numpy(block), list(everyone), group.counters, group.doing)
+        return list(everyone.numpy())

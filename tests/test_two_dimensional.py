@@ -1,0 +1,182 @@
+"""Replica groups: exact synchronization trains the model of one group, averaging that of Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh import EmbeddingCollection
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.synchronization import Synchronization
+from rowmesh.mesh.grid import valid_replicas
+from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.placement import Plan, TableShape
+from tests.support.algorithm_1 import train_algorithm_1
+from tests.support.scenario import Scenario
+from tests.support.training import merged, train
+from tests.test_equivalence import assert_close, several, table
+from tests.test_plans import RULES, assert_equal, make_plan
+
+TRANSPORTS = ["one_sided", "collective"]
+
+
+def in_groups(scenario, replicas, together="shards"):
+    """The same job with replicas of every table, or of each by name."""
+    shapes = [TableShape.of(spec) for spec in scenario.tables]
+    per_node = scenario.ranks_per_node or scenario.world_size
+    plan = Plan.dealt(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
+    return replace(scenario, plan=plan)
+
+
+def on_ranks(ranks, scenario, transport="collective"):
+    """What each rank left, and the whole; all replicas are equal to the bit."""
+    parts = ranks.run(train, scenario, transport, world_size=scenario.world_size)
+    whole = merged(scenario, parts)
+    assert_equal(scenario, parts, whole)
+    return parts, whole
+
+
+@st.composite
+def jobs(draw):
+    world_size = draw(st.sampled_from([2, 3, 4, 4, 4]))
+    dtypes = draw(st.sampled_from([[torch.float32, torch.bfloat16], [torch.float64]]))
+    tables = tuple(
+        table(
+            f"t{index}",
+            draw(st.sampled_from([1, 5, 30, 3000])),
+            draw(st.sampled_from([3, 16])),
+            draw(st.sampled_from(["sgd", "adagrad", "row_wise_adagrad", "adam"])),
+            pooling=draw(st.sampled_from(["sum", "mean", "none"])),
+            dtype=draw(st.sampled_from(dtypes)),
+        )
+        for index in range(draw(st.integers(1, 4)))
+    )
+    scenario = Scenario(
+        tables=tables,
+        batch_sizes=tuple(draw(st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size))),
+        skew=draw(st.sampled_from([1.0, 3.0, 1e9])),
+        num_steps=draw(st.integers(1, 4)),
+        accumulate=draw(st.sampled_from([1, 2])),
+        evaluates=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    replicas = {spec.name: draw(st.sampled_from(valid_replicas(world_size))) for spec in tables}
+    return in_groups(scenario, replicas, draw(st.sampled_from(["shards", "replicas"])))
+
+
+@settings(max_examples=40)
+@given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS))
+def test_exact_equals_one_group(ranks, scenario, transport):
+    _, whole = on_ranks(ranks, scenario, transport)
+    plain = replace(scenario, plan=None)
+    assert_close(scenario, whole, merged(plain, ranks.run(train, plain, "collective", world_size=scenario.world_size)))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "row_wise_adagrad", "adam"])
+def test_transports_of_groups_are_equal_to_the_bit(ranks, replicas, rule):
+    scenario = in_groups(Scenario(tables=several(rule), batch_sizes=(5, 3, 4, 0), num_steps=4), replicas)
+    _, one_sided = on_ranks(ranks, scenario, "one_sided")
+    parts, _ = on_ranks(ranks, scenario, "collective")
+    assert_equal(scenario, parts, one_sided)
+
+
+@pytest.mark.parametrize("rule", ["row_wise_adagrad", "adam"])
+def test_groups_that_are_the_nodes_change_no_bit(ranks, rule):
+    """One group adds up node by node, which is then group by group."""
+    plain = Scenario(tables=several(rule), batch_sizes=(5, 3, 4, 2), num_steps=4, ranks_per_node=2)
+    _, whole = on_ranks(ranks, plain)
+    parts, _ = on_ranks(ranks, in_groups(plain, 2))
+    assert_equal(plain, parts, whole)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("mode", ["exact", "average"])
+def test_copies_within_groups_stay_equal(ranks, rule, transport, mode):
+    tables = several("adam")
+    of_group = make_plan(tables, 2, 2, lambda number: (rule if number % 2 else "dealt", number, number, True))
+    plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 4)
+    scenario = Scenario(
+        tables=tables, batch_sizes=(5, 3, 4, 4), num_steps=4, plan=plan, synchronization=Synchronization(mode)
+    )
+    _, whole = on_ranks(ranks, scenario, transport)
+    dealt, _ = on_ranks(ranks, in_groups(scenario, 2), transport)
+    assert_equal(scenario, dealt, whole)
+
+
+@settings(max_examples=40)
+@given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS), every=st.integers(1, 3), size=st.integers(1, 5))
+def test_average_is_algorithm_1(ranks, scenario, transport, every, size):
+    """Groups of equally many samples: the mean over ranks is then the mean over samples."""
+    scenario = replace(
+        scenario,
+        batch_sizes=(size,) * scenario.world_size,
+        synchronization=Synchronization("average", every=every),
+    )
+    _, whole = on_ranks(ranks, scenario, transport)
+    assert scenario.plan is not None
+    expected = train_algorithm_1(scenario, scenario.plan.replicas, every, scenario.plan.together)
+    assert_close(scenario, whole, expected)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("rule", [RowWiseAdaGrad(lr=0.1, eps=0.01, moment_scale=1.0)], ids=["row_wise_adagrad"])
+def test_average_with_a_chosen_scale(ranks, rule, scale):
+    tables = (table("user", 30), table("item", 9, 16))
+    tables = tuple(replace(spec, optimizer=replace(rule, moment_scale=scale)) for spec in tables)
+    scenario = in_groups(Scenario(tables=tables, batch_sizes=(4, 4), num_steps=8), 2)
+    scenario = replace(scenario, synchronization=Synchronization("average", every=2))
+    _, whole = on_ranks(ranks, scenario)
+    assert_close(scenario, whole, train_algorithm_1(scenario, 2, 2))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "row_wise_adagrad", "adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_touched_rows_are_all_that_differ(ranks, replicas, rule, dtype):
+    """Averaging them equals averaging whole tables, to the bit."""
+    scenario = in_groups(Scenario(tables=several(rule, dtype), batch_sizes=(3, 3, 3, 3), num_steps=5), replicas)
+    touched = replace(scenario, synchronization=Synchronization("average", every=2))
+    dense = replace(scenario, synchronization=Synchronization("average", every=2, dense=True))
+    _, expected = on_ranks(ranks, dense, "one_sided")
+    parts, _ = on_ranks(ranks, touched, "one_sided")
+    assert_equal(scenario, parts, expected)
+    told = [[c.synchronization for c in part.counters.values()] for part in parts]
+    assert all(counters.rows for part in told for counters in part)
+
+
+def test_replicas_share_what_is_saved(ranks):
+    scenario = in_groups(Scenario(tables=several("adam"), batch_sizes=(3, 3, 3, 3)), 2)
+    parts, _ = on_ranks(ranks, scenario, "one_sided")
+    assert all(0 < len(part.owned["item"]) <= 51 for part in parts)
+
+
+def disagree(mesh):
+    with pytest.raises(ConfigurationError, match=r"ranks disagree .* rank 0 has replicas .*2.*, rank 1 has .*4"):
+        EmbeddingCollection(several("sgd"), mesh=mesh, replicas=2 if mesh.rank == 0 else 4)
+
+
+def test_ranks_that_disagree_about_replicas(ranks):
+    ranks.run(disagree, world_size=4)
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(ConfigurationError, match="1 ranks cannot form 2 replica groups"):
+        EmbeddingCollection(several("sgd"), replicas=2)
+    plan = Plan.dealt([TableShape.of(spec) for spec in several("sgd")], 1)
+    with pytest.raises(ConfigurationError, match="replicas or a plan"):
+        EmbeddingCollection(several("sgd"), replicas=2, plan=plan)
+    with pytest.raises(ConfigurationError, match="'exact' or 'average', got 'mean'"):
+        Synchronization("mean")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigurationError, match="every 1 or more steps, not every 0"):
+        Synchronization("average", every=0)
+    with pytest.raises(ConfigurationError, match="take 'average'"):
+        Synchronization("exact", every=2)
+    scaled = replace(table("user", 30), optimizer=RowWiseAdaGrad(moment_scale=2.0))
+    with pytest.raises(ConfigurationError, match="table 'user': moment_scale must be above 0 and at most 1, as no"):
+        EmbeddingCollection([scaled])
