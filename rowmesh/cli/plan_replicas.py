@@ -10,7 +10,8 @@ from rowmesh.cli.plan_report import Printer, facts
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.explain import explain
 from rowmesh.placement.text import bytes_text
-from rowmesh.placement.two_dimensional import ReplicaCandidate, ReplicaComparison
+from rowmesh.placement.two_dimensional import ReplicaComparison
+from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
 from rowmesh.placement.two_dimensional_cost import ReplicaSync, SyncMode
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rowmesh.placement.report import footer, heading, page, sections
 from rowmesh.placement.text import bytes_text
-from rowmesh.placement.two_dimensional import ReplicaCandidate, ReplicaComparison
+from rowmesh.placement.two_dimensional import ReplicaComparison
+from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
 
 HEADS = (
     "replicas", "tables", "next to each other", "memory, fullest rank", "look-ups, busiest rank", "all-to-all",

@@ -13,7 +13,8 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.topology import Topology
-from rowmesh.placement.two_dimensional import arrangements, compare_replicas, group_topology
+from rowmesh.placement.two_dimensional import arrangements, compare_replicas
+from rowmesh.placement.two_dimensional_candidates import group_topology
 from rowmesh.placement.two_dimensional_cost import ReplicaSync, cost_with_replicas
 from tests.placement.problems import problem
 
@@ -152,3 +153,16 @@ def test_what_does_not_fit_says_what_is_missing_and_how_many_ranks_it_would_take
 def test_rows_that_do_not_fit_once_say_how_many_ranks_it_would_take():
     with pytest.raises(ConfigurationError, match=r"every row stored once on 4 ranks needs .* use 66 ranks"):
         compare_replicas(hot_and_cold(memory_limit_bytes=100_000))
+
+
+def test_a_strategy_that_does_not_look_at_the_limit_is_told_apart():
+    asked = hot_and_cold(memory_limit_bytes=2_000_000)
+    with pytest.raises(
+        ConfigurationError, match=r"hold 6,400,000 bytes .* 4,400,000 more .* needs 1,632,000, as 'dealt'"
+    ):
+        compare_replicas(asked, "table_wise", counts=[1])
+
+
+def test_a_strategy_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigurationError, match="no placement strategy 'deal'"):
+        compare_replicas(hot_and_cold(), "deal")
