@@ -4,9 +4,9 @@ T ranks hold M replicas of a table, each spread over a group of N = T / M ranks;
 are a column (`rowmesh.mesh.grid`). Within a group everything is as in `rowmesh.placement.cost`. Along columns, in a
 step of b samples a rank, every rank sends for its shard, whose rows a group touches with chance u, any group with U:
 
-    exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each: either u · w to
-               each of the M − 1 others, or u · w / M to each, which are homes of a share of the rows, and as home
-               U · w / M of sums back to each; whichever is less. u is of b · N samples, U of b · T.
+    exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. Of two
+               replicas, each sends u · w to the other; of more, u · w / M to each, which are homes of a share of the
+               rows, and as home U · w / M of sums back to each. u is of b · N samples, U of b · T.
     average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
                and a step pays 1 / k of it. Copies within a group are averaged too, where exact ones are told the sums.
     dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
@@ -194,13 +194,11 @@ class _Part:
         """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
         if sync.mode == "dense":
             return self.ring(sync.every)
-        directly, through_homes = self._ways(request, sync)
-        is_direct = directly.sum() <= through_homes.sum()
         found = np.zeros((self.grid.world_size, self.grid.world_size))
-        for column, num_bytes in zip(self.grid.columns, directly if is_direct else through_homes, strict=True):
+        for column, num_bytes in zip(self.grid.columns, self._told(request, sync), strict=True):
             found[np.ix_(column, column)] = num_bytes
         np.fill_diagonal(found, 0.0)
-        return found, (1 if is_direct else 2) / sync.every
+        return found, (1 if self.grid.replicas == 2 else 2) / sync.every
 
     def ring(self, every: int) -> tuple[Floats, float]:
         """The same of an all-reduce of whole shards round each column, equation (1)."""
@@ -211,14 +209,14 @@ class _Part:
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
         return found, 2 * (M - 1) / every
 
-    def _ways(self, request: Request, sync: ReplicaSync) -> tuple[Floats, Floats]:
-        """[N] each: what a rank of each shard sends to each other of its column, directly and by way of homes."""
-        samples = request.batch_size * sync.every
+    def _told(self, request: Request, sync: ReplicaSync) -> Floats:
+        """[N], what a rank of each shard sends to each other of its column in a step."""
+        samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
             self._shard_bytes(self._touched(samples * ranks), sync) / sync.every
             for ranks in (self.grid.shards, self.grid.world_size)
         )
-        return own, (own + union) / self.grid.replicas
+        return own if M == 2 else (own + union) / M
 
     def _touched(self, samples: int) -> Floats:
         """[K], the chance that so many samples touch a row of each run."""
