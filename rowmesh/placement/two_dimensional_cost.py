@@ -8,8 +8,10 @@ step of b samples a rank, every rank sends for its shard, whose rows a group tou
                replicas, each sends u · w to the other; of more, u · w / M to each, which are homes of a share of the
                rows, and as home U · w / M of sums back to each. u is of b · N samples, U of b · T.
     average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
-               and a step pays 1 / k of it. Copies within a group are averaged too, where exact ones are told the sums.
+               and a step pays 1 / k of it.
     dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
+
+Copies of a row within a group are each kept together with those of other groups, as shards of their own.
 
 Source: two-dimensional sparse parallelism §3.1 and §5, equation (1), which is `dense`. Differs: the paper has neither
 `exact` nor sending touched rows alone.
@@ -126,7 +128,7 @@ def cost_with_replicas(
     exchange_wait = sync_wait = dense_wait = 0.0
     for count in plan.replica_counts:
         part = _Part.of(plan, count, profile, request)
-        cost = part.cost(request, sync)
+        cost = part.cost(request)
         for group in part.grid.groups:
             exchange[np.ix_(group, group)] += cost.link_bytes
             lookups[group] += cost.lookups
@@ -183,12 +185,9 @@ class _Part:
         )
         return _Part(plan, whole.grid(replicas), profile, demand, Homes.of(plan, demand))
 
-    def cost(self, request: Request, sync: ReplicaSync) -> Cost:
-        """Of one group. Exact sums that homes tell to copies are those of all groups."""
-        demand = self.demand
-        if sync.mode == "exact":
-            demand = replace(demand, world=self._touched(request.batch_size * self.grid.world_size))
-        return cost_under(self.plan, demand, training=request.training)
+    def cost(self, request: Request) -> Cost:
+        """Of one group."""
+        return cost_under(self.plan, self.demand, training=request.training)
 
     def sync(self, request: Request, sync: ReplicaSync) -> tuple[Floats, float]:
         """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
@@ -223,11 +222,9 @@ class _Part:
         return np.concatenate([self.profile.presence(t, samples) for t in range(len(self.profile.tables))])
 
     def _shard_bytes(self, touched: Floats, sync: ReplicaSync) -> Floats:
-        """[N], of each shard's touched rows: at their homes, or of all copies."""
+        """[N], of the touched rows that each shard holds."""
         of_table = self.demand.gradient_bytes if sync.mode == "exact" else self.demand.row_bytes
         found = self.homes.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
-        if sync.mode == "exact":
-            return found.sum(axis=0)
         in_nodes = found[NODE].reshape(-1, self.plan.ranks_per_node).sum(axis=0)
         everywhere = found.sum() - found[[ONE_HOP, TWO_HOP, NODE]].sum()
         return found[ONE_HOP] + found[TWO_HOP] + np.tile(in_nodes, self.plan.num_nodes) + everywhere
