@@ -198,6 +198,7 @@ class EmbeddingCollection(nn.Module):
         self.tables = self._scaled(self.tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
         self._make_pooling()
+        self._common = CommonCounters()
         self._parts = self._make_parts(self.plan)
         self._make_room(self._parts, self.plan)
         self._initialize(seed)
@@ -250,7 +251,7 @@ class EmbeddingCollection(nn.Module):
         replicas = plan.replicas
         for index, group in enumerate(self.groups):
             indices[replicas[group.tables[0].name]].append(index)
-        how = (self._transport_name, self.synchronization)
+        how = (self._transport_name, self.synchronization, self._common)
         return [Part(self.mesh, plan, count, self.groups, chosen, *how) for count, chosen in indices.items()]
 
     @property
@@ -300,7 +301,7 @@ class EmbeddingCollection(nn.Module):
     @property
     def common_counters(self) -> CommonCounters:
         """What the messages that serve all groups at once moved since the start, on this rank."""
-        return sum((part.transport.common for part in self._parts), CommonCounters())
+        return self._common
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -484,9 +485,8 @@ class EmbeddingCollection(nn.Module):
             mine = [
                 move_rows(old.exchanges, new.exchanges, new.mesh) for old, new in zip(self._parts, parts, strict=True)
             ]
-            for old, new in zip(self._parts, parts, strict=True):
-                new.transport.common = old.transport.common  # first: what connect makes counts into it
-                new.connect()
+            for part in parts:
+                part.connect()
         except BaseException:
             for part in parts:
                 part.close()

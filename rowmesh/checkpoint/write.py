@@ -55,6 +55,7 @@ class RowHolder(Protocol):
 
     @property
     def tables(self) -> Sequence[TableSpec]: ...
+    def synchronize(self) -> None: ...
     def local_rows(self, table: str) -> Sequence[LocalRows]: ...
     def held_rows(self, table: str) -> Sequence[LocalRows]: ...
 
@@ -83,6 +84,7 @@ def save(
     Raises:
         CheckpointError: on every rank, where any rank could not write (disk full, say).
     """
+    embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
     token = _from_rank_0(secrets.token_hex(8), group)
     target = folder / token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,10 +22,6 @@ class CommonCounters:
     all_gathers: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-
-    def __add__(self, other: CommonCounters) -> CommonCounters:
-        """The totals of both."""
-        return CommonCounters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(CommonCounters)))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from functools import partial
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.synchronization import Synchronization, Synchronizer
 from rowmesh.exchange.transport import Transport
@@ -32,6 +33,7 @@ class Part:
         indices: their numbers in the collection.
         transport: how rows travel within a replica group.
         synchronization: how replicas are kept together.
+        common: counts what serves all groups.
 
     Attributes:
         mesh: the ranks of this rank's replica group.
@@ -51,6 +53,7 @@ class Part:
         indices: Sequence[int],
         transport: TransportName,
         synchronization: Synchronization,
+        common: CommonCounters,
     ) -> None:
         grid = plan.grid(replicas)
         self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
@@ -61,6 +64,7 @@ class Part:
         self._world_size = mesh.world_size
         self.transport: Transport
         self.transport, self.reason = choose_transport(transport, self.mesh, len(self._groups))
+        self.transport.common = common
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
         self._is_behind = False  # rows of this replica group change until the next look-up

@@ -52,6 +52,20 @@ class ReplicaComparison:
         assert self.chosen.plan is not None
         return replace(self.chosen.plan, notes={**self.chosen.plan.notes, "why": self.why})
 
+    def arranged(self, together: Together) -> ReplicaComparison:
+        """The same, the fastest of one arrangement chosen where it makes a difference.
+
+        Raises:
+            ConfigurationError: none of it fits.
+        """
+        alike = [c for c in self.candidates if c.together == together or not self.together_text(c)]
+        fitting = [candidate for candidate in alike if candidate.fits]
+        if not fitting:
+            raise ConfigurationError(
+                f"no plan with {TOGETHER_TEXTS[together]} next to each other fits; leave it to auto"
+            )
+        return replace(self, chosen=min(fitting, key=lambda candidate: candidate.total_s))
+
     @cached_property
     def parts(self) -> dict[int, Comparison]:
         """The strategies beside each other on a group of each part of the chosen plan, by its number of replicas."""

@@ -82,7 +82,8 @@ def run_evaluation(
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
         _say(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
-        changed = config.placement != resolve(run.config).placement
+        trained = resolve(run.config)
+        changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
         with _job(
             config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
         ) as job:

@@ -122,6 +122,7 @@ class TableConfig(Section):
         out_of_range: "error", or the row that an id below 0 or past the table reads instead.
         optimizer: the update rule.
         initializer: the distribution that rows start from.
+        replicas: of this table, where not as many as `parallel.replicas`.
     """
 
     dim: Positive = 16
@@ -130,6 +131,7 @@ class TableConfig(Section):
     out_of_range: Literal["error"] | Annotated[int, Field(ge=0, lt=2**63)] = "error"
     optimizer: UpdateRuleConfig = UpdateRuleConfig()
     initializer: InitializerConfig = InitializerConfig()
+    replicas: Positive | None = None
 
 
 class TablesConfig(TableConfig):
@@ -223,10 +225,27 @@ class ParallelConfig(Section):
     Attributes:
         transport: how rows and gradients travel; auto takes one-sided where all ranks share a host.
         timeout_s: how long a rank waits for a peer before it gives up, in seconds.
+        replicas: how many replicas of every table to keep, each on a group of ranks of its own; auto: as many as make
+            the predicted step shortest. A table's own `replicas` changes it.
+        synchronization: how replicas are kept together: exact (gradients are summed, the same model as with one) or
+            average (groups update for themselves, then rows and moments are averaged).
+        sync_every: steps between two averages.
+        together: which ranks of replicated tables share hosts: the shards of a replica, or the replicas of a shard;
+            auto: whichever makes the predicted step shorter.
     """
 
     transport: Literal["auto", "collective", "one_sided"] = "auto"
     timeout_s: Annotated[float, Field(ge=1.0, le=1e7, allow_inf_nan=False)] = 300.0
+    replicas: Positive | Literal["auto"] = 1
+    synchronization: Literal["exact", "average"] = "exact"
+    sync_every: Positive = 1
+    together: Literal["auto", "shards", "replicas"] = "auto"
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.synchronization == "exact" and self.sync_every != 1:
+            raise ValueError(f"sync_every={self.sync_every} is for synchronization='average'; exact is of every step")
+        return self
 
 
 class DriftConfig(Section):

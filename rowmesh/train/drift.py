@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
 from rowmesh.placement.strategies import STRATEGIES
@@ -142,6 +143,13 @@ def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or (config.enabled == "auto" and not has_copies(plan)):
         return None
+    if plan.replica_counts != (1,):
+        if config.enabled == "auto":
+            return None
+        raise ConfigurationError(
+            'placement.drift.enabled="on" cannot follow tables that have replicas; leave it at auto, or train without '
+            "replicas"
+        )
     problem = None
 
     def fit() -> Fit:

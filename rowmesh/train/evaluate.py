@@ -25,6 +25,7 @@ def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda numb
         DataError: there is no such split, or it holds values that are not finite.
     """
     predictions = Predictions()
+    job.embeddings.synchronize()
     doing = f"evaluating {split}"
     was_training = job.network.training
     job.network.eval()

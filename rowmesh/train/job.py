@@ -11,6 +11,7 @@ from torch import Tensor
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh import Mesh
 from rowmesh.models import DLRM
 from rowmesh.tables import TableSpec
@@ -76,7 +77,10 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         top=config.model.top,
     ).to(network_dtype(tables))
     transport = config.parallel.transport
-    embeddings = EmbeddingCollection(tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan)
+    synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
+    embeddings = EmbeddingCollection(
+        tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan, synchronization=synchronization
+    )
     return Job(config, mesh, data, embeddings, network, placement)
 
 

@@ -16,6 +16,8 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
+from rowmesh.placement.two_dimensional import compare_replicas
+from rowmesh.placement.two_dimensional_cost import ReplicaSync
 from rowmesh.placement.unseen import smoothed
 from rowmesh.train.config import Config
 from rowmesh.train.tables import table_specs
@@ -51,8 +53,16 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
         ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
     """
     placement, shapes = config.placement, shapes_of(config, data)
+    replicas = wanted_replicas(config, data)
     if placement.plan:
+        if config.parallel.replicas != 1 or set(replicas.values()) != {1}:
+            raise ConfigurationError(
+                f"the plan {placement.plan} has its own replicas; leave parallel.replicas and tables.….replicas out, "
+                "or plan again with `rowmesh plan --replicas`"
+            )
         return Placement(_checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan), placement.plan)
+    if config.parallel.replicas == "auto" or set(replicas.values()) != {1}:
+        return _replicated(config, mesh, data, replicas)
     if placement.strategy:
         topology = run_topology(config, mesh)
         comparison = compare(problem_of(config, data, topology), placement.strategy)
@@ -136,6 +146,37 @@ def run_topology(config: Config, mesh: Mesh) -> Topology:
             f"{mesh.world_size} take part; give another, or start as many"
         )
     return topology
+
+
+def wanted_replicas(config: Config, data: Prepared) -> dict[str, int]:
+    """Of each table, as configured; 1 where prediction is to choose."""
+    of_all = 1 if config.parallel.replicas == "auto" else config.parallel.replicas
+    return {table.name: config.tables.of(table.name).replicas or of_all for table in table_specs(config.tables, data)}
+
+
+def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, int]) -> Placement:
+    """A plan whose tables have replicas.
+
+    Where tables differ by their own settings, rows are dealt over the ranks of a group. Otherwise the arrangement, and
+    with "auto" the number too, is the one predicted to be fastest.
+    """
+    parallel, strategy = config.parallel, config.placement.strategy or "dealt"
+    counts = None if parallel.replicas == "auto" else [parallel.replicas]
+    if len(set(replicas.values())) > 1:
+        if counts is None or config.placement.strategy:
+            what = 'parallel.replicas="auto"' if counts is None else f"placement.strategy={strategy!r}"
+            raise ConfigurationError(f"tables.….replicas cannot be combined with {what}; give one of them")
+        together = "shards" if parallel.together == "auto" else parallel.together
+        plan = Plan.dealt(
+            shapes_of(config, data), mesh.world_size, mesh.ranks_per_node, replicas=replicas, together=together
+        )
+        return Placement(plan, "over the ranks of each replica group, as tables say")
+    sync = ReplicaSync(parallel.synchronization, parallel.sync_every)
+    problem = problem_of(config, data, run_topology(config, mesh))
+    comparison = compare_replicas(problem, strategy, sync, counts)
+    if parallel.together != "auto":
+        comparison = comparison.arranged(parallel.together)
+    return Placement(comparison.plan, f"made for topology {problem.topology.name}")
 
 
 def _dealt(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:

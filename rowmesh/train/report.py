@@ -27,6 +27,7 @@ def describe(job: Job) -> list[str]:
         ("device", _device()),
         ("data", _data(job)),
         ("plan", job.placement.text),
+        *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
         *(("group", _group(group)) for group in job.embeddings.groups),
         ("network", _network(job)),
@@ -90,6 +91,21 @@ def _numbers(values: Sequence[float]) -> str:
     widths = (10, 16, 12, 14)
     texts = ("undefined" if math.isnan(value) else f"{value:.5f}" for value in values)
     return "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=False))
+
+
+def _replicas(job: Job) -> list[str]:
+    """A line for each number of replicas above 1: how many tables, on which ranks, how they are kept together."""
+    plan, sync = job.embeddings.plan, job.embeddings.synchronization
+    often = "every step" if sync.every == 1 else f"every {sync.every} steps"
+    how = "gradients are summed" if sync.mode == "exact" else f"rows and moments are averaged {often}"
+    lines = []
+    for count in plan.replica_counts:
+        if count > 1:
+            names = [name for name, replicas in plan.replicas.items() if replicas == count]
+            groups = ", ".join(str(list(group)) for group in plan.grid(count).groups[:4])
+            more = f" and {count - 4} more" if count > 4 else ""
+            lines.append(f"{count} of {len(names)} table(s), on ranks {groups}{more}; {sync.mode}: {how}")
+    return lines
 
 
 def _ranks(job: Job) -> str:

@@ -16,6 +16,10 @@ ALL_GROUPS = "all groups"
 """In `counters.jsonl`: what the messages moved that serve all groups at once."""
 
 
+REPLICAS = "replicas"
+"""And beside a group's name: what keeping its replicas together moved."""
+
+
 class RunLog:
     """Writes on rank 0; on other ranks only the collectives of `flush` happen.
 
@@ -32,9 +36,12 @@ class RunLog:
         lines = self._open.enter_context(JsonLines(run.counters if first else None))
         names: list[str] = [group.name for group in job.embeddings.groups]
         counters: list[Counts] = [*job.embeddings.counters]
-        if job.embeddings.transport == "collective":  # under the others no message serves all groups
+        if "collective" in job.embeddings.transport:  # under the others no message serves all groups
             names.append(ALL_GROUPS)
             counters.append(job.embeddings.common_counters)
+        if job.embeddings.plan.replica_counts != (1,):
+            names += [f"{group.name}, {REPLICAS}" for group in job.embeddings.groups]
+            counters += [of_group.synchronization for of_group in job.embeddings.counters]
         self._counters = CounterLog(names, counters, lines, job.mesh.group)
         self._board = TensorBoard(run.tensorboard) if first and job.config.train.tensorboard else None
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
