@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from types import FrameType
+from typing import Any
 
 import cyclopts
 
@@ -39,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     SIGTERM; errors go to standard error, under torchrun with the rank in front.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         app(arguments, exit_on_error=False)
     except cyclopts.CycloptsError:  # cyclopts has printed it
@@ -65,6 +68,18 @@ def main(arguments: list[str] | None = None) -> None:
             "(tables.dim, --min-count of the data), layers or batches, or more hosts"
         )
         sys.exit(FAILED)
+    finally:
+        sys.unraisablehook = hook
+
+
+def _interrupt_again(ignored: Any) -> None:
+    """Delivers a signal once more that came while an object was being freed, where Python drops what is raised."""
+    signals: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+    number = signals.get(ignored.exc_type)
+    if number is None:
+        sys.__unraisablehook__(ignored)
+    else:
+        threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -54,6 +54,9 @@ class Dealt:
         values = torch.full((len(rows), table.dim + 3), -1.0).to(table.dtype)[:, : table.dim]
         return Rows(rows, values, state)
 
+    def synchronize(self):
+        pass
+
     def local_rows(self, table):
         """In two pieces, the second of which may be empty."""
         part = self.parts[table]

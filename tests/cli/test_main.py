@@ -1,6 +1,8 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -89,6 +91,25 @@ def test_unknown_words_are_refused(capsys, arguments):
     status, out, err = run(capsys, *arguments)
     assert status == 2
     assert "Error" in out + err
+
+
+class Freed:
+    """Takes a while to be freed, in which a signal comes."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)
+
+
+def test_ctrl_c_is_not_lost_while_an_object_is_freed(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        Freed()
+        time.sleep(30)
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", interrupted)
+    before = sys.unraisablehook
+    assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
+    assert sys.unraisablehook is before
 
 
 def test_ctrl_c_is_one_line(capsys, monkeypatch):
