@@ -1,6 +1,7 @@
 """Replica groups times shards: what they do for balance, for speed between hosts, and to accuracy.
 
     python -m benchmarks.two_dimensional --balance      most look-ups of a rank over the mean (Table 1)
+    python -m benchmarks.two_dimensional --accuracy     what averaging costs in normalized entropy (Fig. 4)
 
 Several may be asked for at once. A case is a module with two functions: `add_options(parser)`, one of whose options has
 the name of the case, and `run(report, options)`, which is called where that option is given.
@@ -14,7 +15,10 @@ from pathlib import Path
 
 from benchmarks.command import Report
 
-CASES = {"balance": "benchmarks.two_dimensional_balance"}
+CASES = {
+    "balance": "benchmarks.two_dimensional_balance",
+    "accuracy": "benchmarks.two_dimensional_accuracy",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
