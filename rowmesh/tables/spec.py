@@ -125,7 +125,7 @@ def with_moment_scale(table: TableSpec, num_averaged: int) -> TableSpec:
     """
     scale = getattr(table.optimizer, "moment_scale", None)
     if scale is not None and scale > num_averaged:
-        of = f"{num_averaged} replicas are averaged" if num_averaged > 1 else "no replicas are averaged"
+        of = f"{num_averaged} replicas are averaged" if num_averaged > 1 else "its replicas are not averaged"
         raise ConfigurationError(
             f"table {table.name!r}: moment_scale must be above 0 and at most {num_averaged}, as {of}; got {scale:g}"
         )

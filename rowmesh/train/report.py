@@ -101,10 +101,11 @@ def _replicas(job: Job) -> list[str]:
     lines = []
     for count in plan.replica_counts:
         if count > 1:
-            names = [name for name, replicas in plan.replicas.items() if replicas == count]
+            number = list(plan.replicas.values()).count(count)
+            of = "1 table" if number == 1 else f"each of {number} tables"
             groups = ", ".join(str(list(group)) for group in plan.grid(count).groups[:4])
             more = f" and {count - 4} more" if count > 4 else ""
-            lines.append(f"{count} of {len(names)} table(s), on ranks {groups}{more}; {sync.mode}: {how}")
+            lines.append(f"{count} of {of}, on ranks {groups}{more}; {sync.mode}: {how}")
     return lines
 
 

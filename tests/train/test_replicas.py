@@ -1,0 +1,91 @@
+"""Runs whose tables have replicas."""
+
+import json
+
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.placement import Plan
+from rowmesh.train.commands import run_evaluation
+from rowmesh.train.placement import configured_placement
+from rowmesh.train.resolve import resolve
+
+OPTIONS = ["tables.dtype=float64", "train.epochs=1"]
+
+
+def four_ranks():
+    """Two hosts of two ranks."""
+    return Mesh(world_size=4, hosts=(0, 0, 1, 1), pids=(1, 2, 1, 2))
+
+
+@pytest.fixture
+def train(config_file, tmp_path, command):
+    """Trains on two ranks; returns what was printed, the metrics of the test split, and the counters' lines."""
+
+    def train(name, *options):
+        done = command(["train", str(config_file), *OPTIONS, f"run.folder={tmp_path / name}", *options], ranks=2)
+        assert done.status == 0, done.err
+        metrics = json.loads((tmp_path / name / "evaluation" / "test.json").read_text())
+        counters = [json.loads(line) for line in (tmp_path / name / "counters.jsonl").read_text().splitlines()]
+        return done.out, {key: value for key, value in metrics.items() if isinstance(value, float)}, counters
+
+    return train
+
+
+def test_exact_replicas_train_the_same_model(train, tmp_path):
+    _, plain, _ = train("plain")
+    out, replicated, counters = train("replicated", "parallel.replicas=2")
+    assert replicated == pytest.approx(plain, abs=1e-9)
+    assert "replicas  2 of " in out
+    assert "on ranks [0], [1]; exact: gradients are summed" in out
+    assert Plan.load(tmp_path / "replicated" / "plan.json").replica_counts == (2,)
+    assert any(line["group"].endswith(", replicas") and line["bytes_sent"] for line in counters)
+    alone = run_evaluation(tmp_path / "replicated")  # on one rank, which no replicas fit
+    assert alone.auc == pytest.approx(plain["auc"], abs=1e-9)
+
+
+def test_averaged_replicas_are_equal_where_they_are_evaluated_and_saved(train, tmp_path):
+    out, metrics, _ = train(
+        "averaged", "parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=7"
+    )
+    assert "average: rows and moments are averaged every 7 steps" in out
+    assert run_evaluation(tmp_path / "averaged").auc == pytest.approx(metrics["auc"], abs=1e-9)
+
+
+def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
+    def placement(*options):
+        return configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+
+    for together in ("shards", "replicas"):
+        placed = placement("parallel.replicas=2", f"parallel.together={together}")
+        assert (placed.plan.together, placed.plan.replica_counts) == (together, (2,))
+    chosen = placement("parallel.replicas=2")
+    assert "shards of a replica next to each other" in chosen.text
+    assert "replicas of a shard next to each other" in chosen.text  # both costs are told
+    assert placement("parallel.replicas=auto").plan.notes["why"].startswith("M = ")
+    table = clicks.tables[0].name
+    mixed = placement(f"tables.{table}.replicas=4").plan
+    assert mixed.replicas == {spec.name: 4 if spec.name == table else 1 for spec in clicks.tables}
+
+
+def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
+    table = clicks.tables[0].name
+    Plan.dealt([], 4).save(tmp_path / "plan.json")
+    for options, message in [
+        (["parallel.replicas=3"], "4 ranks cannot form 3 replica groups .* 1, 2, 4"),
+        ([f"tables.{table}.replicas=3"], "4 ranks cannot form 3 replica groups"),
+        (["parallel.replicas=2", f"placement.plan={tmp_path}/plan.json"], "has its own replicas; leave"),
+        ([f"tables.{table}.replicas=2", "placement.strategy=auto"], r"cannot be combined with placement\.strategy"),
+        ([f"tables.{table}.replicas=2", "parallel.replicas=auto"], r"cannot be combined with parallel\.replicas"),
+        (["parallel.sync_every=2"], "sync_every=2 is for synchronization='average'"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+
+
+def test_drift_cannot_follow_replicas(config_file, command, tmp_path):
+    options = ["parallel.replicas=2", "placement.drift.enabled=on", f"run.folder={tmp_path / 'run'}"]
+    done = command(["train", str(config_file), *OPTIONS, *options], ranks=2)
+    assert done.status
+    assert "cannot follow tables that have replicas; leave it at auto" in done.err
