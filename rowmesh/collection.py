@@ -479,8 +479,9 @@ class EmbeddingCollection(nn.Module):
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
         self.synchronize()
-        parts = self._make_parts(plan)
+        parts: list[Part] = []
         try:
+            parts = self._make_parts(plan)
             self._make_room(parts, plan, "; the old plan goes on")
             mine = [
                 move_rows(old.exchanges, new.exchanges, new.mesh) for old, new in zip(self._parts, parts, strict=True)

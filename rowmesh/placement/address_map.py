@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.ops.route import COPY, FLAG_BITS, RELAY
 from rowmesh.placement.plan import Plan, RowRange
 
 # In this order those of each of the sets below stand next to each other.
@@ -31,9 +32,8 @@ KINDS = ("direct", "relayed", "node", "forwarded", "replicated")
 REPLIES = {"direct", "relayed", "node"}  # kinds whose rows travel
 RELAYS = {"relayed", "node", "forwarded"}  # kinds that stop at the agent
 COPIES = {"node", "forwarded", "replicated"}  # kinds with copies to keep equal
-FLAGS = {"direct": 0, "relayed": 1, "node": 1, "forwarded": 3, "replicated": 2}
+FLAGS = {"direct": 0, "relayed": RELAY, "node": RELAY, "forwarded": RELAY | COPY, "replicated": COPY}
 MAX_KEY = 2**32 - 1
-DESCRIPTOR = 10  # int64 values that describe a range to a kernel: see `AddressMap.ranges`
 _SEARCHED = 4  # ranges among which the kernel finds one by comparing with all starts
 _NEVER = 2**63 - 1
 _DIRECT_ROWS = 4096  # rows of a table's head that find their range through an index
@@ -121,7 +121,7 @@ class AddressMap:
         """
         plan = self.plan
         replying = sum(kind in REPLIES for kind in self.kinds)
-        flags = sum((FLAGS[kind] << 2 * index) for index, kind in enumerate(self.kinds))
+        flags = sum((FLAGS[kind] << FLAG_BITS * index) for index, kind in enumerate(self.kinds))
         return np.array([
             self.ranges.ctypes.data, self.index.ctypes.data, self.heads.ctypes.data, self._limits.ctypes.data,
             self.num_tables, len(self.kinds), replying, plan.world_size, self.rank, plan.ranks_per_node,

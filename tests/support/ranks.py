@@ -60,7 +60,7 @@ class RankPool:
         """The processes that are running."""
         return [process.pid for process in self._processes]
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 180.0) -> list[Any]:
         """What `function(mesh, *args)` returns on each rank.
 
         Raises:

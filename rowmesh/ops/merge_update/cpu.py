@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from rowmesh.ops.memory import Buffer, Scratch
+from rowmesh.ops.route.cpu import PREFETCHED_ROW_BYTES
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
@@ -37,7 +38,6 @@ from rowmesh.ops.simd import (
 )
 
 AHEAD = 16
-PREFETCHED_ROW_BYTES = 128  # as in `rowmesh.ops.route.cpu`
 GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
