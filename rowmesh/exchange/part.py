@@ -60,6 +60,9 @@ class Part:
         self._replica = grid.place(mesh.rank)[0]
         self.mesh = mesh.part(grid.groups, grid.ranks_per_node(plan.ranks_per_node))
         self._column = mesh.part(grid.columns) if replicas > 1 else None
+        self._second = None
+        if replicas == 2 and len(grid.columns) > 1:  # groups are known by the order in which their ranks are named
+            self._second = mesh.subgroup([column[::-1] for column in grid.columns])
         self._groups, self._setting = [groups[index] for index in indices], synchronization
         self._world_size = mesh.world_size
         self.transport: Transport
@@ -91,7 +94,7 @@ class Part:
         """Makes ranks known to each other, when all rows have their values. Collective."""
         self.transport.connect(self.exchanges)
         if self._column is not None:
-            self.synchronizer = Synchronizer(self._setting, self.exchanges, self._column)
+            self.synchronizer = Synchronizer(self._setting, self.exchanges, self._column, self._second)
 
     @property
     def scaling(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class _Group:
         self.doing = f"synchronizing the replicas of group {name}"
         self.told: list[Told] = []  # this rank's, for each replica
         self.counts: list[int] = []  # rows that each replica tells
-        self.work: dist.Work | None = None
+        self.works: list[dist.Work] = []  # under way
         self.message, self.received = Scratch(), Scratch()
 
     @property
@@ -99,12 +99,18 @@ class Synchronizer:
         setting: how.
         exchanges: the groups'.
         column: the ranks that hold what this one holds, in the order of their replicas.
+        second: another process group of theirs, where they are two and have one.
     """
 
-    def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], column: Mesh) -> None:
+    def __init__(
+        self, setting: Synchronization, exchanges: Sequence[GroupExchange], column: Mesh, second: Any = None
+    ) -> None:
         self.setting, self._column = setting, column
         self._replica, self._size = column.rank, column.world_size
         self._channel = Channel(column, column.group, column.rank, column.world_size)
+        self._ways = [self._channel, self._channel]  # by who sends, of two
+        if second is not None:
+            self._ways[1] = Channel(column, second, column.rank, column.world_size)
         self._groups: list[_Group] = []
         for exchange in exchanges:
             exchange.replicated = (
@@ -143,7 +149,7 @@ class Synchronizer:
         self.is_under_way = False
         if self._size == 2:
             for group, update in zip(self._groups, self._updates, strict=True):
-                group.replicated.combine(self._receive(group), update)
+                group.replicated.combine(self._swapped(group), update)
         else:
             self._add_up_and_tell()
 
@@ -152,8 +158,40 @@ class Synchronizer:
             group.told = [group.replicated.outgoing()] * self._size
         self._count([len(group.told[0]) for group in self._groups])
         for group in self._groups:
-            self._post(group, group.told[self._replica])
+            self._swap(group)
         self.is_under_way = True
+
+    def _swap(self, group: _Group) -> None:
+        """Sends rows to the one other replica, and its rows here, over different connections.
+
+        For gloo asks for bytes over the connection that it sends over: behind bytes of its own the request would be
+        late, and the two directions would take turns.
+        """
+        layout, mine, other = group.layout, self._replica, 1 - self._replica
+        sizes = [layout.num_bytes(count) for count in group.counts]
+        group.message.reserve(sizes[mine])
+        group.received.reserve(sizes[other])
+        layout.write(group.told[mine], group.message.buffer.bytes)
+        sent, received = group.message.buffer.bytes, group.received.buffer.bytes
+        out, nothing = Parts(sent, 0, _all_of(other, sizes[mine]), 1), Parts(sent, 0, [0, 0, 0], 1)
+        into = Parts(received, 0, _all_of(other, sizes[other]), 1)
+        group.works = [
+            way.post(*((out, nothing) if sender == mine else (nothing, into)), group.counters, group.doing)
+            for sender, way in enumerate(self._ways)
+            if sizes[sender]
+        ]
+        group.counters.rows += len(group.told[mine])
+
+    def _swapped(self, group: _Group) -> list[Told]:
+        """What both replicas told."""
+        self._wait(group)
+        told = group.layout.read(group.received.buffer.bytes, group.counts[1 - self._replica])
+        return [group.told[0], told] if self._replica == 0 else [told, group.told[1]]
+
+    def _wait(self, group: _Group) -> None:
+        for work in group.works:
+            self._channel.wait(work, group.doing)
+        group.works = []
 
     def _count(self, own: Sequence[int]) -> None:
         """Learns how many rows each replica tells of each group."""
@@ -170,17 +208,15 @@ class Synchronizer:
         group.message.reserve(size)
         group.layout.write(told, group.message.buffer.bytes)
         group.received.reserve(size * self._size)
-        group.work = None
         if max(group.counts):
             mine = group.message.buffer.tensor(torch.uint8, size)
             received = group.received.buffer.tensor(torch.uint8, self._size, size)
-            group.work = self._channel.post_gather(mine, list(received), group.counters, group.doing)
+            group.works = [self._channel.post_gather(mine, list(received), group.counters, group.doing)]
         group.counters.rows += len(told)
 
     def _receive(self, group: _Group) -> list[Told]:
         """What each replica told; this rank's own as it was."""
-        if group.work is not None:
-            self._channel.wait(group.work, group.doing)
+        self._wait(group)
         size = group.layout.num_bytes(max(group.counts))
         received = group.received.buffer.bytes
         return [
@@ -211,13 +247,12 @@ class Synchronizer:
             layout.write(told, group.message.buffer.bytes[begin:])
         sent, received = group.message.buffer.bytes, group.received.buffer.bytes
         parts = Parts(sent, 0, out, 1), Parts(received, 0, into, 1)
-        group.work = self._channel.post(*parts, group.counters, group.doing)
+        group.works = [self._channel.post(*parts, group.counters, group.doing)]
         group.counters.rows += sum(map(len, group.told)) - len(group.told[self._replica])
 
     def _gathered(self, group: _Group) -> list[Told]:
         """What all replicas told this home."""
-        assert group.work is not None
-        self._channel.wait(group.work, group.doing)
+        self._wait(group)
         begins = [0, *accumulate(group.layout.num_bytes(count) for count in group.counts)]
         received = group.received.buffer.bytes
         return [
@@ -255,3 +290,8 @@ class Synchronizer:
         everyone = torch.empty(self._size, *block.shape, dtype=torch.uint8, device="cpu")
         self._channel.gather(torch.from_numpy(block), list(everyone), group.counters, group.doing)
         return list(everyone.numpy())
+
+
+def _all_of(member: int, size: int) -> list[int]:
+    """The bounds of two members' parts where one has everything."""
+    return [0, size, size] if member == 0 else [0, 0, size]
