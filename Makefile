@@ -40,7 +40,8 @@ format: $(READY)
 
 bench: $(READY)
 	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan dealt" \
-		sparse_all_reduce train_step; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+		sparse_all_reduce "two_dimensional --hosts 2x2" train_step; do \
+		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) data/generated data/prepared runs/make_train

@@ -1,6 +1,7 @@
 """Replica groups times shards: what they do for balance, for speed between hosts, and to accuracy.
 
     python -m benchmarks.two_dimensional --balance      most look-ups of a rank over the mean (Table 1)
+    python -m benchmarks.two_dimensional --hosts 2x2    a step and its bytes between two hosts
     python -m benchmarks.two_dimensional --accuracy     what averaging costs in normalized entropy (Fig. 4)
 
 Several may be asked for at once. A case is a module with two functions: `add_options(parser)`, one of whose options has
@@ -17,6 +18,7 @@ from benchmarks.command import Report
 
 CASES = {
     "balance": "benchmarks.two_dimensional_balance",
+    "hosts": "benchmarks.two_dimensional_hosts",
     "accuracy": "benchmarks.two_dimensional_accuracy",
 }
 

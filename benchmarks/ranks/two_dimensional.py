@@ -1,0 +1,110 @@
+"""One rank of rowmesh with several collections of the same tables, which take turns: with replicas, and without."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ranks.embedding_step import SparsePart
+from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
+from benchmarks.workload import NUM_TABLES, Workload, make_batches
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
+from rowmesh.exchange.synchronization import Synchronization
+from rowmesh.placement import Plan
+
+
+class Commands:
+    """What the benchmark may ask for."""
+
+    def __init__(self, workload: Workload, mesh: Mesh) -> None:
+        torch.manual_seed(workload.seed + mesh.rank)  # gradients, which all share to end with equal rows
+        self._workload, self._mesh, self._tables = workload, mesh, table_specs(workload)
+        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered=False)
+        self._batches = [sparse_batch(self._tables, batch) for batch in batches]
+        self._gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
+        self._parts: dict[str, SparsePart] = {}
+
+    def make(self, name: str, plan: str, synchronization: dict[str, Any]) -> dict[str, Any]:
+        """Makes a collection by the plan of a file."""
+        embeddings = EmbeddingCollection(
+            self._tables,
+            mesh=self._mesh,
+            plan=Plan.load(Path(plan)),
+            synchronization=Synchronization(**synchronization),
+        )
+        self._parts[name] = SparsePart(embeddings, EmbeddingOptimizer(embeddings), self._batches, self._gradient)
+        return {"transport": embeddings.transport, "memory_bytes": sum(embeddings.memory_bytes.values())}
+
+    def drop(self, name: str) -> dict[str, Any]:
+        """Gives the memory of a collection back."""
+        self._parts.pop(name).embeddings.close()
+        gc.collect()
+        return {}
+
+    def round(self, name: str, warmup: int, steps: int, rest_ms: float) -> dict[str, Any]:
+        """Seconds of a step, from a loop between two barriers, and what all steps moved.
+
+        What replicas told last has arrived when the second barrier lets go. Nothing is timed within the loop: what one
+        step defers to the next must not be hidden.
+        """
+        part = self._parts[name]
+        before = _counted(part.embeddings)
+        _loop(part, 0, warmup, rest_ms)
+        seconds = _timed(lambda: _loop(part, warmup, steps, rest_ms), part.embeddings.barrier) / max(steps, 1)
+        moved = {what: count - before[what] for what, count in _counted(part.embeddings).items()}
+        return {"seconds": {"step": [seconds]}, **moved}
+
+    def digest(self, name: str) -> dict[str, Any]:
+        """What the first batch looks up now, by its bits: equal where training was."""
+        with torch.no_grad():
+            values = self._parts[name].embeddings(self._batches[0]).values
+        return {"digest": hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest()}
+
+    def close(self) -> None:
+        """Lets go of shared memory."""
+        for part in self._parts.values():
+            part.embeddings.close()
+
+
+def _loop(part: SparsePart, first: int, steps: int, rest_ms: float) -> None:
+    """Steps; after each, a pause, as while an accelerator has work that does not depend on rows."""
+    for number in range(first, first + steps):
+        part.step(number)
+        if rest_ms:
+            time.sleep(rest_ms / 1e3)
+
+
+def _timed(function: Callable[[], None], barrier: Callable[[], None]) -> float:
+    """Seconds from when all ranks have begun until all are done."""
+    barrier()
+    barrier()
+    began = time.perf_counter()
+    function()
+    barrier()
+    return time.perf_counter() - began
+
+
+def _counted(embeddings: EmbeddingCollection) -> dict[str, int]:
+    """What this rank received within its replica group and from other replicas, and rows it told those."""
+    synchronization = [counters.synchronization for counters in embeddings.counters]
+    return {
+        "exchange_bytes": sum(counters.bytes_received for counters in embeddings.counters)
+        + embeddings.common_counters.bytes_received,
+        "synchronization_bytes": sum(counters.bytes_received for counters in synchronization),
+        "told_rows": sum(counters.rows for counters in synchronization),
+    }
+
+
+def main() -> None:
+    """Serves until the benchmark hangs up."""
+    serve(Commands, "make", "drop", "round", "digest")
+
+
+if __name__ == "__main__":
+    main()
