@@ -1,0 +1,94 @@
+"""Split: samples of a SparseBatch in any order, and batches cut into micro-batches.
+
+Bags are stored feature by feature, so that samples which follow each other in a batch do not in memory: a micro-batch
+is a batch of its own, and ids (and weights, where there are any) are copied once, without a table of places where all
+bags are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import DataError
+from rowmesh.sparse.batch import SparseBatch
+
+
+def take(batch: SparseBatch, samples: Tensor) -> SparseBatch:
+    """The given samples of a batch, in the order given; a sample may be taken more than once.
+
+    Args:
+        batch: B samples.
+        samples: int64 `[n]`, each in [0, B).
+
+    Raises:
+        DataError: a sample is not in the batch.
+
+    Example:
+        >>> batch = SparseBatch.from_bags({"user": [[7], [], [7, 9]], "item": [[3], [4], [5]]})
+        >>> part = take(batch, torch.tensor([2, 0]))
+        >>> part.ids.tolist(), part.offsets.tolist()
+        ([7, 9, 7, 5, 3], [0, 2, 3, 4, 5])
+    """
+    _check(batch, samples)
+    shape = (batch.num_features, batch.batch_size)
+    if batch.bag_size is not None:
+        bags = (*shape, batch.bag_size)
+        ids = batch.ids.view(bags).index_select(1, samples).flatten()
+        weights = None if batch.weights is None else batch.weights.view(bags).index_select(1, samples).flatten()
+        return SparseBatch(batch.features, ids, samples.numel(), bag_size=batch.bag_size, weights=weights)
+    begins = batch.offsets[:-1].view(shape).index_select(1, samples).flatten()
+    lengths = batch.offsets.diff().view(shape).index_select(1, samples).flatten()
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    places = torch.arange(int(offsets[-1]), device="cpu") + (begins - offsets[:-1]).repeat_interleave(lengths)
+    return SparseBatch(
+        features=batch.features,
+        ids=batch.ids[places],
+        batch_size=samples.numel(),
+        jagged_offsets=offsets,
+        weights=None if batch.weights is None else batch.weights[places],
+    )
+
+
+def micro_batches(batch: SparseBatch, sizes: Sequence[int], order: Tensor | None = None) -> list[SparseBatch]:
+    """Cuts a batch into micro-batches.
+
+    Args:
+        batch: B samples.
+        sizes: samples of each micro-batch, B together.
+        order: int64 `[B]`, the samples in the order in which they are cut, as `rowmesh.ops.cluster` returns it; None
+            for their own.
+
+    Raises:
+        DataError: the sizes do not add up to B, or the order has a sample twice.
+
+    Example:
+        >>> batch = SparseBatch.from_bags({"user": [[7], [8], [7]]})
+        >>> [part.ids.tolist() for part in micro_batches(batch, [2, 1], torch.tensor([0, 2, 1]))]
+        [[7, 7], [8]]
+    """
+    if sum(sizes) != batch.batch_size or min(sizes, default=0) < 0:
+        raise DataError(f"sizes {list(sizes)} add up to {sum(sizes)}; the batch has {batch.batch_size} samples")
+    if order is None:
+        order = torch.arange(batch.batch_size, device="cpu")
+    elif order.shape != (batch.batch_size,) or _has_repeats(batch, order):
+        raise DataError(f"the order must have each of the {batch.batch_size} samples once, got {order.numel()} samples")
+    return [take(batch, samples) for samples in order.split(list(sizes))]
+
+
+def _check(batch: SparseBatch, samples: Tensor) -> None:
+    if samples.dtype != torch.int64 or samples.dim() != 1:
+        raise DataError(f"samples must be int64 with one dimension, got {samples.dtype} {tuple(samples.shape)}")
+    if samples.numel():
+        low, high = (int(value) for value in samples.aminmax())
+        if low < 0 or high >= batch.batch_size:
+            raise DataError(f"samples must be in [0, {batch.batch_size}), the batch's; got {low} to {high}")
+
+
+def _has_repeats(batch: SparseBatch, order: Tensor) -> bool:
+    _check(batch, order)
+    seen = torch.zeros(batch.batch_size, dtype=torch.bool, device="cpu")
+    seen[order] = True
+    return not bool(seen.all())
