@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, Uniform
+    from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "rowmesh.placement": ("Plan",),
     "rowmesh.sparse": ("SparseBatch",),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "Uniform"),
+    "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -47,6 +49,8 @@ __all__ = [
     "SparseBatch",
     "Synchronization",
     "TableSpec",
+    "TensorTrainEmbeddingBag",
+    "TensorTrainOptimizer",
     "Uniform",
 ]
 

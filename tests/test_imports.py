@@ -13,7 +13,7 @@ LAYERS = [
     {"errors", "suggest"},
     {"ops", "sparse", "models", "observe"},
     {"tables", "optim", "data"},
-    {"placement", "mesh", "checkpoint"},
+    {"placement", "mesh", "checkpoint", "tensor_train"},
     {"exchange"},
     {"collection"},
     {"pipeline"},

@@ -1,0 +1,264 @@
+"""TensorTrainEmbeddingBag: nn.EmbeddingBag, its table stored as the product of three small cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.tensor_train import reference
+from rowmesh.tables.initializer import Initializer, Normal
+from rowmesh.tensor_train.bags import MODES, Bags, Pooling
+from rowmesh.tensor_train.decompose import tt_svd
+from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
+from rowmesh.tensor_train.initialize import draw_cores
+from rowmesh.tensor_train.lookup import Lookup, Workspace
+from rowmesh.tensor_train.shapes import TensorTrainShape
+
+DTYPES = (torch.float32, torch.float64)
+
+
+class TensorTrainEmbeddingBag(nn.Module):
+    """`nn.EmbeddingBag` in a fraction of the memory: the table is a product of cores that are trained themselves.
+
+    row(id)[j₁, j₂, j₃] = Σ over r₁, r₂ of G₁[i₁, j₁, r₁] · G₂[i₂, r₁, j₂, r₂] · G₃[i₃, j₃, r₂]
+
+    Arguments, inputs and results are those of `nn.EmbeddingBag`. The work of a step follows its distinct ids. Any torch
+    optimizer trains the parameters; `rowmesh.TensorTrainOptimizer` touches only the slices that were read, and fuses
+    the update with the gradients.
+
+    Differs from `nn.EmbeddingBag`: there is no `weight` (`dense()` makes it); rows share cores, so that a step for one
+    id changes others too, and the row of `padding_idx`, never read nor trained itself, is not fixed; `max_norm` cannot
+    be kept.
+
+    Args:
+        num_embeddings: rows of the table; any number, padded to a product of three.
+        embedding_dim: D; any number.
+        max_norm, norm_type: not supported; must be None and 2.
+        scale_grad_by_freq: divide the gradient of an id by how often it occurs in the batch.
+        mode: "sum", "mean" or "max" of the rows of a bag.
+        sparse: gradients of the cores are sparse tensors of the touched slices, for optimizers that take them.
+        _weight: a table to start from, `[num_embeddings, embedding_dim]`; see `from_pretrained`.
+        include_last_offset: offsets end with the number of ids.
+        padding_idx: an id that is left out of every bag.
+        device: the CPU.
+        dtype: float32 or float64; default: torch's.
+        rank: of both bonds or of each; default 16, or the largest that the table can have.
+        memory_bytes: instead of a rank: the largest at which the cores fit into so much.
+        compression: instead of a rank: the largest at which the table is so many times smaller.
+        row_factors, dim_factors: how rows and columns are factorized; default: evenly.
+        initializer: the distribution of the rows, of mean 0; default: normal, standard deviation 1, like torch.
+        seed: of the first values, which are a function of (seed, name); default: drawn from torch's generator.
+        name: of the table; sets tables of one seed apart.
+
+    Raises:
+        ConfigurationError: the table cannot be represented as asked; says what fits.
+
+    Source: EL-Rec (SC'22) §II-B, §III. Differs: see `rowmesh.ops.tensor_train`.
+
+    Example:
+        >>> bag = TensorTrainEmbeddingBag(1_000_000, 64, mode="sum", rank=16, seed=0)
+        >>> bag(torch.tensor([3, 999_999, 3]), torch.tensor([0, 2])).shape
+        torch.Size([2, 64])
+        >>> round(bag.shape.compression)
+        556
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | tuple[int, int] | None = None,
+        memory_bytes: int | None = None,
+        compression: float | None = None,
+        row_factors: Sequence[int] | None = None,
+        dim_factors: Sequence[int] | None = None,
+        initializer: Initializer | None = None,
+        seed: int | None = None,
+        name: str = "tensor_train",
+    ) -> None:
+        super().__init__()
+        dtype = dtype or (torch.get_default_dtype() if _weight is None else _weight.dtype)
+        _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
+        self.shape = TensorTrainShape.choose(
+            num_embeddings, embedding_dim, rank=rank, memory_bytes=memory_bytes, compression=compression,
+            row_factors=row_factors, dim_factors=dim_factors, element_bytes=dtype.itemsize,
+        )  # fmt: skip
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.sparse, self.scale_grad_by_freq = mode, sparse, scale_grad_by_freq
+        self.include_last_offset = include_last_offset
+        self.padding_idx = _padding_row(padding_idx, num_embeddings)
+        self.initializer, self.name = initializer or Normal(std=1.0), name
+        if _weight is None:
+            cores = draw_cores(self.shape, self.initializer, _seed(seed), name, dtype)
+        else:
+            cores = [core.to(dtype) for core in tt_svd(_weight, self.shape)]
+        self.cores = nn.ParameterList(nn.Parameter(core) for core in cores)
+        self._sink: Sink | None = None
+        self._workspace = Workspace()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **shape: Any,
+    ) -> TensorTrainEmbeddingBag:
+        """From a table, by rank-truncated TT-SVD (`rowmesh.tensor_train.decompose.tt_svd`).
+
+        Args:
+            embeddings: `[num_embeddings, embedding_dim]`.
+            freeze: the cores are not trained.
+            shape: `rank`, `memory_bytes`, `compression`, `row_factors`, `dim_factors`.
+
+        Example:
+            >>> table = torch.arange(24.0).view(8, 3)
+            >>> bag = TensorTrainEmbeddingBag.from_pretrained(table, mode="sum", rank=(2, 2))
+            >>> bool((bag.dense() - table).abs().max() < 1e-5)
+            True
+        """
+        if embeddings.dim() != 2:
+            raise ConfigurationError(f"embeddings must be [rows, dim], got {tuple(embeddings.shape)}")
+        bag = cls(
+            embeddings.shape[0], embeddings.shape[1], max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings,
+            include_last_offset, padding_idx, **shape,
+        )  # fmt: skip
+        return bag.requires_grad_(not freeze)
+
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """One vector a bag.
+
+        Args:
+            input: ids, int64 or int32: `[N]` with offsets, or `[B, L]`, whose lines are the bags.
+            offsets: `[B]`, where each bag begins; with `include_last_offset` `[B + 1]`.
+            per_sample_weights: a factor for each id, of input's shape; with mode "sum" only.
+
+        Returns:
+            `[B, D]`; an empty bag is zero.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: where `nn.EmbeddingBag` refuses.
+            IdRangeError: ids are outside the table; says which.
+        """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise NotImplementedError(f"per_sample_weights are for mode='sum' only, this is mode={self.mode!r}")
+        bags = Bags.of(input, offsets, per_sample_weights, self.include_last_offset).without(self.padding_idx)
+        lookup, cores = self.look_up(bags.ids), tuple(self.cores)
+        options = self._options(self.scale_grad_by_freq)
+        trains_weights = bags.weights is not None and bags.weights.requires_grad
+        if bags.ids.numel() and (self.mode == "max" or trains_weights):
+            rows: Any = Rows.apply(lookup, options, *cores)
+            return F.embedding_bag(
+                lookup.inverse_ids(), rows, bags.bounds, mode=self.mode, per_sample_weights=bags.weights,
+                include_last_offset=True,
+            )  # fmt: skip
+        pooled: Any = PooledRows.apply(lookup, options, Pooling(bags, lookup, self.mode == "mean"), *cores)
+        return pooled
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of ids of any shape, `[…, D]`; differentiable.
+
+        Example:
+            >>> bag = TensorTrainEmbeddingBag(10, 4, seed=0)
+            >>> bag.rows(torch.tensor([[3, 7]])).shape
+            torch.Size([1, 2, 4])
+        """
+        flat = ids.reshape(-1).to(torch.int64).contiguous()
+        lookup = self.look_up(flat)
+        unique: Any = Rows.apply(lookup, self._options(by_frequency=False), *self.cores)
+        return unique[lookup.inverse_ids()].view(*ids.shape, self.embedding_dim)
+
+    def dense(self) -> Tensor:
+        """The whole table, `[num_embeddings, embedding_dim]`; differentiable, and as big as it sounds."""
+        return reference.dense(list(self.cores))[: self.num_embeddings]
+
+    def extra_repr(self) -> str:
+        """The table, its shape, and what differs from the defaults."""
+        shape = self.shape
+        text = f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}, ranks={shape.ranks}"
+        text += f", row_factors={shape.row_factors}, dim_factors={shape.dim_factors}"
+        text += "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{text}, {shape.compression:.3g} times smaller"
+
+    def send_gradients_to(self, sink: Sink | None) -> None:
+        """From the next look-up on, gradients of rows go there instead of into the cores' `grad`; None undoes it."""
+        self._sink = sink
+
+    def look_up(self, ids: Tensor) -> Lookup:
+        """The distinct ids of int64 `[N]`, arranged for the kernels.
+
+        Raises:
+            IdRangeError: an id is outside the table.
+        """
+        for core in self.cores:
+            if core.device.type != "cpu" or not core.is_contiguous() or core.dtype not in DTYPES:
+                raise ConfigurationError(
+                    f"cores must be contiguous float32 or float64 tensors on the CPU, got {core.dtype} on {core.device}"
+                )
+        return Lookup(self.shape, self.cores[0].dtype, ids, self._workspace)
+
+    def _options(self, by_frequency: bool) -> LookupOptions:
+        keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        return LookupOptions(self.sparse, by_frequency, self._sink, keep)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles train on their own: an optimizer of this module is not theirs."""
+        return self.__dict__ | {"_sink": None}
+
+
+def _check_supported(
+    max_norm: float | None, norm_type: float, mode: str, sparse: bool, by_frequency: bool, device: Any,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    if max_norm is not None or norm_type != 2.0:
+        raise ConfigurationError(
+            f"max_norm = {max_norm} (norm_type = {norm_type}) rescales single rows in place, and rows of a product of "
+            "cores are not there to be rescaled; leave it out, or use nn.EmbeddingBag"
+        )
+    if mode not in MODES:
+        raise ConfigurationError(f"mode must be one of {MODES}, got {mode!r}")
+    if sparse + by_frequency + (mode == "max") > 1:
+        raise ConfigurationError(
+            f"sparse = {sparse}, scale_grad_by_freq = {by_frequency} and mode = {mode!r} do not go together, as in "
+            "nn.EmbeddingBag: take one of sparse gradients, scaling by frequency and the mode 'max'"
+        )
+    if device is not None and torch.device(device).type != "cpu":
+        raise ConfigurationError(f"tensor-train tables are on the CPU so far, got device = {device}")
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype must be float32 or float64, got {dtype}")
+
+
+def _padding_row(padding_idx: int | None, num_rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise ConfigurationError(f"padding_idx must be -{num_rows} to {num_rows - 1}, got {padding_idx}")
+    return padding_idx % num_rows
+
+
+def _seed(seed: int | None) -> int:
+    return int(torch.randint(2**62, (), device="cpu")) if seed is None else seed

@@ -1,0 +1,118 @@
+"""TensorTrainOptimizer: gradients of the touched slices and their update in one pass, as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.tensor_train import RULES
+from rowmesh.optim.rules import AdaGrad, UpdateRule
+from rowmesh.tensor_train.lookup import Lookup
+from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
+
+
+class _Pending:
+    """The gradients of rows that backward left for the next step of one bag."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Lookup, Tensor]] = []
+
+    def take(self, lookup: Lookup, row_gradients: Tensor) -> None:
+        self.taken.append((lookup, row_gradients))
+
+
+class TensorTrainOptimizer(torch.optim.Optimizer):
+    """Trains TensorTrainEmbeddingBags; one parameter group for each.
+
+    Backward then leaves the cores' `grad` alone: it only sums the gradients of equal ids. `step` makes the gradients of
+    the slices that were read and updates them in the same pass, so that a gradient of the middle core is never stored.
+    Slices that no id of the step reads do not change, nor does their state: SGD and AdaGrad are torch's, to rounding;
+    Adam is torch's on touched slices, lazily like `torch.optim.SparseAdam`, t counting the steps of the optimizer.
+
+    Several backward passes before one step add up. Learning-rate schedules of `torch.optim.lr_scheduler` work on it.
+
+    Args:
+        bags: one bag, or several; each has at most one such optimizer at a time.
+        rule: SGD, AdaGrad (default) or Adam.
+
+    Raises:
+        ConfigurationError: the rule has one value of state a row: cores have no rows.
+
+    Source: EL-Rec (SC'22) §III-B "In-advance Gradient Aggregation" and "Fused TT core Update". Differs: the update is
+    at `step`, not inside of backward, so that gradients add up and schedules and closures work as with any optimizer.
+
+    Example:
+        >>> from rowmesh.optim import SGD
+        >>> bag = TensorTrainEmbeddingBag(100, 8, mode="sum", rank=4, seed=0)
+        >>> optimizer = TensorTrainOptimizer(bag, SGD(lr=0.1))
+        >>> bag(torch.tensor([[3, 7]])).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self, bags: TensorTrainEmbeddingBag | Iterable[TensorTrainEmbeddingBag], rule: UpdateRule | None = None
+    ) -> None:  # fmt: skip
+        self.bags = [bags] if isinstance(bags, TensorTrainEmbeddingBag) else list(bags)
+        self.rule = rule or AdaGrad()
+        if self.rule.name not in RULES:
+            known = ", ".join(name for name in RULES if name)
+            raise ConfigurationError(f"tensor-train cores are trained by {known}; {self.rule.name} keeps state by row")
+        groups = [{"params": list(bag.cores), "lr": self.rule.lr, "name": bag.name, "steps": 0} for bag in self.bags]
+        super().__init__(groups, {})
+        self._pending = [_Pending() for _ in self.bags]
+        for bag, pending in zip(self.bags, self._pending, strict=True):
+            bag.send_gradients_to(pending)
+            for core in bag.cores:
+                initial = self.rule.initial_state
+                self.state[core] = {name: torch.full_like(core.detach(), value) for name, value in initial.items()}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the slices that backward has found gradients for."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for bag, pending, group in zip(self.bags, self._pending, self.param_groups, strict=True):
+            group["steps"] += 1
+            taken, pending.taken = pending.taken, []
+            if taken:
+                lookup, gradients = taken[0] if len(taken) == 1 else _merged(bag, taken)
+                self._update(lookup, gradients, group)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients that no step has used."""
+        super().zero_grad(set_to_none)
+        for pending in self._pending:
+            pending.taken = []
+
+    def _update(self, lookup: Lookup, row_gradients: Tensor, group: dict[str, Any]) -> None:
+        cores: list[Tensor] = group["params"]
+        names = list(self.rule.state)
+        kept = [self.state[core][name].data_ptr() for core in cores for name in names]
+        states = [kept[len(names) * (k // 2) + k % 2] if k % 2 < len(names) else 0 for k in range(2 * len(cores))]
+        lookup.update(cores, row_gradients, self.rule.name, states, self._numbers(group))
+        lookup.release_products()  # the graph may live on with a loss that somebody keeps
+        for core in cores:
+            torch.autograd.graph.increment_version(core)
+
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        eps, beta1, beta2 = self.rule.hyperparameters
+        lr, correction = float(group["lr"]), self.rule.root_factor
+        if self.rule.name == "adam":
+            lr /= 1.0 - beta1 ** group["steps"]
+            correction /= (1.0 - beta2 ** group["steps"]) ** 0.5
+        return lr, 1.0, eps, beta1, beta2, correction
+
+
+def _merged(bag: TensorTrainEmbeddingBag, taken: list[tuple[Lookup, Tensor]]) -> tuple[Lookup, Tensor]:
+    """Several look-ups as one: the gradients of ids that they share, summed in their order."""
+    ids = torch.cat([lookup.unique_ids for lookup, _ in taken])
+    lookup = bag.look_up(ids)
+    gradients = torch.zeros(lookup.num_unique, bag.embedding_dim, dtype=lookup.dtype, device="cpu")
+    gradients.index_add_(0, lookup.inverse_ids(), torch.cat([gradient for _, gradient in taken]))
+    return lookup, gradients
