@@ -1,0 +1,17 @@
+"""Pipeline: when rows move, so that they need not be waited for, and every row is the one a synchronous loop reads.
+
+What is here, in the order in which a batch meets it:
+
+- `rows`: which distinct rows of their tables the ids of a batch are;
+- `window`: the frozen window. A batch is cut into micro-batches, and rows change after the last of them only; how many
+  rows move when, where every micro-batch fetches its own, and where a row is fetched once and pushed once;
+- `sizes`: how large the micro-batches should be, small ones at both ends, and how long a window then takes.
+
+Samples are clustered by `rowmesh.ops.cluster` and batches cut by `rowmesh.sparse.micro_batches`.
+
+What will be here: stages declared once, with the resource each uses and what it waits for, and their runner; look-ahead
+buffers over tiered tables; exchange in the frozen window, and across the step boundary; versions of rows that verify
+it. `docs/nestpipe.md` says what of it exists.
+
+Sources: NestPipe §III–VI; EL-Rec §V.
+"""
