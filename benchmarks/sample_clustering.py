@@ -82,7 +82,10 @@ def run_case(options: Options, report: Report, source: str, workload: Workload) 
         report.line(case=source, unavailable=str(error))
         return
     calls = (workload.warmup, options.repeats * workload.steps)
-    rows, case = numbering(batch), f"{source} {batch.batch_size}"
+    rows, case = (
+        numbering(batch),
+        f"{source} {batch.batch_size}" + (f"x{batch.bag_size}" if batch.bag_size != 1 else ""),
+    )
     sizes = even(batch.batch_size, TARGET_COUNT)
     order = cluster(rows.keys, rows.bags, rows.counts, sizes)
     for name, function in (
