@@ -95,7 +95,7 @@ def run_case(options: Options, report: Report, source: str, workload: Workload) 
         report.line(case=case, contestant=name, **timed(function, batch.batch_size, calls))
     for count in map(int, options.extra["micro_batches"].split(",")):
         _compare_methods(report, f"{case}, N={count}", source, rows, count, calls)
-        _compare_ends(report, f"{case}, N={count}", rows, count)
+        _compare_ends(report, f"{case}, N={count}", rows, count, calls)
 
 
 def _compare_methods(
@@ -124,17 +124,24 @@ def _compare_methods(
             report.ratio(f"{case}: {name}, ms for {TIMED_SAMPLES}", timing["per_8192_ms"])
 
 
-def _compare_ends(report: Report, case: str, rows: BatchRows, count: int) -> None:
-    """The shares of the first fetch and the last push under delta."""
+def _compare_ends(report: Report, case: str, rows: BatchRows, count: int, calls: tuple[int, int]) -> None:
+    """The shares of the first fetch and the last push under delta, and the time to find light ends."""
     for sizes_are, sizes in (("even", even(rows.batch_size, count)), ("chosen", chosen_sizes(rows, count))):
-        for order_is in ("as it comes", "light ends"):
-            is_light = order_is == "light ends"
-            order = cluster(rows.keys, rows.bags, rows.counts, sizes, light_ends=True) if is_light else None
+        for order_is, order, timing in (("as it comes", None, {}), ("light ends", *_light(rows, sizes, calls))):
             window = count_window(rows, sizes, order)
             first, last = _ends(window)
             report.line(case=case, contestant="delta", sizes_are=sizes_are, order=order_is, sizes=list(sizes),
-                        rows=window.num_rows, first_fetch_share=first, last_push_share=last)  # fmt: skip
+                        rows=window.num_rows, first_fetch_share=first, last_push_share=last, **timing)  # fmt: skip
             report.ratio(f"{case}: delta, {sizes_are} sizes, {order_is}: first fetch", first)
+
+
+def _light(rows: BatchRows, sizes: Sequence[int], calls: tuple[int, int]) -> tuple[Tensor, dict[str, Any]]:
+    """The order with light ends, and how long it takes to find."""
+
+    def find() -> Tensor:
+        return cluster(rows.keys, rows.bags, rows.counts, sizes, light_ends=True)
+
+    return find(), timed(find, rows.batch_size, calls)
 
 
 def _ends(window: WindowRows) -> tuple[float, float]:
