@@ -436,14 +436,26 @@ class EmbeddingCollection(nn.Module):
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal, for an evaluation or a checkpoint between two averages. Collective.
 
-        Does nothing where they always are: without replicas, and under exact synchronization.
+        Does nothing where they always are: without replicas, and under exact synchronization. Where it does something,
+        rows that were fetched before are stale.
         """
-        self._num_pushes += 1
+        self._num_pushes += any(part.averages for part in self._parts)
         for part in self._parts:
             part.synchronize()
 
+    def forget_differences(self) -> None:
+        """Takes the rows of this rank as equal to those of other replicas: for whoever sets `held_rows` on all of them.
+
+        `rowmesh.checkpoint.load` calls it.
+        """
+        self._num_pushes += 1
+        for part in self._parts:
+            part.forget()
+
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
+
+        Replicas that are averaged now and then are averaged first.
 
         Collective and blocking: every rank calls it with the same plan, when gradients are pushed and no batch is
         under way. Views that `local_rows` and `held_rows` gave show the rows under the old plan, which are not
@@ -542,7 +554,9 @@ class EmbeddingCollection(nn.Module):
         Every row of a table is among the local rows of one rank; replicas share them. Where the plan copies rows, their
         copies are not: who changes values in place changes those of `held_rows`.
 
-        Where tables have more than two replicas, every rank must call it equally often.
+        Where tables have replicas, ask again after a step: what others tell may still be on its way to views that were
+        made before. Between two averages replicas differ; `synchronize` first. Where there are more than two, every
+        rank must call this equally often.
 
         Raises:
             KeyError: there is no such table.
@@ -553,7 +567,8 @@ class EmbeddingCollection(nn.Module):
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
-        Where tables have more than two replicas, every rank must call it equally often.
+        For tables with replicas see `local_rows`. Who sets their values, on all replicas alike, calls
+        `forget_differences` before.
 
         Raises:
             KeyError: there is no such table.

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh import EmbeddingCollection
-from rowmesh.errors import ConfigurationError
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
+from rowmesh.checkpoint import load, save
+from rowmesh.errors import ConfigurationError, PeerError
 from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh.grid import valid_replicas
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, TableShape
+from rowmesh.tables import Constant, TableSpec
 from tests.support.algorithm_1 import train_algorithm_1
 from tests.support.scenario import Scenario
 from tests.support.training import merged, train
@@ -156,6 +158,137 @@ def test_replicas_share_what_is_saved(ranks):
     assert all(0 < len(part.owned["item"]) <= 51 for part in parts)
 
 
+@pytest.mark.parametrize("rule", ["dealt", "node", "replicated"])
+@pytest.mark.parametrize("together", ["shards", "replicas"])
+def test_two_hops_within_groups(ranks, rule, together):
+    """Groups of two hosts each: agents and homes are ranks of the group, whatever their numbers in the whole."""
+    tables = several("row_wise_adagrad")
+    of_group = make_plan(tables, 2, 1, lambda number: (rule, number, number, True))
+    plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 1, together=together)
+    scenario = Scenario(tables=tables, batch_sizes=(5, 3, 4, 2), plan=plan, ranks_per_node=1)
+    _, whole = on_ranks(ranks, scenario)
+    dealt, _ = on_ranks(ranks, in_groups(scenario, 2, together))
+    assert_equal(scenario, dealt, whole)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("mode", ["exact", "average"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_migrations_of_replicas(ranks, replicas, mode, transport):
+    scenario = in_groups(Scenario(tables=several("adam"), batch_sizes=(3, 2, 4, 3), num_steps=5), replicas)
+    size = 4 // replicas
+    of_group = make_plan(scenario.tables, size, size, lambda number: (RULES[number % 4], number, number, False))
+    plan = Plan(tuple(replace(t, replicas=replicas) for t in of_group.tables), 4, 4)
+    scenario = replace(scenario, synchronization=Synchronization(mode))  # averages of every step are due anyway
+    _, stayed = on_ranks(ranks, scenario, transport)
+    moved, _ = on_ranks(ranks, replace(scenario, migrations=((2, plan), (4, scenario.plan))), transport)
+    assert_equal(scenario, moved, stayed)
+
+
+AVERAGED = [
+    TableSpec(name="item", num_rows=8, dim=4, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))
+]
+
+
+def averaged(mesh, every):
+    synchronization = Synchronization("average", every=every)
+    collection = EmbeddingCollection(AVERAGED, mesh=mesh, replicas=2, synchronization=synchronization)
+    return collection, EmbeddingOptimizer(collection)
+
+
+def step(collection, optimizer, *rows):
+    batch = SparseBatch.from_bags({"item": [[row] for row in rows]})
+    (collection(batch).values + 1.0).square().sum().backward()
+    optimizer.step()
+
+
+def rows_of(collection):
+    return torch.cat([piece.values.clone() for piece in collection.held_rows("item")])
+
+
+def load_between_averages(mesh, folder):
+    collection, optimizer = averaged(mesh, 4)
+    for number in range(4):
+        step(collection, optimizer, number)
+    save(folder, collection, {}, group=mesh.group)
+    saved = rows_of(collection)
+    step(collection, optimizer, 5 + mesh.rank)
+    load(folder, collection)
+    collection.barrier()
+    collection.synchronize()
+    return saved, rows_of(collection)
+
+
+def test_a_load_between_two_averages_is_what_replicas_have(ranks, tmp_path):
+    for saved, loaded in ranks.run(load_between_averages, tmp_path, world_size=2):
+        assert torch.equal(saved, loaded)
+
+
+def resume(mesh, folder):
+    """The same steps straight on, and from what was saved after the third."""
+    straight, optimizer = averaged(mesh, 2)
+    for number in range(3):
+        step(straight, optimizer, number, 2 * mesh.rank)
+    save(folder, straight, {}, group=mesh.group)
+    resumed, other = averaged(mesh, 2)
+    load(folder, resumed)
+    resumed.barrier()
+    other.load_state_dict(optimizer.state_dict())
+    for collection, each in ((straight, optimizer), (resumed, other)):
+        for number in range(3):
+            step(collection, each, number, 3 * mesh.rank)
+        collection.synchronize()
+    return rows_of(straight), rows_of(resumed)
+
+
+def test_averages_are_due_at_the_same_steps_after_a_load(ranks, tmp_path):
+    for straight, resumed in ranks.run(resume, tmp_path, world_size=2):
+        assert torch.equal(straight, resumed)
+
+
+def read_at_once(mesh, replicas):
+    """What this rank holds straight after a step."""
+    collection = EmbeddingCollection(AVERAGED, mesh=mesh, replicas=replicas)
+    step(collection, EmbeddingOptimizer(collection), mesh.rank, 7)
+    held = {
+        row: value
+        for piece in collection.held_rows("item")
+        for row, value in zip(piece.rows, piece.values.clone(), strict=True)
+    }
+    collection.barrier()
+    return held
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_rows_read_straight_after_a_step_are_up_to_date(ranks, replicas):
+    expected = {row: value for held in ranks.run(read_at_once, 1, world_size=4) for row, value in held.items()}
+    for held in ranks.run(read_at_once, replicas, world_size=4):
+        for row, value in held.items():
+            torch.testing.assert_close(value, expected[row])
+
+
+def out_of_step(mesh):
+    collection, optimizer = averaged(mesh, 1)
+    step(collection, optimizer, 1)
+    with pytest.raises(PeerError, match="out of step: rank 0 is in step 2, rank 1 is in synchronize 1"):
+        step(collection, optimizer, 1) if mesh.rank == 0 else collection.synchronize()
+
+
+def test_replicas_that_are_out_of_step_are_named(ranks):
+    ranks.run(out_of_step, world_size=2)
+
+
+def spread(mesh):
+    mesh = replace(mesh, hosts=(0, 0, 0, 1))
+    with pytest.raises(ConfigurationError, match=r"ranks \[2, 3\] hold a replica and are on several hosts"):
+        EmbeddingCollection(AVERAGED, mesh=mesh, replicas=2, transport="one_sided")
+    return EmbeddingCollection(AVERAGED, mesh=mesh, replicas=2).transport
+
+
+def test_groups_choose_one_transport(ranks):
+    assert ranks.run(spread, world_size=4) == ["collective"] * 4
+
+
 def disagree(mesh):
     with pytest.raises(ConfigurationError, match=r"ranks disagree .* rank 0 has replicas .*2.*, rank 1 has .*4"):
         EmbeddingCollection(several("sgd"), mesh=mesh, replicas=2 if mesh.rank == 0 else 4)
@@ -168,6 +301,10 @@ def test_ranks_that_disagree_about_replicas(ranks):
 def test_bad_settings_are_named():
     with pytest.raises(ConfigurationError, match="1 ranks cannot form 2 replica groups"):
         EmbeddingCollection(several("sgd"), replicas=2)
+    with pytest.raises(ConfigurationError, match="no table 'usr'; did you mean 'user'"):
+        EmbeddingCollection([table("user", 3)], replicas={"usr": 1})
+    with pytest.raises(ConfigurationError, match="do not say how many table 'user' has"):
+        EmbeddingCollection([table("user", 3)], replicas={})
     plan = Plan.dealt([TableShape.of(spec) for spec in several("sgd")], 1)
     with pytest.raises(ConfigurationError, match="replicas or a plan"):
         EmbeddingCollection(several("sgd"), replicas=2, plan=plan)

@@ -62,6 +62,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
     manifest = read_manifest(folder)
     files = folder / manifest.folder
     _check_names(manifest, embeddings, folder)
+    embeddings.forget_differences()
     for table in embeddings.tables:
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)

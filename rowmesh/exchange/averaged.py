@@ -20,6 +20,7 @@ import torch
 
 from rowmesh.exchange.told import Layout, Told
 from rowmesh.exchange.update import Update
+from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import average, gather
 from rowmesh.ops.memory import Growing, Scratch, array_at
 from rowmesh.ops.merge_update import Merger, Singles
@@ -70,7 +71,8 @@ class AveragedRows:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return self._marks.nbytes + self._slots.num_bytes + sum(column.num_bytes for column in self._columns)
+        columns = sum(column.num_bytes for column in self._columns)
+        return self._marks.nbytes + self._slots.num_bytes + held_bytes(self._merger) + columns
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were."""
@@ -92,14 +94,19 @@ class AveragedRows:
             column.read(slots.ctypes.data, count, current)
             blocks.append(array_at(current, np.uint8, count, column.item_bytes))
             before.append(column.before.array(np.uint8, count, column.item_bytes))
-            column.before.shrink(0)
-        self._marks[slots] = 0
-        self._slots.shrink(0)
+        self.forget()
         return Told(slots, blocks, before)
+
+    def forget(self) -> None:
+        """Unmarks all rows."""
+        self._marks[self._slots.array(np.uint32, self._slots.used // 4)] = 0
+        self._slots.shrink(0)
+        for column in self._columns:
+            column.before.shrink(0)
 
     def whole(self) -> Iterator[Told]:
         """All rows, some at a time, touched or not."""
-        self.outgoing()
+        self.forget()
         per_row = sum(column.item_bytes for column in self._columns)
         step = max(CHUNK_BYTES // per_row, 1)
         for first in range(0, self._arena.num_slots, step):

@@ -16,6 +16,7 @@ from rowmesh.exchange.synchronization import Synchronization, Synchronizer
 from rowmesh.exchange.transport import Transport
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.grid import Grid
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup
 
@@ -66,7 +67,8 @@ class Part:
         self._groups, self._setting = [groups[index] for index in indices], synchronization
         self._world_size = mesh.world_size
         self.transport: Transport
-        self.transport, self.reason = choose_transport(transport, self.mesh, len(self._groups))
+        name = _common(transport, mesh, grid)
+        self.transport, self.reason = choose_transport(name, self.mesh, len(self._groups))
         self.transport.common = common
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
@@ -103,8 +105,12 @@ class Part:
         Over all ranks where their gradients are summed, over those of the replica group where groups update for
         themselves.
         """
-        averages = self.synchronizer is not None and self._setting.mode == "average"
-        return 1.0 / (self.mesh.world_size if averages else self._world_size)
+        return 1.0 / (self.mesh.world_size if self.averages else self._world_size)
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas differ between two averages."""
+        return self.synchronizer is not None and self._setting.mode == "average"
 
     @property
     def num_bytes(self) -> int:
@@ -129,23 +135,33 @@ class Part:
         updates = [Update(lrs[index], self.scaling, step) for index in self.indices]
         self.transport.push([self._mine(route) for route in routes], updates)
         if self.synchronizer is not None:
-            self.synchronizer.begin(updates)
-            self._is_behind = True
+            self._is_behind = self.synchronizer.begin(updates)
 
     def synchronize(self) -> None:
         """Makes replicas equal now, if they are only averaged now and then. Collective."""
         self.settle()
-        if self.synchronizer is not None and self._setting.mode == "average":
-            self.synchronizer.start([Update(0.0, 0.0, 1)] * len(self.exchanges))
+        if self.averages:
+            assert self.synchronizer
+            self.transport.barrier()  # ranks of this group may still read the rows that are about to change
+            self.synchronizer.start()
             self._is_behind = True
             self.settle()
+
+    def forget(self) -> None:
+        """Takes the rows of this rank, which somebody sets, as equal to those of the other replicas."""
+        self.settle_own()
+        if self.synchronizer is not None:
+            self.synchronizer.forget()
 
     def settle(self) -> None:
         """Brings the rows of this replica group up to date. Collective."""
         if self.synchronizer is not None and self._is_behind:
             self.synchronizer.finish()
             self._is_behind = False
-            self.transport.barrier()
+            if (
+                self.transport.name == "one_sided"
+            ):  # others reply with rows when theirs are up to date, or there are none
+                self.transport.barrier()
 
     def settle_own(self) -> None:
         """Brings the rows that this rank holds up to date."""
@@ -163,8 +179,27 @@ class Part:
         self.transport.barrier()
 
     def close(self) -> None:
-        """Gives back what the transport holds."""
+        """Gives back what the transport holds; rows are up to date where that needs no other rank."""
+        if self.replicas == 2:
+            self.settle_own()
         self.transport.close()
 
     def _mine(self, route: Route) -> Routed:
         return route if len(self.indices) == len(route.groups) else RoutePart(route, self.indices)
+
+
+def _common(name: TransportName, mesh: Mesh, grid: Grid) -> TransportName:
+    """One transport for all replica groups, as far as it must be.
+
+    Raises:
+        ConfigurationError: one-sided was asked for, and a group is on several hosts; on all ranks.
+    """
+    spread = [group for group in grid.groups if len({mesh.hosts[rank] for rank in group}) > 1]
+    if not spread:
+        return name
+    if name == "one_sided":
+        raise ConfigurationError(
+            f"transport 'one_sided' cannot work: ranks {list(spread[0])} hold a replica and are on several hosts; use "
+            "'collective' or 'auto'"
+        )
+    return name if len(spread) == grid.replicas else "collective"

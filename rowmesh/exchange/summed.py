@@ -18,6 +18,7 @@ import numpy as np
 
 from rowmesh.exchange.told import Layout, Told
 from rowmesh.exchange.update import Update
+from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops.memory import Growing, Scratch, array_at
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.simd import STORAGE
@@ -45,7 +46,8 @@ class SummedGradients:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return self._slots.num_bytes + self._sums.num_bytes + self._totals.num_bytes
+        kept = self._slots.num_bytes + self._sums.num_bytes
+        return kept + held_bytes(self) + held_bytes(self._merger) + held_bytes(self._singles)
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
         """Keeps the sums of this group's gradients of merged rows, instead of updating."""
@@ -64,6 +66,9 @@ class SummedGradients:
         self._slots.shrink(0)
         self._sums.shrink(0)
         return told
+
+    def forget(self) -> None:
+        """Nothing is kept between steps."""
 
     def combine(self, told: Sequence[Told], update: Update) -> None:
         """Adds what all groups told, in their order, and updates."""

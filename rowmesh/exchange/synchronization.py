@@ -18,8 +18,9 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, PeerError
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.messages import Channel, Parts
@@ -31,6 +32,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Scratch
 
 Mode = Literal["exact", "average"]
+_NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Replicated(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def outgoing(self) -> Told: ...
+    def forget(self) -> None: ...
     def combine(self, told: Sequence[Told], update: Update) -> None: ...
     def reduce(self, told: Sequence[Told]) -> Told: ...
     def accept(self, told: Told, update: Update) -> None: ...
@@ -118,7 +121,8 @@ class Synchronizer:
             )
             self._groups.append(_Group(exchange.replicated, exchange.group.name, exchange.counters.synchronization))
         self._updates: Sequence[Update] = ()
-        self._num_pushes = 0
+        self._num_calls = 0  # of `start` outside of steps
+        self._operation = 0  # above 0 a step, below a call of `start`: the same on all ranks
         self.is_under_way = False
 
     @property
@@ -126,16 +130,32 @@ class Synchronizer:
         """Memory of all buffers."""
         return sum(group.num_bytes for group in self._groups)
 
-    def begin(self, updates: Sequence[Update]) -> None:
-        """After gradients were pushed within this rank's replica group; what is sent travels until `finish`."""
-        self._num_pushes += 1
-        if self._num_pushes % self.setting.every == 0:
-            self.start(updates)
+    def begin(self, updates: Sequence[Update]) -> bool:
+        """After gradients were pushed within this rank's replica group; what is sent travels until `finish`.
 
-    def start(self, updates: Sequence[Update]) -> None:
-        """As `begin`, whatever the number of steps since the last time."""
-        self._updates = updates
+        Returns:
+            Whether a synchronization was due.
+        """
+        self._updates, self._operation = updates, updates[0].step
+        if self._operation % self.setting.every:
+            return False
+        self._tell()
+        return True
+
+    def start(self) -> None:
+        """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
+        self._num_calls += 1
+        self._updates, self._operation = [_NO_UPDATE] * len(self._groups), -self._num_calls
+        self._tell()
+
+    def forget(self) -> None:
+        """Takes the rows of this rank as equal to those of the other replicas, whoever changed them."""
+        for group in self._groups:
+            group.replicated.forget()
+
+    def _tell(self) -> None:
         if self.setting.dense:
+            self._count([0] * len(self._groups))
             self._average_tables()
         elif self._size == 2:
             self._tell_each_other()
@@ -195,11 +215,27 @@ class Synchronizer:
 
     def _count(self, own: Sequence[int]) -> None:
         """Learns how many rows each replica tells of each group."""
-        counts = torch.empty(self._size, len(own), dtype=torch.int64, device="cpu")
-        mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-        first = self._groups[0]
-        self._channel.gather(mine, list(counts), first.counters, "synchronizing replicas")
-        for group, column in zip(self._groups, counts.T.tolist(), strict=True):
+        counts = torch.empty(self._size, 1 + len(own), dtype=torch.int64, device="cpu")
+        mine = torch.tensor([self._operation, *own], dtype=torch.int64, device="cpu")
+        self._channel.gather(mine, list(counts), self._groups[0].counters, "synchronizing replicas")
+        self._expect(counts)
+
+    def _expect(self, counts: Tensor) -> None:
+        """Takes what replicas say that they do and will tell.
+
+        Raises:
+            PeerError: a rank does something else.
+        """
+        operations, *columns = counts.T.tolist()
+        if operations.count(self._operation) != len(operations):
+            name = self._column.name
+            calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
+            done = ", ".join(f"rank {name(replica)} is in {call}" for replica, call in enumerate(calls))
+            raise PeerError(
+                f"rank {name(self._replica)}: ranks are out of step: {done}; every rank must call forward, step and "
+                "synchronize equally often and in the same order"
+            )
+        for group, column in zip(self._groups, columns, strict=True):
             group.counts = column
 
     def _post(self, group: _Group, told: Told) -> None:
@@ -227,12 +263,12 @@ class Synchronizer:
     def _tell_homes(self) -> None:
         for group in self._groups:
             group.told = group.replicated.outgoing().split(self._size)
-        own = [[len(group.told[home]) for group in self._groups] for home in range(self._size)]
+        own = [[self._operation, *(len(group.told[home]) for group in self._groups)] for home in range(self._size)]
         counts = self._channel.exchange_equal(
             torch.tensor(own, dtype=torch.int64, device="cpu"), self._groups[0].counters, "synchronizing replicas"
         )
-        for group, column in zip(self._groups, counts.T.tolist(), strict=True):
-            group.counts = column
+        self._expect(counts)
+        for group in self._groups:
             self._scatter(group)
         self.is_under_way = True
 

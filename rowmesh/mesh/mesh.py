@@ -49,6 +49,7 @@ class Mesh:
     group: Any = None
     whole: Mesh | None = field(default=None, repr=False)
     members: tuple[int, ...] = ()
+    _parts: tuple[tuple[int, ...], ...] = ()  # of the whole, all that were made along with this one
     _ranks_per_node: int | None = None
     _owns_group: bool = False
     _subgroups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
@@ -128,6 +129,8 @@ class Mesh:
         Raises:
             PeerError: a rank did not come within the timeout.
         """
+        if self.whole is not None:  # whose ranks all make the groups of all parts
+            return self.whole.subgroup([[ranks[r] for r in part] for ranks in self._parts for part in partition])
         mine = None
         for part in map(tuple, partition):  # all ranks make all groups, in the same order
             if part not in self._subgroups:
@@ -164,6 +167,7 @@ class Mesh:
             group=group,
             whole=self,
             members=mine,
+            _parts=tuple(map(tuple, partition)),
             _ranks_per_node=ranks_per_node,
         )
 

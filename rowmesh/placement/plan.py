@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together
+from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.tables.arena import compute_dtype
 
@@ -192,8 +193,10 @@ class Plan:
             together: which ranks of a replicated table have consecutive numbers.
 
         Raises:
-            ConfigurationError: M does not divide T.
+            ConfigurationError: M does not divide T, or tables by name are not these.
         """
+        if not isinstance(replicas, int):
+            _check_names(replicas, [shape.name for shape in shapes])
         tables = []
         for index, shape in enumerate(shapes):
             count = replicas if isinstance(replicas, int) else replicas[shape.name]
@@ -379,6 +382,16 @@ class Plan:
             raise ConfigurationError(f"{path}: not a plan ({error}); make it with `rowmesh plan`") from error
         except OSError as error:
             raise ConfigurationError(f"cannot read the plan {path}: {error.strerror}") from error
+
+
+def _check_names(replicas: Mapping[str, int], names: Sequence[str]) -> None:
+    """Raises ConfigurationError where the tables that have replicas are not those that there are."""
+    for name in replicas:
+        if name not in names:
+            raise ConfigurationError(f"replicas name no table {name!r}{hint(name, names)}")
+    for name in names:
+        if name not in replicas:
+            raise ConfigurationError(f"replicas do not say how many table {name!r} has; give 1 where it has no others")
 
 
 def _replicas(table: TablePlan) -> str:

@@ -82,7 +82,8 @@ class UpdateRuleConfig(Section):
         initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
         beta1: decay of the first moment (adam).
         beta2: decay of the second moment (adam).
-        moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam).
+        moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam): above
+            0 and at most the number of replicas that are averaged, which is the default; else at most 1.
     """
 
     name: OptimizerName = "row_wise_adagrad"

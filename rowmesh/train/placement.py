@@ -67,6 +67,11 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
         topology = run_topology(config, mesh)
         comparison = compare(problem_of(config, data, topology), placement.strategy)
         return Placement(comparison.plan, f"made for topology {topology.name}")
+    if config.parallel.synchronization != "exact":
+        raise ConfigurationError(
+            f"parallel.synchronization={config.parallel.synchronization!r} is for replicas, and there are none; give "
+            "parallel.replicas too"
+        )
     return _dealt(shapes, mesh, "no plan is given")
 
 
@@ -161,11 +166,14 @@ def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, 
     with "auto" the number too, is the one predicted to be fastest.
     """
     parallel, strategy = config.parallel, config.placement.strategy or "dealt"
-    counts = None if parallel.replicas == "auto" else [parallel.replicas]
-    if len(set(replicas.values())) > 1:
-        if counts is None or config.placement.strategy:
-            what = 'parallel.replicas="auto"' if counts is None else f"placement.strategy={strategy!r}"
-            raise ConfigurationError(f"tables.….replicas cannot be combined with {what}; give one of them")
+    counts = None if parallel.replicas == "auto" else sorted(set(replicas.values()))
+    if counts is None and any(config.tables.of(name).replicas is not None for name in replicas):
+        raise ConfigurationError("tables.….replicas cannot be combined with parallel.replicas='auto'; give one of them")
+    if counts is not None and len(counts) > 1:
+        if config.placement.strategy:
+            raise ConfigurationError(
+                f"tables.….replicas that differ cannot go with placement.strategy={strategy!r}; give one of them"
+            )
         together = "shards" if parallel.together == "auto" else parallel.together
         plan = Plan.dealt(
             shapes_of(config, data), mesh.world_size, mesh.ranks_per_node, replicas=replicas, together=together

@@ -57,6 +57,9 @@ class Dealt:
     def synchronize(self):
         pass
 
+    def forget_differences(self):
+        pass
+
     def local_rows(self, table):
         """In two pieces, the second of which may be empty."""
         part = self.parts[table]

@@ -64,6 +64,8 @@ def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
     assert "shards of a replica next to each other" in chosen.text
     assert "replicas of a shard next to each other" in chosen.text  # both costs are told
     assert placement("parallel.replicas=auto").plan.notes["why"].startswith("M = ")
+    assert placement("tables.replicas=2").plan.replica_counts == (2,)
+    assert placement("tables.replicas=4", "parallel.replicas=2").plan.replica_counts == (4,)
     table = clicks.tables[0].name
     mixed = placement(f"tables.{table}.replicas=4").plan
     assert mixed.replicas == {spec.name: 4 if spec.name == table else 1 for spec in clicks.tables}
@@ -76,8 +78,9 @@ def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
         (["parallel.replicas=3"], "4 ranks cannot form 3 replica groups .* 1, 2, 4"),
         ([f"tables.{table}.replicas=3"], "4 ranks cannot form 3 replica groups"),
         (["parallel.replicas=2", f"placement.plan={tmp_path}/plan.json"], "has its own replicas; leave"),
-        ([f"tables.{table}.replicas=2", "placement.strategy=auto"], r"cannot be combined with placement\.strategy"),
+        ([f"tables.{table}.replicas=2", "placement.strategy=auto"], r"cannot go with placement\.strategy"),
         ([f"tables.{table}.replicas=2", "parallel.replicas=auto"], r"cannot be combined with parallel\.replicas"),
+        (["parallel.synchronization=average"], "is for replicas, and there are none"),
         (["parallel.sync_every=2"], "sync_every=2 is for synchronization='average'"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
