@@ -91,13 +91,7 @@ class Lookup:
         self._constants = Constants(shape.dim_factors, shape.ranks, STORAGE[dtype])
         self.num_ids = ids.numel()
         self._reserve(self.num_ids)
-        bounds = np.array([0, self.num_ids], np.int64)
-        found = np.zeros(2, np.int64)
-        workspace.hash(
-            ids.data_ptr(), bounds.ctypes.data, 8, workspace.segments.ctypes.data, 1,
-            self.unique, self.counts, self.inverse, found.ctypes.data,
-        )  # fmt: skip
-        self.num_unique = int(found[1])
+        self.num_unique = self._find_unique(ids)
         self._arrange()
         self._products: _Loan | None = None
 
@@ -110,6 +104,14 @@ class Lookup:
             self.inverse, self.counts, self._order, self._arranged, self._lasts, self._last_slots, self._starts,
             self._firsts, self._first_slots, self._group_starts, self._keys, _, _,
         ) = range(first_word, first_word + 4 * _WORDS * count, 4 * count)  # fmt: skip
+
+    def _find_unique(self, ids: Tensor) -> int:
+        bounds, found = np.array([0, self.num_ids], np.int64), np.zeros(2, np.int64)
+        self._workspace.hash(
+            ids.data_ptr(), bounds.ctypes.data, 8, self._workspace.segments.ctypes.data, 1,
+            self.unique, self.counts, self.inverse, found.ctypes.data,
+        )  # fmt: skip
+        return int(found[1])
 
     def _arrange(self) -> None:
         shape, counts = self.shape, np.zeros(ARRANGED, np.int64)
@@ -137,6 +139,9 @@ class Lookup:
         offset = address - self._index.buffer.address
         return self._index.buffer.array(np.int64, count, offset=offset)
 
+    def _word_view(self, address: int, count: int) -> np.ndarray:
+        return self._index.buffer.array(np.uint32, count, offset=address - self._index.buffer.address)
+
     @property
     def unique_ids(self) -> Tensor:
         """The distinct ids, a copy."""
@@ -144,13 +149,11 @@ class Lookup:
 
     def inverse_ids(self) -> Tensor:
         """int64 `[N]`: which distinct id each id is, a copy."""
-        offset = self.inverse - self._index.buffer.address
-        return torch.from_numpy(self._index.buffer.array(np.uint32, self.num_ids, offset=offset).astype(np.int64))
+        return torch.from_numpy(self._word_view(self.inverse, self.num_ids).astype(np.int64))
 
     def id_counts(self) -> Tensor:
         """int64 `[U]`: how often each distinct id occurs, a copy."""
-        offset = self.counts - self._index.buffer.address
-        return torch.from_numpy(self._index.buffer.array(np.uint32, self.num_unique, offset=offset).astype(np.int64))
+        return torch.from_numpy(self._word_view(self.counts, self.num_unique).astype(np.int64))
 
     @property
     def identity(self) -> int:

@@ -1,0 +1,156 @@
+"""What the parts of a tensor-train step give: the same kernels, with one part after the other left out.
+
+Forward and backward are run on other arrangements of the same ids: without the order, every id is a group of its own;
+without reuse of prefixes, every id is a prefix of its own; without distinct ids, every occurrence is an id. All give
+the same rows, and all that train the same updates, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.command import Report
+from benchmarks.measure import summarize
+from rowmesh.optim import SGD
+from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
+from rowmesh.tensor_train.lookup import Lookup
+
+LR = 0.01
+
+
+class OneByOne(Lookup):
+    """Every occurrence of an id by itself, in the order of the batch."""
+
+    distinct, shared, ordered = False, False, False
+
+    def _find_unique(self, ids: Tensor) -> int:
+        if self.distinct:
+            return super()._find_unique(ids)
+        self._long_view(self.unique, len(ids))[:] = ids.numpy()
+        self._word_view(self.inverse, len(ids))[:] = np.arange(len(ids))
+        self._word_view(self.counts, len(ids))[:] = 1
+        return len(ids)
+
+    def _arrange(self) -> None:
+        super()._arrange()
+        if not self.shared:
+            self._separate()
+        if not self.ordered:
+            self._disorder()
+
+    def _separate(self) -> None:
+        count, starts = self.num_unique, self._word_view(self._starts, self.num_prefixes + 1).copy()
+        groups = self._word_view(self._group_starts, self.num_groups + 1)
+        groups[:] = starts[groups]
+        for firsts in (self._firsts, self._first_slots):
+            values = np.repeat(self._word_view(firsts, self.num_prefixes), np.diff(starts))
+            self._word_view(firsts, count)[:] = values
+        self._word_view(self._starts, count + 1)[:] = np.arange(count + 1)
+        self.num_prefixes, self._largest_group = count, int(np.diff(groups).max())
+
+    def _disorder(self) -> None:
+        """For forward only: a slice of the second core in several groups would be updated several times."""
+        count, ids = self.num_unique, self._long_view(self.unique, self.num_unique)
+        first, second, third = np.unravel_index(ids, self.shape.row_factors)
+        for address, values in ((self._arranged, np.arange(count)), (self._firsts, first), (self._lasts, third)):
+            self._word_view(address, count)[:] = values
+        self._word_view(self._group_starts, count + 1)[:] = np.arange(count + 1)
+        self._long_view(self._touched[1], count)[:] = second
+        self.num_groups, self._largest_group = count, 1
+
+
+class Ordered(OneByOne):
+    """Sorted by the slice of the second core."""
+
+    ordered = True
+
+
+class Distinct(Ordered):
+    """And every id once."""
+
+    distinct = True
+
+
+class Shared(Distinct):
+    """And every prefix once: all of it."""
+
+    shared = True
+
+
+LEVELS: dict[str, type[OneByOne]] = {
+    "one by one": OneByOne, "ordered": Ordered, "ordered, distinct ids": Distinct,
+    "ordered, distinct ids and prefixes": Shared,
+}  # fmt: skip
+
+
+class AblatedBag(TensorTrainEmbeddingBag):
+    """A bag whose look-ups are arranged otherwise."""
+
+    arrangement: type[OneByOne] = Shared
+
+    def look_up(self, ids: Tensor) -> Lookup:
+        """As the bag's."""
+        return self.arrangement(self.shape, self.cores[0].dtype, ids, self._workspace)
+
+
+def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> AblatedBag:
+    """A bag of a case."""
+    bag = AblatedBag(
+        case.num_rows, case.dim, mode="sum", rank=case.rank, row_factors=case.row_factors, seed=0, sparse=sparse
+    )
+    bag.arrangement = arrangement
+    return bag
+
+
+def trainers(case: Any, grad: Tensor) -> dict[str, tuple[AblatedBag, Callable[[Tensor], None]]]:
+    """Bags and their training steps by name."""
+    bags = {f"{name}, fused update": make_bag(case, level) for name, level in LEVELS.items() if level.ordered}
+    optimizers: dict[str, Any] = {name: TensorTrainOptimizer(bag, SGD(lr=LR)) for name, bag in bags.items()}
+    for sparse in (True, False):
+        name = f"{list(LEVELS)[-1]}, {'sparse' if sparse else 'dense'} gradients"
+        bags[name] = make_bag(case, Shared, sparse)
+        optimizers[name] = torch.optim.SGD(bags[name].parameters(), lr=LR)
+
+    def step(name: str) -> Callable[[Tensor], None]:
+        def run(ids: Tensor) -> None:
+            optimizers[name].zero_grad(set_to_none=True)
+            bags[name](ids.view(-1, 1)).backward(grad)
+            optimizers[name].step()
+
+        return run
+
+    return {name: (bag, step(name)) for name, bag in bags.items()}
+
+
+def lookups(case: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Look-ups without gradients by name."""
+
+    def infer(bag: AblatedBag) -> Callable[[Tensor], Tensor]:
+        def run(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                return bag(ids.view(-1, 1))
+
+        return run
+
+    return {name: infer(make_bag(case, level)) for name, level in LEVELS.items()}
+
+
+def run_case(
+    report: Report, case: Any, batches: list[Tensor], options: Any, measure: Callable[..., dict[str, list[float]]]
+) -> None:  # fmt: skip
+    """All arrangements of one case."""
+    grad = torch.randn(case.batch, case.dim, generator=torch.Generator().manual_seed(0))
+    training = {name: step for name, (_, step) in trainers(case, grad).items()}
+    kinds: dict[str, dict[str, Any]] = {"forward": lookups(case), "train": training}
+    whole = {"forward": list(LEVELS)[-1], "train": f"{list(LEVELS)[-1]}, fused update"}
+    for kind, functions in kinds.items():
+        timings = {name: summarize(times) for name, times in measure(functions, batches, options).items()}
+        for name, timing in timings.items():
+            ratio = round(timing["step_ms"] / timings[whole[kind]]["step_ms"], 2)
+            report.line(case=case.name, kind=kind, arrangement=name, **timing, ratio=ratio)
+            report.ratio(f"{case.name} {kind}: {name} / all", ratio)
