@@ -161,7 +161,8 @@ def run_case(report: Report, case: Case, batches: list[Tensor], options: argpars
                 ratio=round(timing["step_ms"] / ours, 2),
                 **({"best_peer": best, "target": TARGETS[kind].get(case.rank)} if name == "rowmesh" else {}),
             )  # fmt: skip
-        report.ratio(f"{case.name} {kind}: {best} / rowmesh", round(timings[best]["step_ms"] / ours, 2))
+        for peer in (best, "plain_torch_unique"):
+            report.ratio(f"{case.name} {kind}: {peer} / rowmesh", round(timings[peer]["step_ms"] / ours, 2))
 
 
 def tune_malloc() -> None:

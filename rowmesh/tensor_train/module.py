@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.tensor_train import reference
 from rowmesh.tables.initializer import Initializer, Normal
+from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tensor_train.bags import MODES, Bags, Pooling
 from rowmesh.tensor_train.decompose import tt_svd
 from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
@@ -37,7 +38,7 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     Args:
         num_embeddings: rows of the table; any number, padded to a product of three.
-        embedding_dim: D; any number.
+        embedding_dim: D, 1 to 1024.
         max_norm, norm_type: not supported; must be None and 2.
         scale_grad_by_freq: divide the gradient of an id by how often it occurs in the batch.
         mode: "sum", "mean" or "max" of the rows of a bag.
@@ -93,6 +94,8 @@ class TensorTrainEmbeddingBag(nn.Module):
         name: str = "tensor_train",
     ) -> None:
         super().__init__()
+        if embedding_dim > MAX_DIM:
+            raise ConfigurationError(f"embedding_dim must be 1 to {MAX_DIM}, got {embedding_dim}")
         dtype = dtype or (torch.get_default_dtype() if _weight is None else _weight.dtype)
         _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
         self.shape = TensorTrainShape.choose(

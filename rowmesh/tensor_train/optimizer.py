@@ -40,7 +40,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         rule: SGD, AdaGrad (default) or Adam.
 
     Raises:
-        ConfigurationError: the rule has one value of state a row: cores have no rows.
+        ConfigurationError: the rule has one value of state a row (cores have no rows), or cores are frozen.
 
     Source: EL-Rec (SC'22) §III-B "In-advance Gradient Aggregation" and "Fused TT core Update". Differs: the update is
     at `step`, not inside of backward, so that gradients add up and schedules and closures work as with any optimizer.
@@ -61,6 +61,12 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         if self.rule.name not in RULES:
             known = ", ".join(name for name in RULES if name)
             raise ConfigurationError(f"tensor-train cores are trained by {known}; {self.rule.name} keeps state by row")
+        for bag in self.bags:
+            if not all(core.requires_grad for core in bag.cores):
+                raise ConfigurationError(
+                    f"tensor-train table {bag.name!r} has frozen cores, and they are trained together or not at all; "
+                    "bag.requires_grad_(), or from_pretrained(..., freeze=False), lets them learn"
+                )
         groups = [{"params": list(bag.cores), "lr": self.rule.lr, "name": bag.name, "steps": 0} for bag in self.bags]
         super().__init__(groups, {})
         self._pending = [_Pending() for _ in self.bags]

@@ -54,4 +54,4 @@ def test_every_contestant_is_reported(extra, capsys):
         assert forward == set(tensor_train_ablation.LEVELS)
     else:
         assert forward == {"rowmesh", "plain_torch", "plain_torch_unique", "embedding_bag"}
-    assert len(last["summary"]) == (len(lines) if extra else 2)
+    assert len(last["summary"]) == (len(lines) if extra else 4)

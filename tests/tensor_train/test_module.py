@@ -218,6 +218,11 @@ def test_arguments_that_cannot_work(options, message):
         TensorTrainEmbeddingBag(101, 12, **options)
 
 
+def test_rows_that_are_too_long():
+    with pytest.raises(ConfigurationError, match="embedding_dim must be 1 to 1024, got 1025"):
+        TensorTrainEmbeddingBag(101, 1025)
+
+
 def test_a_pretrained_table_must_be_one():
     with pytest.raises(ConfigurationError, match=r"embeddings must be \[rows, dim\], got \(5,\)"):
         TensorTrainEmbeddingBag.from_pretrained(torch.zeros(5))

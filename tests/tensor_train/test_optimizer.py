@@ -191,6 +191,12 @@ def test_a_copy_trains_on_its_own():
     assert all(core.grad is not None for core in bag.cores)
 
 
+def test_frozen_cores_are_refused():
+    bag = TensorTrainEmbeddingBag.from_pretrained(torch.zeros(30, 4), rank=2)
+    with pytest.raises(ConfigurationError, match=r"has frozen cores.*freeze=False"):
+        TensorTrainOptimizer(bag)
+
+
 def test_state_by_row_is_refused():
     with pytest.raises(ConfigurationError, match="trained by sgd, adagrad, adam; row_wise_adagrad keeps state by row"):
         TensorTrainOptimizer(make(), RowWiseAdaGrad())
