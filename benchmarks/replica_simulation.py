@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.data import Batch
-from rowmesh.exchange.synchronization import Mode
+from rowmesh.mesh.synchronization import Mode
 from rowmesh.models import DLRM
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import RowWiseAdaGrad

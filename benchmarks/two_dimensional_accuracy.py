@@ -34,7 +34,7 @@ from benchmarks.paired import Interval, relative_gaps
 from benchmarks.replica_simulation import DIM, Network, ReplicatedTables, normalized_entropy, train
 from benchmarks.workload import Workload
 from rowmesh.data import Batch, Prepared
-from rowmesh.exchange.synchronization import Mode
+from rowmesh.mesh.synchronization import Mode
 from rowmesh.optim import RowWiseAdaGrad
 
 LRS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)

@@ -33,8 +33,8 @@ from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError, HostsShape
 from benchmarks.measure import median, slowest, summarize
 from benchmarks.planned_step import EXTRA_MEMORY, topology, true_profile
 from benchmarks.workload import Workload
-from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh.grid import Together
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import search

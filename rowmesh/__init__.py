@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rowmesh.collection import EmbeddingCollection, Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
-    from rowmesh.exchange.synchronization import Synchronization
     from rowmesh.mesh import Mesh
+    from rowmesh.mesh.synchronization import Synchronization
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
     from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _HOMES = {
     "rowmesh.collection": ("EmbeddingCollection", "Embeddings", "JaggedRows"),
-    "rowmesh.exchange.synchronization": ("Synchronization",),
+    "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.mesh": ("Mesh",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),

@@ -25,8 +25,8 @@ from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import Piece, Plan, TableShape

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.checkpoint import load, save
 from rowmesh.errors import ConfigurationError, PeerError
-from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh.grid import valid_replicas
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, TableShape
 from rowmesh.tables import Constant, TableSpec
@@ -308,12 +308,6 @@ def test_bad_settings_are_named():
     plan = Plan.dealt([TableShape.of(spec) for spec in several("sgd")], 1)
     with pytest.raises(ConfigurationError, match="replicas or a plan"):
         EmbeddingCollection(several("sgd"), replicas=2, plan=plan)
-    with pytest.raises(ConfigurationError, match="'exact' or 'average', got 'mean'"):
-        Synchronization("mean")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigurationError, match="every 1 or more steps, not every 0"):
-        Synchronization("average", every=0)
-    with pytest.raises(ConfigurationError, match="take 'average'"):
-        Synchronization("exact", every=2)
     scaled = replace(table("user", 30), optimizer=RowWiseAdaGrad(moment_scale=2.0))
     with pytest.raises(ConfigurationError, match=r"'user': moment_scale must be .* at most 1, as its replicas are not"):
         EmbeddingCollection([scaled])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
-from rowmesh.exchange.synchronization import Synchronization
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
-from rowmesh.placement.two_dimensional_cost import ReplicaSync, cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import cost_with_replicas
 from tests.test_equivalence import table
 
 NUM_STEPS = 4
@@ -42,6 +42,6 @@ def test_bytes_are_those_that_are_counted(ranks, mode, every, replicas, together
     counted = np.array(ranks.run(train_on_all_rows, tables, plan, Synchronization(mode, every), world_size=4))
     accesses = {spec.name: np.full(spec.num_rows, 100) for spec in tables}  # so many that every rank wants each
     profile = Profile.from_counts(accesses, shapes, num_samples=1)
-    cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), ReplicaSync(mode, every))
+    cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), Synchronization(mode, every))
     assert counted[:, 0] == pytest.approx(cost.exchange_bytes.sum(axis=0), rel=0.01)
     assert counted[:, 1] == pytest.approx(cost.sync_bytes.sum(axis=0), rel=0.01)

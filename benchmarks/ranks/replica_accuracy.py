@@ -13,7 +13,7 @@ from benchmarks.replica_simulation import DIM, Network
 from benchmarks.workload import Workload
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
 from rowmesh.data import Prepared
-from rowmesh.exchange.synchronization import Mode, Synchronization
+from rowmesh.mesh.synchronization import Mode, Synchronization
 from rowmesh.models import DLRM
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.train.gradients import SharedGradients

@@ -15,7 +15,7 @@ from benchmarks.ranks.embedding_step import SparsePart
 from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
-from rowmesh.exchange.synchronization import Synchronization
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan
 
 

@@ -8,11 +8,11 @@ from rich.text import Text
 
 from rowmesh.cli.plan_report import Printer, facts
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.synchronization import Mode, Synchronization
 from rowmesh.placement.explain import explain
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
 from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
-from rowmesh.placement.two_dimensional_cost import ReplicaSync, SyncMode
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Replication:
     """Which numbers of replicas to compare, and how replicas are kept together; None is what was not given."""
 
     counts: str | None = None
-    synchronization: SyncMode | None = None
+    synchronization: Mode | None = None
     sync_every: int | None = None
 
     def check(self) -> None:
@@ -43,9 +43,9 @@ class Replication:
         return [int(part) for part in parts]
 
     @property
-    def sync(self) -> ReplicaSync:
+    def sync(self) -> Synchronization:
         """How replicas are kept together."""
-        return ReplicaSync(self.synchronization or "exact", 1 if self.sync_every is None else self.sync_every)
+        return Synchronization(self.synchronization or "exact", 1 if self.sync_every is None else self.sync_every)
 
 
 def print_replicas(printer: Printer, comparison: ReplicaComparison, title: str) -> None:

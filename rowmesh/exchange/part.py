@@ -12,11 +12,12 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
-from rowmesh.exchange.synchronization import Synchronization, Synchronizer
+from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.transport import Transport
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup
 

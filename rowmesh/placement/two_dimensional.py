@@ -16,6 +16,7 @@ from functools import cached_property
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together, valid_replicas
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.comparison import EQUAL, Comparison, compare, is_relative
 from rowmesh.placement.plan import Plan, TableShape
 from rowmesh.placement.strategies import find
@@ -23,7 +24,6 @@ from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.text import bytes_text, seconds_text
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional_candidates import CandidateSearch, ReplicaCandidate
-from rowmesh.placement.two_dimensional_cost import ReplicaSync
 
 TOGETHER_TEXTS = {"shards": "shards of a replica", "replicas": "replicas of a shard"}
 
@@ -42,7 +42,7 @@ class ReplicaComparison:
 
     problem: Problem
     asked: str
-    sync: ReplicaSync
+    sync: Synchronization
     candidates: tuple[ReplicaCandidate, ...]
     chosen: ReplicaCandidate
 
@@ -131,7 +131,7 @@ class ReplicaComparison:
 
 
 def compare_replicas(
-    problem: Problem, strategy: str = "auto", sync: ReplicaSync | None = None, counts: Sequence[int] | None = None
+    problem: Problem, strategy: str = "auto", sync: Synchronization | None = None, counts: Sequence[int] | None = None
 ) -> ReplicaComparison:
     """Predicts a step for each number of replicas and arrangement, and takes the fastest that fits.
 
@@ -153,12 +153,12 @@ def compare_replicas(
         >>> counts = {"hot": [100] * 1_000, "cold": [1] * 100_000}
         >>> request = Request(batch_size=2_048, memory_limit_bytes=2_000_000)
         >>> problem = Problem(Profile.from_counts(counts, shapes, 100_000), Topology.grouped(2, 2, 8.0), request)
-        >>> comparison = compare_replicas(problem, sync=ReplicaSync("average", every=4))
+        >>> comparison = compare_replicas(problem, sync=Synchronization("average", every=4))
         >>> [(table.name, table.replicas) for table in comparison.plan.tables]
         [('hot', 2), ('cold', 1)]
     """
     find(strategy)
-    sync = sync or ReplicaSync()
+    sync = sync or Synchronization()
     T = problem.topology.world_size
     wanted = sorted(set(valid_replicas(T) if counts is None else counts))
     grids = [Grid(T, count, together) for count in wanted for together in arrangements(problem.topology, count)]

@@ -10,12 +10,13 @@ import numpy as np
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Floats, Topology
-from rowmesh.placement.two_dimensional_cost import ReplicaCost, ReplicaSync, cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import ReplicaCost, cost_with_replicas
 
 MOST_MIXED = 4  # plans whose tables differ are made of so many
 
@@ -105,7 +106,7 @@ class CandidateSearch:
 
     problem: Problem
     strategy: str
-    sync: ReplicaSync
+    sync: Synchronization
 
     @cached_property
     def limit_bytes(self) -> int | None:

@@ -21,46 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Homes, cost_under
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Floats, Topology
-
-SyncMode = Literal["exact", "average", "dense"]
-
-
-@dataclass(frozen=True)
-class ReplicaSync:
-    """How replicas are kept together.
-
-    Attributes:
-        mode: see the module.
-        every: k, steps between two synchronisations; `exact` is every step.
-
-    Raises:
-        ConfigurationError: there is no such mode, or no such k for it.
-    """
-
-    mode: SyncMode = "exact"
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(SyncMode):
-            raise ConfigurationError(f"synchronization is {self.mode!r}, but must be one of {list(get_args(SyncMode))}")
-        if self.every < 1:
-            raise ConfigurationError(f"replicas synchronize every {self.every} steps, but it must be at least 1")
-        if self.mode == "exact" and self.every != 1:
-            raise ConfigurationError(
-                f"exact replicas synchronize in every step, not every {self.every} steps; choose average"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +74,7 @@ class ReplicaCost:
 
 
 def cost_with_replicas(
-    plan: Plan, profile: Profile, topology: Topology, request: Request, sync: ReplicaSync
+    plan: Plan, profile: Profile, topology: Topology, request: Request, sync: Synchronization
 ) -> ReplicaCost:
     """What a step of `request.batch_size` samples a rank costs under a plan whose tables may have replicas.
 
@@ -119,7 +90,7 @@ def cost_with_replicas(
         >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
         >>> plan = Plan.dealt([shape], 4, replicas=2)
-        >>> cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), ReplicaSync())
+        >>> cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), Synchronization())
         >>> cost.memory_bytes.tolist(), (cost.exchange_bytes > 0).astype(int).tolist()
         ([128, 128, 128, 128], [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
     """
@@ -189,9 +160,9 @@ class _Part:
         """Of one group."""
         return cost_under(self.plan, self.demand, training=request.training)
 
-    def sync(self, request: Request, sync: ReplicaSync) -> tuple[Floats, float]:
+    def sync(self, request: Request, sync: Synchronization) -> tuple[Floats, float]:
         """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
-        if sync.mode == "dense":
+        if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))
         for column, num_bytes in zip(self.grid.columns, self._told(request, sync), strict=True):
@@ -208,7 +179,7 @@ class _Part:
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
         return found, 2 * (M - 1) / every
 
-    def _told(self, request: Request, sync: ReplicaSync) -> Floats:
+    def _told(self, request: Request, sync: Synchronization) -> Floats:
         """[N], what a rank of each shard sends to each other of its column in a step."""
         samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
@@ -221,7 +192,7 @@ class _Part:
         """[K], the chance that so many samples touch a row of each run."""
         return np.concatenate([self.profile.presence(t, samples) for t in range(len(self.profile.tables))])
 
-    def _shard_bytes(self, touched: Floats, sync: ReplicaSync) -> Floats:
+    def _shard_bytes(self, touched: Floats, sync: Synchronization) -> Floats:
         """[N], of the touched rows that each shard holds."""
         of_table = self.demand.gradient_bytes if sync.mode == "exact" else self.demand.row_bytes
         found = self.homes.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))

@@ -11,8 +11,8 @@ from torch import Tensor
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.synchronization import Synchronization
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config

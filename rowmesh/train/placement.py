@@ -9,6 +9,7 @@ from pathlib import Path
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
 from rowmesh.placement.profile import Profile
@@ -17,7 +18,6 @@ from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
-from rowmesh.placement.two_dimensional_cost import ReplicaSync
 from rowmesh.placement.unseen import smoothed
 from rowmesh.train.config import Config
 from rowmesh.train.tables import table_specs
@@ -179,7 +179,7 @@ def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, 
             shapes_of(config, data), mesh.world_size, mesh.ranks_per_node, replicas=replicas, together=together
         )
         return Placement(plan, "over the ranks of each replica group, as tables say")
-    sync = ReplicaSync(parallel.synchronization, parallel.sync_every)
+    sync = Synchronization(parallel.synchronization, parallel.sync_every)
     problem = problem_of(config, data, run_topology(config, mesh))
     comparison = compare_replicas(problem, strategy, sync, counts)
     if parallel.together != "auto":

@@ -8,6 +8,7 @@ import pytest
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
@@ -15,11 +16,11 @@ from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import arrangements, compare_replicas
 from rowmesh.placement.two_dimensional_candidates import group_topology
-from rowmesh.placement.two_dimensional_cost import ReplicaSync, cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import cost_with_replicas
 from tests.placement.problems import problem
 
 LIMIT = 2_000_000
-AVERAGE = ReplicaSync("average", every=4)
+AVERAGE = Synchronization("average", every=4)
 
 
 def hot_and_cold(topology=None, **wanted):
@@ -41,7 +42,7 @@ def test_all_numbers_and_arrangements_are_compared():
         assert chosen == set(candidate.names)
         again = cost_with_replicas(
             candidate.plan, comparison.problem.profile, comparison.problem.topology, comparison.problem.request,
-            ReplicaSync(),
+            Synchronization(),
         )  # fmt: skip
         assert candidate.total_s == again.total_s
     assert comparison.chosen.total_s == min(candidate.total_s for candidate in comparison.candidates)

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, valid_replicas
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.plan import RowRange, TablePlan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
-from rowmesh.placement.two_dimensional_cost import ReplicaSync, cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import cost_with_replicas
 from tests.placement.problems import problem
 
 SHAPES = [TableShape("user", 60, 64, 64, 4), TableShape("item", 16, 32, 64, 8)]
@@ -49,11 +49,13 @@ def test_replicas_take_the_paper_s_memory_more(replicas, together):
 def test_dense_averages_are_equation_1(replicas):
     T, shapes = 12, [TableShape("a", 24, 64, 64, 4)]
     profile = Profile.from_counts({"a": np.ones(24)}, shapes, 24)
-    cost = costs(Plan.dealt(shapes, T, replicas=replicas), ReplicaSync("dense"), profile=profile)
+    cost = costs(Plan.dealt(shapes, T, replicas=replicas), Synchronization("average", dense=True), profile=profile)
     expected = 2 * 24 * 68 * (replicas - 1) / T
     assert cost.sync_bytes.sum(axis=0) == pytest.approx(np.full(T, expected))
     assert cost.sync_s == cost.dense_s == pytest.approx(expected)
-    rarely = costs(Plan.dealt(shapes, T, replicas=replicas), ReplicaSync("dense", every=5), profile=profile)
+    rarely = costs(
+        Plan.dealt(shapes, T, replicas=replicas), Synchronization("average", every=5, dense=True), profile=profile
+    )
     assert rarely.sync_s == pytest.approx(expected / 5)
 
 
@@ -93,10 +95,10 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
 @pytest.mark.parametrize(
     ("sync", "replicas", "together", "directly"),
     [
-        (ReplicaSync(), 2, "shards", True),
-        (ReplicaSync(), 4, "replicas", False),
-        (ReplicaSync("average", every=1), 2, "replicas", True),
-        (ReplicaSync("average", every=3), 4, "shards", False),
+        (Synchronization(), 2, "shards", True),
+        (Synchronization(), 4, "replicas", False),
+        (Synchronization("average", every=1), 2, "replicas", True),
+        (Synchronization("average", every=3), 4, "shards", False),
     ],
 )
 def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, directly):
@@ -130,7 +132,7 @@ def test_lookups_are_those_of_drawn_batches():
                 for row in set(rng.choice(table.shape.num_rows, 6, p=chances / chances.sum()).tolist()):
                     home = table.range_of(row).home(row, grid.shards)
                     counted[grid.groups[grid.place(rank)[0]][home]] += 1 / trials
-    cost = costs(plan, ReplicaSync())
+    cost = costs(plan, Synchronization())
     assert cost.lookups == pytest.approx(counted, rel=0.05)
     assert cost.imbalance == pytest.approx(cost.lookups.max() / cost.lookups.mean())
 
@@ -141,9 +143,11 @@ def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
     H, G = data.draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 4), (4, 2)]))
     replicas = data.draw(st.sampled_from(valid_replicas(H * G)))
     together = data.draw(st.sampled_from(["shards", "replicas"]))
-    mode = data.draw(st.sampled_from(["exact", "average", "dense"]))
+    sync = data.draw(
+        st.sampled_from([Synchronization(), Synchronization("average"), Synchronization("average", dense=True)])
+    )
     plan = Plan.dealt(SHAPES, H * G, G, replicas=replicas, together=together)
-    cost = costs(plan, ReplicaSync(mode), topology=Topology.grouped(H, G, 4.0))
+    cost = costs(plan, sync, topology=Topology.grouped(H, G, 4.0))
     within = cost_of(plan.part(replicas), small_profile(), Request(batch_size=6))
     for group in plan.grid(replicas).groups:
         assert cost.exchange_bytes[np.ix_(group, group)] == pytest.approx(within.link_bytes)
@@ -160,7 +164,7 @@ def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
 def test_without_replicas_a_step_is_what_it_is_without_groups():
     asked = problem(Topology.load("2x4"))
     plan = Plan.dealt(asked.shapes, 8, 4)
-    cost = cost_with_replicas(plan, asked.profile, asked.topology, asked.request, ReplicaSync())
+    cost = cost_with_replicas(plan, asked.profile, asked.topology, asked.request, Synchronization())
     assert cost.total_s == pytest.approx(asked.cost(plan).step_seconds(asked.topology))
     assert cost.sync_s == cost.dense_s == 0
     assert cost.lookups == pytest.approx(asked.cost(plan).lookups)
@@ -171,8 +175,8 @@ def test_tables_that_differ_add_up():
     cold = Plan.dealt(SHAPES[1:], 8)
     both = Plan.dealt(SHAPES, 8, replicas={"user": 4, "item": 1})
     both = Plan((hot.tables[0], cold.tables[0]), 8, both.ranks_per_node)
-    parts = [costs(plan, ReplicaSync()) for plan in (hot, cold)]
-    cost = costs(both, ReplicaSync())
+    parts = [costs(plan, Synchronization()) for plan in (hot, cold)]
+    cost = costs(both, Synchronization())
     for name in ("memory_bytes", "lookups", "exchange_bytes", "sync_bytes", "mean_s"):
         assert getattr(cost, name) == pytest.approx(sum(getattr(part, name) for part in parts)), name
 
@@ -193,16 +197,16 @@ def test_copies_within_a_group_are_synchronised_on_every_holder(mode, row_bytes)
     for row in range(60):
         for shard in part.tables[0].range_of(row).holders(row, 4, 2):
             expected[shard] += touched[row] * row_bytes
-    cost = costs(plan, ReplicaSync(mode))
+    cost = costs(plan, Synchronization(mode))
     assert cost.sync_bytes.sum(axis=0) == pytest.approx(np.repeat(expected, 2))
 
 
 def test_averaging_seldom_moves_less_and_inference_nothing():
     plan = Plan.dealt(SHAPES, 8, replicas=4)
-    moved = [costs(plan, ReplicaSync("average", every=k)).sync_bytes.sum() for k in (1, 2, 8)]
+    moved = [costs(plan, Synchronization("average", every=k)).sync_bytes.sum() for k in (1, 2, 8)]
     assert moved[0] > moved[1] > moved[2] > moved[0] / 8
     asked = Request(batch_size=6, mode="infer")
-    served = cost_with_replicas(plan, small_profile(), Topology.uniform(8), asked, ReplicaSync())
+    served = cost_with_replicas(plan, small_profile(), Topology.uniform(8), asked, Synchronization())
     assert served.sync_bytes.sum() == served.sync_s == 0
     assert served.exchange_s > 0
 
@@ -212,23 +216,12 @@ def test_what_is_next_to_each_other_stays_on_a_host(H, G, replicas):
     topology = Topology.grouped(H, G, 8.0)
     across = ~topology.same_node
     side_by_side = {
-        together: costs(Plan.dealt(SHAPES, H * G, G, replicas=replicas, together=together), ReplicaSync(), 6, topology)
+        together: costs(
+            Plan.dealt(SHAPES, H * G, G, replicas=replicas, together=together), Synchronization(), 6, topology
+        )
         for together in ("shards", "replicas")
     }
     assert not side_by_side["replicas"].sync_bytes[across].any()
     assert side_by_side["shards"].sync_bytes[across].any()
     if Grid(H * G, replicas).shards <= G:
         assert not side_by_side["shards"].exchange_bytes[across].any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("summed",), "synchronization is 'summed', but must be one of"),
-        (("average", 0), "every 0 steps, but it must be at least 1"),
-        (("exact", 2), "exact replicas synchronize in every step, not every 2 steps"),
-    ],
-)
-def test_a_synchronisation_that_does_not_exist_is_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ReplicaSync(*arguments)

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
-from rowmesh.placement.two_dimensional_cost import ReplicaSync
 from rowmesh.placement.two_dimensional_report import replica_report, write_replica_report
 from tests.placement.problems import problem
 from tests.placement.test_report import Page
@@ -19,7 +19,7 @@ def comparison(request):
     if request.param == "mixed":
         return compare_replicas(hot_and_cold(), sync=AVERAGE)
     counts = [2, 4] if request.param == "alike" else [1]
-    return compare_replicas(problem(Topology.load("2x4")), "dealt", ReplicaSync(), counts)
+    return compare_replicas(problem(Topology.load("2x4")), "dealt", Synchronization(), counts)
 
 
 def test_every_candidate_is_a_row(comparison):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.synchronization import Synchronization
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec

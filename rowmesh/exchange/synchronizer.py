@@ -1,4 +1,4 @@
-"""Synchronization: how the replicas of tables on several groups of ranks are kept together.
+"""Synchronizer: keeps the replicas of tables on several groups of ranks together.
 
     exact     gradients are summed over groups before the update: the same model as with one group
     average   groups update for themselves; rows and moments are averaged every so many steps
@@ -11,16 +11,15 @@ rank receives a row more often than it must. What was sent arrives while the pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.errors import PeerError
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.messages import Channel, Parts
@@ -29,39 +28,10 @@ from rowmesh.exchange.summed import SummedGradients
 from rowmesh.exchange.told import Layout, Told
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.memory import Scratch
 
-Mode = Literal["exact", "average"]
 _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
-
-
-@dataclass(frozen=True)
-class Synchronization:
-    """How replicas are kept together.
-
-    Attributes:
-        mode: see the module.
-        every: steps between two averages (only "average").
-        dense: average whole tables, as the paper does, for comparison (only "average").
-
-    Raises:
-        ConfigurationError: an unknown mode, or options that it does not have.
-    """
-
-    mode: Mode = "exact"
-    every: int = 1
-    dense: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ConfigurationError(f"synchronization must be 'exact' or 'average', got {self.mode!r}")
-        if self.every < 1:
-            raise ConfigurationError(f"replicas can be synchronized every 1 or more steps, not every {self.every}")
-        if self.mode == "exact" and (self.every != 1 or self.dense):
-            raise ConfigurationError(
-                "exact synchronization is sparse and of every step; for every so many steps, or whole tables, take "
-                "'average'"
-            )
 
 
 class Replicated(Protocol):
