@@ -7,12 +7,13 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.checkpoint import load, save
 from rowmesh.errors import ConfigurationError, PeerError
-from rowmesh.mesh.grid import valid_replicas
+from rowmesh.mesh.grid import Grid, valid_replicas
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, TableShape
@@ -287,6 +288,24 @@ def spread(mesh):
 
 def test_groups_choose_one_transport(ranks):
     assert ranks.run(spread, world_size=4) == ["collective"] * 4
+
+
+def places(mesh):
+    found = {}
+    for together in ("shards", "replicas"):
+        seen = mesh.device_mesh(Grid(4, 2, together))
+        total = torch.tensor([float(mesh.rank)])
+        dist.all_reduce(total, group=seen.get_group("replica"))
+        found[together] = (seen.get_local_rank("replica"), seen.get_local_rank("shard"), float(total))
+    return found
+
+
+def test_torch_sees_the_same_grid(ranks):
+    found = ranks.run(places, world_size=4)
+    for together in ("shards", "replicas"):
+        grid = Grid(4, 2, together)
+        columns = {rank: sum(column) for column in grid.columns for rank in column}
+        assert [place[together] for place in found] == [(*grid.place(rank), columns[rank]) for rank in range(4)]
 
 
 def disagree(mesh):

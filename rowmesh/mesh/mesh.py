@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.roll_call import RollCall
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -170,6 +172,17 @@ class Mesh:
             _parts=tuple(map(tuple, partition)),
             _ranks_per_node=ranks_per_node,
         )
+
+    def device_mesh(self, grid: Grid) -> DeviceMesh:
+        """Torch's view of a grid, with dimensions "replica" and "shard", for code that takes one. Collective.
+
+        Its process groups are its own, beside those that rows travel by.
+
+        Example (on four ranks):
+            mesh.device_mesh(Grid(4, replicas=2)).get_local_rank("shard")
+        """
+        ranks = torch.tensor([list(group) for group in grid.groups])
+        return DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
 
     def name(self, rank: int) -> int:
         """What messages call a rank: its number in the whole."""
