@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rowmesh.collection import EmbeddingCollection, Embeddings, JaggedRows
+    from rowmesh.collection import EmbeddingCollection
+    from rowmesh.embeddings import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _HOMES = {
-    "rowmesh.collection": ("EmbeddingCollection", "Embeddings", "JaggedRows"),
+    "rowmesh.collection": ("EmbeddingCollection",),
+    "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.mesh": ("Mesh",),

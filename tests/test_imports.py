@@ -15,7 +15,7 @@ LAYERS = [
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train"},
     {"exchange"},
-    {"collection"},
+    {"collection", "embeddings"},
     {"pipeline"},
     {"train"},
     {"cli"},

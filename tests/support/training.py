@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowmesh.collection import EmbeddingCollection, LocalRows
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.embeddings import LocalRows
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
