@@ -21,13 +21,13 @@ from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshE
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
-from rowmesh.exchange.migration import Moved, move_rows
-from rowmesh.exchange.part import Part
+from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import Piece, Plan, TableShape
 from rowmesh.placement.drift import Traffic
@@ -132,10 +132,10 @@ class EmbeddingCollection(nn.Module):
         self._make_pooling()
         self._common = CommonCounters()
         self._parts = self._make_parts(self.plan)
-        self._make_room(self._parts, self.plan)
+        self._parts.allocate()
+        self._exchanges = self._parts.exchanges
         self._initialize(seed)
-        for part in self._parts:
-            part.connect()
+        self._parts.connect()
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
         self._inverses: list[Scratch] = []  # idle
         self._all_inverses: list[Scratch] = []  # and those that routes hold
@@ -177,19 +177,8 @@ class EmbeddingCollection(nn.Module):
                     f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
                 )
 
-    def _make_parts(self, plan: Plan) -> list[Part]:
-        """The groups by how many replicas they have."""
-        indices: dict[int, list[int]] = {count: [] for count in plan.replica_counts}
-        replicas = plan.replicas
-        for index, group in enumerate(self.groups):
-            indices[replicas[group.tables[0].name]].append(index)
-        how = (self._transport_name, self.synchronization, self._common)
-        return [Part(self.mesh, plan, count, self.groups, chosen, *how) for count, chosen in indices.items()]
-
-    @property
-    def _exchanges(self) -> list[GroupExchange]:
-        """Of all groups, in their order."""
-        return _in_order(self._parts)
+    def _make_parts(self, plan: Plan) -> Parts:
+        return Parts(self.mesh, plan, self.groups, self._transport_name, self.synchronization, self._common)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -216,14 +205,12 @@ class EmbeddingCollection(nn.Module):
     @property
     def transport(self) -> str:
         """One of "local", "one_sided" and "collective"; several, joined by "+", where tables differ in replicas."""
-        return "+".join(dict.fromkeys(part.transport.name for part in self._parts))
+        return self._parts.transport
 
     @property
     def transport_reason(self) -> str:
         """Why that one."""
-        if len(self._parts) == 1:
-            return self._parts[0].reason
-        return "; ".join(f"tables of {part.replicas} replica(s): {part.reason}" for part in self._parts)
+        return self._parts.reason
 
     @property
     def counters(self) -> list[GroupCounters]:
@@ -240,11 +227,10 @@ class EmbeddingCollection(nn.Module):
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
         buffers = self._pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
-        for part in self._parts:
-            buffers += part.num_bytes
-            for exchange in part.exchanges:
-                of_rows, of_state = exchange.arena.num_bytes
-                rows, state = rows + of_rows, state + of_state
+        buffers += self._parts.num_bytes
+        for exchange in self._parts.exchanges:
+            of_rows, of_state = exchange.arena.num_bytes
+            rows, state = rows + of_rows, state + of_state
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     def forward(self, batch: SparseBatch) -> Embeddings:
@@ -287,8 +273,7 @@ class EmbeddingCollection(nn.Module):
         """Brings the rows of a route within reach; collective."""
         self._num_fetches += 1
         route.number = self._num_fetches
-        for part in self._parts:
-            part.fetch(route, compress if torch.is_grad_enabled() else _nothing)
+        self._parts.fetch(route, compress if torch.is_grad_enabled() else _nothing)
         return Rows(route, self._num_pushes)
 
     def pool(self, rows: Rows) -> Embeddings:
@@ -352,8 +337,7 @@ class EmbeddingCollection(nn.Module):
         self._pending = [route for route in self._pending if all(route is not pushed for pushed in routes)]
         self.step_count += 1
         self._num_pushes += 1
-        for part in self._parts:
-            part.push(routes, lrs, self.step_count)
+        self._parts.push(routes, lrs, self.step_count)
         for exchange in self._exchanges:
             exchange.counters.pushes += 1
 
@@ -371,9 +355,8 @@ class EmbeddingCollection(nn.Module):
         Does nothing where they always are: without replicas, and under exact synchronization. Where it does something,
         rows that were fetched before are stale.
         """
-        self._num_pushes += any(part.averages for part in self._parts)
-        for part in self._parts:
-            part.synchronize()
+        self._num_pushes += self._parts.averages
+        self._parts.synchronize()
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas: for whoever sets `held_rows` on all of them.
@@ -381,8 +364,7 @@ class EmbeddingCollection(nn.Module):
         `rowmesh.checkpoint.load` calls it.
         """
         self._num_pushes += 1
-        for part in self._parts:
-            part.forget()
+        self._parts.forget()
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
@@ -423,18 +405,13 @@ class EmbeddingCollection(nn.Module):
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
         self.synchronize()
-        parts: list[Part] = []
+        parts = self._make_parts(plan)
         try:
-            parts = self._make_parts(plan)
-            self._make_room(parts, plan, "; the old plan goes on")
-            mine = [
-                move_rows(old.exchanges, new.exchanges, new.mesh) for old, new in zip(self._parts, parts, strict=True)
-            ]
-            for part in parts:
-                part.connect()
+            parts.allocate("; the old plan goes on")
+            mine = parts.fill_from(self._parts)
+            parts.connect()
         except BaseException:
-            for part in parts:
-                part.close()
+            parts.close()
             raise
         self._replace(plan, parts)
         everyone = gather_objects(self.mesh, [(moved.rows, moved.num_bytes) for moved in mine], "migrating")
@@ -456,27 +433,11 @@ class EmbeddingCollection(nn.Module):
                     f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
                 )
 
-    def _make_room(self, parts: Sequence[Part], plan: Plan, outcome: str = "") -> None:
-        """Arenas for the rows of this rank; raises on all ranks alike where one has no memory."""
-        obstacle: str | None = None
-        try:
-            for part in parts:
-                part.allocate()
-        except (MemoryError, OSError) as error:  # anonymous memory fails with the second
-            obstacle = str(error)
-        for rank, theirs in enumerate(gather_objects(self.mesh, obstacle, "making room for rows")):
-            if theirs is not None:
-                raise MemoryError(
-                    f"rank {rank} has no room for the {plan.memory_bytes[rank]:,} bytes of rows and optimizer state "
-                    f"that the plan gives it: {theirs}{outcome}"
-                )
-
-    def _replace(self, plan: Plan, parts: list[Part]) -> None:
-        for old, new in zip(self._exchanges, _in_order(parts), strict=True):
+    def _replace(self, plan: Plan, parts: Parts) -> None:
+        for old, new in zip(self._exchanges, parts.exchanges, strict=True):
             new.counters = old.counters
-        for part in self._parts:
-            part.close()
-        self.plan, self._parts = plan, parts
+        self._parts.close()
+        self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
         self._num_pushes += 1  # rows that were fetched are stale
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
 
@@ -493,7 +454,7 @@ class EmbeddingCollection(nn.Module):
         Raises:
             KeyError: there is no such table.
         """
-        part, exchange, number = self._find(table)
+        part, exchange, number = self._parts.find(table)
         return [_view(exchange.arena, part.share(piece)) for piece in exchange.address_map.homed(number)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
@@ -505,40 +466,21 @@ class EmbeddingCollection(nn.Module):
         Raises:
             KeyError: there is no such table.
         """
-        _, exchange, number = self._find(table)
+        _, exchange, number = self._parts.find(table)
         return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
-
-    def _find(self, table: str) -> tuple[Part, GroupExchange, int]:
-        for part in self._parts:
-            for exchange in part.exchanges:
-                for number, spec in enumerate(exchange.group.tables):
-                    if spec.name == table:
-                        part.settle_own()
-                        return part, exchange, number
-        raise KeyError(f"no table {table!r}; there are {[spec.name for spec in self.tables]}")
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""
-        for part in self._parts:
-            part.barrier()
-        if any(part.replicas > 1 for part in self._parts):
-            barrier(self.mesh, "waiting at a barrier")
+        self._parts.barrier()
 
     def close(self) -> None:
         """Lets no further rank map this one's memory, which is freed with its last view; not to be used any more."""
-        for part in self._parts:
-            part.close()
+        self._parts.close()
 
     def extra_repr(self) -> str:
         """Groups and transport."""
         groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
         return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"
-
-
-def _in_order(parts: Sequence[Part]) -> list[GroupExchange]:
-    """The exchanges of all groups, in the order of the groups."""
-    pairs = [pair for part in parts for pair in zip(part.indices, part.exchanges, strict=True)]
-    return [exchange for _, exchange in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def _nothing(group: RouteGroup) -> None:

@@ -105,7 +105,7 @@ class Homes:
         """The transport's own messages, slots included; no row is fetched."""
         assert self._route is not None
         self._steps += 1
-        transport = self._collection._parts[0].transport
+        transport = self._collection._parts.parts[0].transport
         transport.fetch(self._route, lambda _: None)
         transport.push([self._route], [Update(self._lr, 1.0, self._steps)])
         self._route = None

@@ -159,9 +159,7 @@ class Part:
         if self.synchronizer is not None and self._is_behind:
             self.synchronizer.finish()
             self._is_behind = False
-            if (
-                self.transport.name == "one_sided"
-            ):  # others reply with rows when theirs are up to date, or there are none
+            if self.transport.name == "one_sided":  # under the others, who replies with rows has settled before
                 self.transport.barrier()
 
     def settle_own(self) -> None:

@@ -1,0 +1,159 @@
+"""Parts: all tables of a collection under one plan, by how many replicas they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.part import Part
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.placement import Plan
+from rowmesh.tables import TableGroup
+
+
+class Parts:
+    """A `Part` for each number of replicas. Making them is collective, as are `allocate` and `connect`, which follow.
+
+    Args:
+        mesh: all ranks.
+        plan: of all tables.
+        groups: of tables that have equally many replicas.
+        transport: how rows travel within a replica group.
+        synchronization: how replicas are kept together.
+        common: counts what serves all groups.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        groups: Sequence[TableGroup],
+        transport: TransportName,
+        synchronization: Synchronization,
+        common: CommonCounters,
+    ) -> None:
+        self._mesh, self._plan = mesh, plan
+        indices: dict[int, list[int]] = {count: [] for count in plan.replica_counts}
+        replicas = plan.replicas
+        for index, group in enumerate(groups):
+            indices[replicas[group.tables[0].name]].append(index)
+        how = (transport, synchronization, common)
+        self.parts: list[Part] = []
+        try:
+            for count, chosen in indices.items():
+                self.parts.append(Part(mesh, plan, count, groups, chosen, *how))
+        except BaseException:
+            self.close()
+            raise
+
+    def allocate(self, outcome: str = "") -> None:
+        """Makes room for the rows of this rank.
+
+        Args:
+            outcome: the end of the message.
+
+        Raises:
+            ConfigurationError: a rank would hold more rows than can be told apart.
+            MemoryError: on all ranks alike, where one has no room; names it.
+        """
+        obstacle: str | None = None
+        try:
+            for part in self.parts:
+                part.allocate()
+        except (MemoryError, OSError) as error:  # anonymous memory fails with the second
+            obstacle = str(error)
+        for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, "making room for rows")):
+            if theirs is not None:
+                raise MemoryError(
+                    f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
+                    f"state that the plan gives it: {theirs}{outcome}"
+                )
+
+    def connect(self) -> None:
+        """Makes ranks known to each other, when all rows have their values."""
+        for part in self.parts:
+            part.connect()
+
+    def fill_from(self, old: Parts) -> list[Moved]:
+        """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
+        pairs = zip(old.parts, self.parts, strict=True)
+        return [move_rows(before.exchanges, after.exchanges, after.mesh) for before, after in pairs]
+
+    @property
+    def exchanges(self) -> list[GroupExchange]:
+        """Of all groups, in their order."""
+        pairs = [pair for part in self.parts for pair in zip(part.indices, part.exchanges, strict=True)]
+        return [exchange for _, exchange in sorted(pairs, key=lambda pair: pair[0])]
+
+    @property
+    def transport(self) -> str:
+        """The transport's name; several joined by "+"."""
+        return "+".join(dict.fromkeys(part.transport.name for part in self.parts))
+
+    @property
+    def reason(self) -> str:
+        """Why that one."""
+        if len(self.parts) == 1:
+            return self.parts[0].reason
+        return "; ".join(f"tables of {part.replicas} replica(s): {part.reason}" for part in self.parts)
+
+    @property
+    def averages(self) -> bool:
+        """Whether some replicas differ between two averages."""
+        return any(part.averages for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def find(self, table: str) -> tuple[Part, GroupExchange, int]:
+        """Where a table is: its part, its group, its number there; what this rank holds of it is up to date.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        for part in self.parts:
+            for exchange in part.exchanges:
+                for number, spec in enumerate(exchange.group.tables):
+                    if spec.name == table:
+                        part.settle_own()
+                        return part, exchange, number
+        raise KeyError(f"no table {table!r}; there are {list(self._plan.replicas)}")
+
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Brings the rows of a route within reach. Collective."""
+        for part in self.parts:
+            part.fetch(route, meanwhile)
+
+    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+        """Sends gradients to the owners, which update. Collective."""
+        for part in self.parts:
+            part.push(routes, lrs, step)
+
+    def synchronize(self) -> None:
+        """Makes replicas equal now. Collective."""
+        for part in self.parts:
+            part.synchronize()
+
+    def forget(self) -> None:
+        """Takes the rows of this rank, which somebody sets, as equal to those of other replicas."""
+        for part in self.parts:
+            part.forget()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, whose rows are then up to date."""
+        for part in self.parts:
+            part.barrier()
+        if any(part.replicas > 1 for part in self.parts):  # those waited for their own replica group alone
+            barrier(self._mesh, "waiting at a barrier")
+
+    def close(self) -> None:
+        """Gives back what transports hold."""
+        for part in self.parts:
+            part.close()
