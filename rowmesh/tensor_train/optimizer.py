@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.ops.tensor_train import RULES
-from rowmesh.optim.rules import AdaGrad, UpdateRule
+from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
 from rowmesh.tensor_train.lookup import Lookup
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 
@@ -58,9 +57,11 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self.bags = [bags] if isinstance(bags, TensorTrainEmbeddingBag) else list(bags)
         self.rule = rule or AdaGrad()
-        if self.rule.name not in RULES:
-            known = ", ".join(name for name in RULES if name)
-            raise ConfigurationError(f"tensor-train cores are trained by {known}; {self.rule.name} keeps state by row")
+        if _keeps_state_by_row(self.rule):
+            known = ", ".join(name for name, rule in RULES.items() if not _keeps_state_by_row(rule))
+            raise ConfigurationError(
+                f"tensor-train cores have no rows, and {self.rule.name} keeps state by row; they are trained by {known}"
+            )
         for bag in self.bags:
             if not all(core.requires_grad for core in bag.cores):
                 raise ConfigurationError(
@@ -113,6 +114,10 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             lr /= 1.0 - beta1 ** group["steps"]
             correction /= (1.0 - beta2 ** group["steps"]) ** 0.5
         return lr, 1.0, eps, beta1, beta2, correction
+
+
+def _keeps_state_by_row(rule: UpdateRule | type[UpdateRule]) -> bool:
+    return "row" in rule.state.values()
 
 
 def _merged(bag: TensorTrainEmbeddingBag, taken: list[tuple[Lookup, Tensor]]) -> tuple[Lookup, Tensor]:

@@ -180,7 +180,7 @@ def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
 
 
 @inlined
-def _change_row(
+def change_row(
     gradient, slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
     dim, storage, out, rule, row_bytes, state_bytes,
 ):  # fmt: skip
@@ -274,7 +274,7 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
             _prefetch_gradients(heads, nexts, addresses, min(m + GRADIENT_AHEAD, end - 1), OUT_BYTES)
             total = _sum_chain(load_u32(heads + 4 * m), nexts, addresses, node_ends, num_nodes, DIM, OUT)
             slot = load_u32(slots + 4 * m)
-            _change_row(
+            change_row(
                 scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction,
                 size, DIM, STORAGE, OUT, RULE, ROW_BYTES, STATE_BYTES,
             )  # fmt: skip

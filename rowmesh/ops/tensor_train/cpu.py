@@ -16,29 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from rowmesh.ops.merge_update.cpu import RULES, change_row
 from rowmesh.ops.simd import (
     FLOAT64,
     STORAGE_BYTES,
-    add,
-    axpy,
-    div,
     inlined,
     kernel,
     load_i64,
     load_row,
     load_u32,
-    mul,
     scale,
-    splat,
-    sqrt_row,
     store_i64,
-    store_row,
     store_u32,
 )
 from rowmesh.ops.tensor_train.tile import copy_bytes, lanes, multiply, multiply_transposed, tile_of
 
-NO_RULE, SGD, ADAGRAD, ADAM = -1, 0, 1, 2
-RULES = {None: NO_RULE, "sgd": SGD, "adagrad": ADAGRAD, "adam": ADAM}
+NO_RULE = -1
 ARRANGED = 5  # int64 values that `arrange` counts
 _MOST_CHUNK = 64  # elements that an update changes at a time
 
@@ -222,25 +215,30 @@ def forward_kernel(constants: Constants) -> Any:
 
 
 @inlined
-def _change(
-    gradient, weight, state1, state2, lr, scaling, eps, beta1, beta2, rest1, rest2, correction, dim, storage, rule,
+def _change_slice(
+    gradient, weight, state1, state2, slice_bytes, chunk_bytes,
+    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
 ):  # fmt: skip
-    """Some elements of a core and their state, given their gradients; the formulas of `rowmesh.optim.rules`."""
-    g = scale(scaling, load_row(gradient, dim, storage))
-    w = load_row(weight, dim, storage)
-    if rule == SGD:
-        w = axpy(-lr, g, w)
-    elif rule == ADAGRAD:
-        total = add(load_row(state1, dim, storage), mul(g, g))
-        store_row(state1, total, storage)
-        w = axpy(-lr, div(g, add(scale(correction, sqrt_row(total)), splat(eps, dim, storage))), w)
-    else:
-        first = axpy(beta1, load_row(state1, dim, storage), scale(rest1, g))
-        second = axpy(beta2, load_row(state2, dim, storage), scale(rest2, mul(g, g)))
-        store_row(state1, first, storage)
-        store_row(state2, second, storage)
-        w = axpy(-lr, div(first, add(scale(correction, sqrt_row(second)), splat(eps, dim, storage))), w)
-    store_row(weight, w, storage)
+    """A slice of a core and its state, given its gradient, a chunk of elements after the other as if they were rows."""
+    for at in range(0, slice_bytes, chunk_bytes):
+        change_row(
+            scale(scaling, load_row(gradient + at, chunk, storage)), 0, weight + at, state1 + at, state2 + at,
+            lr, eps, beta1, beta2, rest1, rest2, correction, chunk, chunk, storage, storage, rule, 0, 0,
+        )  # fmt: skip
+
+
+@inlined
+def _change_slices(
+    count, slices, gradients, core, state1, state2, slice_bytes, chunk_bytes,
+    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
+):  # fmt: skip
+    """The slices of a core that are touched; their gradients follow each other."""
+    for t in range(count):
+        at = load_i64(slices + 8 * t) * slice_bytes
+        _change_slice(
+            gradients + t * slice_bytes, core + at, state1 + at, state2 + at, slice_bytes, chunk_bytes,
+            lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
+        )  # fmt: skip
 
 
 def _chunk(elements: int) -> int:
@@ -252,7 +250,7 @@ def _chunk(elements: int) -> int:
 def backward_kernel(constants: Constants, rule: str | None) -> Any:
     """The gradients of the cores, and their update where there is a rule; compiled at its first call."""
     (Q1, Q2, Q3), (R1, R2), STORAGE = constants.dim_factors, constants.ranks, constants.storage
-    RULE, ELEMENT = RULES[rule], STORAGE_BYTES[STORAGE]
+    RULE, ELEMENT = NO_RULE if rule is None else RULES[rule], STORAGE_BYTES[STORAGE]
     SCALAR = np.float64 if STORAGE == FLOAT64 else np.float32
     SLICE1, SLICE2, SLICE3 = (ELEMENT * n for n in constants.slice_elements)
     CHUNK1, CHUNK2, CHUNK3 = (_chunk(n) for n in constants.slice_elements)
@@ -326,27 +324,18 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
             )  # fmt: skip
             if RULE != NO_RULE:
                 at = second * SLICE2
-                for offset in range(0, SLICE2, CHUNK2_BYTES):
-                    _change(
-                        to + offset, core2 + at + offset, state21 + at + offset, state22 + at + offset,
-                        lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK2, STORAGE, RULE,
-                    )  # fmt: skip
+                _change_slice(
+                    to, core2 + at, state21 + at, state22 + at, SLICE2, CHUNK2_BYTES,
+                    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK2, STORAGE, RULE,
+                )  # fmt: skip
         if RULE != NO_RULE:
-            for t in range(num_touched1):
-                at = load_i64(touched1 + 8 * t) * SLICE1
-                for offset in range(0, SLICE1, CHUNK1_BYTES):
-                    _change(
-                        gradient1 + t * SLICE1 + offset, core1 + at + offset, state11 + at + offset,
-                        state12 + at + offset,
-                        lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK1, STORAGE, RULE,
-                    )  # fmt: skip
-            for t in range(num_touched3):
-                at = load_i64(touched3 + 8 * t) * SLICE3
-                for offset in range(0, SLICE3, CHUNK3_BYTES):
-                    _change(
-                        gradient3 + t * SLICE3 + offset, core3 + at + offset, state31 + at + offset,
-                        state32 + at + offset,
-                        lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK3, STORAGE, RULE,
-                    )  # fmt: skip
+            _change_slices(
+                num_touched1, touched1, gradient1, core1, state11, state12, SLICE1, CHUNK1_BYTES,
+                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK1, STORAGE, RULE,
+            )  # fmt: skip
+            _change_slices(
+                num_touched3, touched3, gradient3, core3, state31, state32, SLICE3, CHUNK3_BYTES,
+                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK3, STORAGE, RULE,
+            )  # fmt: skip
 
     return backward
