@@ -5,9 +5,6 @@ equal to 1e-6 relative in fp32 and 1e-12 in fp64, relative to the largest elemen
 gradients here where that is larger (a sum that cancels is not exact to its own size). Long sums are left to fp64: in
 fp32 those of plain torch are themselves further off than this. Rows in bf16 are rounded to 8 bits after each step, so a
 difference in the last bit of fp32 may come out as one unit of bf16. Transports are equal to the bit.
-
-AdaGrad and Adam divide by the size of a gradient: where the gradients of a row cancel, they blow the rounding of the
-sum up to the size of a whole step. Their eps is chosen here so that it does not, which hides nothing else.
 """
 
 from __future__ import annotations
@@ -20,35 +17,13 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh.mesh import Mesh
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
-from rowmesh.tables import Constant, Normal, TableSpec, Uniform
+from rowmesh.tables import Constant, Normal, Uniform
 from tests.support.scenario import Scenario
+from tests.support.tables import OPTIMIZERS, several, table
 from tests.support.training import Trained, merged, train, train_reference
 
 GRADIENT_SIZE = 0.1
 RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
-RULES = {
-    "sgd": SGD(lr=0.3),
-    "adagrad": AdaGrad(lr=0.1, eps=0.1),
-    "row_wise_adagrad": RowWiseAdaGrad(lr=0.1, eps=0.1, initial_accumulator=0.01),
-    "adam": Adam(lr=0.05, eps=0.1),
-}
-
-
-def table(name, num_rows, dim=3, rule="sgd", **options):
-    options.setdefault("initializer", Uniform(bound=1.0))
-    return TableSpec(name=name, num_rows=num_rows, dim=dim, optimizer=RULES[rule], **options)
-
-
-def several(rule, dtype=torch.float32):
-    """Two groups, a shared table, every pooling, a table with fewer rows than ranks."""
-    return (
-        table("user", 50, 3, rule, features=("user", "friend"), dtype=dtype),
-        table("tag", 7, 3, rule, pooling="mean", dtype=dtype),
-        table("day", 1, 3, rule, dtype=dtype),
-        table("item", 200, 16, rule, dtype=dtype, initializer=Normal(std=0.5)),
-        table("history", 40, 16, rule, pooling="none", dtype=dtype, initializer=Normal(std=0.5)),
-    )
 
 
 def on_ranks(ranks, scenario: Scenario, transport: str) -> list[Trained]:
@@ -134,7 +109,7 @@ HARD = {
     "bf16": Scenario(tables=several("row_wise_adagrad", torch.bfloat16), batch_sizes=(3, 2)),
     "bf16 and fp32": Scenario(tables=(*several("adam"), table("b", 9, 3, "adagrad", dtype=torch.bfloat16))),
     "fp64, four ranks": Scenario(tables=several("adam", torch.float64), batch_sizes=(4, 0, 3, 2), is_weighted=True),
-    "many groups": Scenario(tables=tuple(table(f"t{i}", 10 + i, 3, rule) for i, rule in enumerate(list(RULES) * 2))),
+    "many groups": Scenario(tables=tuple(table(f"t{i}", 10 + i, 3, name) for i, name in enumerate([*OPTIMIZERS] * 2))),
 }  # fmt: skip
 
 
@@ -154,7 +129,7 @@ def scenarios(draw):
                 f"t{index}",
                 draw(st.sampled_from([1, 2, 5, 30, 9000])),
                 draw(st.sampled_from([1, 3, 16])),
-                draw(st.sampled_from(list(RULES))),
+                draw(st.sampled_from(list(OPTIMIZERS))),
                 features=names,
                 pooling=draw(st.sampled_from(["sum", "mean", "none"])),
                 initializer=draw(st.sampled_from([Uniform(bound=1.0), Normal(std=0.5), Uniform()])),
@@ -204,7 +179,7 @@ def test_the_sum_over_ranks_has_the_order_of_the_ranks(ranks):
     total = gradients[0]
     for gradient in gradients[1:]:
         total = total + gradient
-    assert torch.equal(rows, -(RULES["sgd"].lr * (total * 0.25)))
+    assert torch.equal(rows, -(OPTIMIZERS["sgd"].lr * (total * 0.25)))
     backwards = gradients[3] + gradients[2] + gradients[1] + gradients[0]
     assert not torch.equal(backwards, total), "the example cannot tell orders apart"
 

@@ -15,9 +15,10 @@ from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan, TableShape
 from tests.support import behaviour
+from tests.support.plans import RULES, make_plan, random_plans
 from tests.support.scenario import Scenario
-from tests.test_equivalence import several
-from tests.test_plans import RULES, check, make_plan, scenarios
+from tests.support.tables import several
+from tests.test_plans import check, scenarios
 
 TRANSPORTS = ["one_sided", "collective"]
 
@@ -57,16 +58,9 @@ def test_migrations_across_nodes(ranks, ranks_per_node):
 @st.composite
 def migrating(draw):
     scenario = draw(scenarios())
-    number = st.integers(0, 7)
-
-    def another():
-        return make_plan(
-            scenario.tables, scenario.world_size, scenario.ranks_per_node,
-            lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
-        )  # fmt: skip
-
+    another = random_plans(scenario.tables, scenario.world_size, scenario.ranks_per_node)
     steps = draw(st.lists(st.integers(0, scenario.num_steps), min_size=1, max_size=2))
-    return replace(scenario, migrations=tuple((step, another()) for step in sorted(steps)))
+    return replace(scenario, migrations=tuple((step, draw(another)) for step in sorted(steps)))
 
 
 @settings(max_examples=20)

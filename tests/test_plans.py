@@ -18,26 +18,12 @@ from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
+from tests.support.jobs import random_jobs
+from tests.support.plans import RULES, make_plan, random_plans
 from tests.support.scenario import Scenario
+from tests.support.tables import several, table
 from tests.support.training import merged, train
 from tests.test_collection import ids_by_table
-from tests.test_equivalence import several, table
-
-RULES = ("dealt", "node", "replicated", "fixed")
-
-
-def make_plan(tables, world_size, ranks_per_node, choose):
-    """`choose(number of a range)` gives rule, shift, rank and hops; tables are cut into thirds."""
-    planned, number = [], 0
-    for spec in tables:
-        cuts = sorted({0, spec.num_rows // 3, 2 * spec.num_rows // 3, spec.num_rows})
-        ranges = []
-        for start, stop in pairwise(cuts):
-            rule, shift, rank, two_hop = choose(number)
-            ranges.append(RowRange(start, stop, rule, shift % world_size, rank % world_size, two_hop))
-            number += 1
-        planned.append(TablePlan(TableShape.of(spec), tuple(ranges)))
-    return Plan(tuple(planned), world_size, ranks_per_node)
 
 
 def assert_equal(scenario, parts, whole):
@@ -93,34 +79,9 @@ def test_rows_of_64_bits(ranks, rule, two_hop):
 def scenarios(draw):
     ranks_per_node, num_nodes = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (1, 3), (3, 1)]))
     world_size = ranks_per_node * num_nodes
-    dtypes = draw(st.sampled_from([[torch.float32, torch.bfloat16], [torch.float64]]))
-    tables = tuple(
-        table(
-            f"t{index}",
-            draw(st.sampled_from([1, 2, 5, 30, 3000])),
-            draw(st.sampled_from([3, 16])),
-            draw(st.sampled_from(["sgd", "adagrad", "row_wise_adagrad", "adam"])),
-            pooling=draw(st.sampled_from(["sum", "mean", "none"])),
-            dtype=draw(st.sampled_from(dtypes)),
-        )
-        for index in range(draw(st.integers(1, 4)))
-    )
-    number = st.integers(0, 7)
-    plan = make_plan(
-        tables, world_size, ranks_per_node,
-        lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
-    )  # fmt: skip
-    return Scenario(
-        tables=tables,
-        batch_sizes=tuple(draw(st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size))),
-        skew=draw(st.sampled_from([1.0, 3.0, 1e9])),
-        num_steps=draw(st.integers(1, 3)),
-        accumulate=draw(st.sampled_from([1, 2])),
-        evaluates=draw(st.booleans()),
-        plan=plan,
-        ranks_per_node=ranks_per_node,
-        seed=draw(st.integers(0, 1000)),
-    )
+    job = draw(random_jobs(world_size))
+    plan = draw(random_plans(job.tables, world_size, ranks_per_node))
+    return replace(job, plan=plan, ranks_per_node=ranks_per_node)
 
 
 @settings(max_examples=40)

@@ -19,10 +19,13 @@ from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, TableShape
 from rowmesh.tables import Constant, TableSpec
 from tests.support.algorithm_1 import train_algorithm_1
+from tests.support.jobs import random_jobs
+from tests.support.plans import RULES, make_plan
 from tests.support.scenario import Scenario
+from tests.support.tables import several, table
 from tests.support.training import merged, train
-from tests.test_equivalence import assert_close, several, table
-from tests.test_plans import RULES, assert_equal, make_plan
+from tests.test_equivalence import assert_close
+from tests.test_plans import assert_equal
 
 TRANSPORTS = ["one_sided", "collective"]
 
@@ -46,28 +49,8 @@ def on_ranks(ranks, scenario, transport="collective"):
 @st.composite
 def jobs(draw):
     world_size = draw(st.sampled_from([2, 3, 4, 4, 4]))
-    dtypes = draw(st.sampled_from([[torch.float32, torch.bfloat16], [torch.float64]]))
-    tables = tuple(
-        table(
-            f"t{index}",
-            draw(st.sampled_from([1, 5, 30, 3000])),
-            draw(st.sampled_from([3, 16])),
-            draw(st.sampled_from(["sgd", "adagrad", "row_wise_adagrad", "adam"])),
-            pooling=draw(st.sampled_from(["sum", "mean", "none"])),
-            dtype=draw(st.sampled_from(dtypes)),
-        )
-        for index in range(draw(st.integers(1, 4)))
-    )
-    scenario = Scenario(
-        tables=tables,
-        batch_sizes=tuple(draw(st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size))),
-        skew=draw(st.sampled_from([1.0, 3.0, 1e9])),
-        num_steps=draw(st.integers(1, 4)),
-        accumulate=draw(st.sampled_from([1, 2])),
-        evaluates=draw(st.booleans()),
-        seed=draw(st.integers(0, 1000)),
-    )
-    replicas = {spec.name: draw(st.sampled_from(valid_replicas(world_size))) for spec in tables}
+    scenario = draw(random_jobs(world_size))
+    replicas = {spec.name: draw(st.sampled_from(valid_replicas(world_size))) for spec in scenario.tables}
     return in_groups(scenario, replicas, draw(st.sampled_from(["shards", "replicas"])))
 
 

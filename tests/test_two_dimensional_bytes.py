@@ -10,7 +10,7 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional_cost import cost_with_replicas
-from tests.test_equivalence import table
+from tests.support.tables import table
 
 NUM_STEPS = 4
 

@@ -4,37 +4,7 @@ import re
 
 import pytest
 
-from rowmesh.cli.__main__ import main
-from rowmesh.data import prepare
-from rowmesh.data.inputs import DataSource
-from rowmesh.data.planted import PlantedConfig
-from rowmesh.data.synthetic import synthesize
 from rowmesh.placement import Plan
-
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clicks")
-    synthesize(folder / "raw", {"train": 5_000}, PlantedConfig(num_rows=(900, 40)))
-    source = DataSource.find([folder / "raw"], None, validation=(), test=())
-    prepared = prepare(source.files, folder / "prepared", source.schema, optimum=source.optimum)
-    path = folder / "clicks.toml"
-    path.write_text(f'[data]\nfolder = "{prepared.folder}"\nbatch_size = 800\n')
-    return path
-
-
-@pytest.fixture
-def run(config_file, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-    def run(*arguments, status=0):
-        with pytest.raises(SystemExit) as stop:
-            main(["plan", str(config_file), *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert stop.value.code == status, captured.err
-        return captured.out if status == 0 else captured.err
-
-    return run
 
 
 def test_each_number_and_arrangement_is_a_line_and_the_plan_is_written(run, tmp_path):

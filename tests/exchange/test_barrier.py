@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from rowmesh.errors import PeerError
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.mesh import Mesh
+from tests.support.threads import in_threads
 
 
 def barriers(world_size, timeout_s=30.0, pids=None):
@@ -34,11 +34,7 @@ def test_nobody_passes_before_all_have_come(world_size):
                 wrong.append((rank, number, list(counts)))
             parts[rank].wait()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(run, world_size)
     assert not wrong
     assert counts == [199] * world_size
     del keep

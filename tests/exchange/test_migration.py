@@ -7,21 +7,14 @@ from hypothesis import given
 from rowmesh.exchange.migration import Movements, Places, windows
 from rowmesh.placement import AddressMap
 from rowmesh.tables import TableSpec
-from tests.test_plans import RULES, make_plan
+from tests.support.plans import RULES, random_plans
 
 
 @st.composite
 def pairs_of_plans(draw):
     per_node, nodes = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (4, 1)]))
     tables = [TableSpec(name=name, num_rows=draw(st.integers(1, 60)), dim=4) for name in "ab"]
-    number = st.integers(0, 7)
-    return [
-        make_plan(
-            tables, per_node * nodes, per_node,
-            lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    return [draw(random_plans(tables, per_node * nodes, per_node)) for _ in range(2)]
 
 
 @given(plans=pairs_of_plans())

@@ -1,12 +1,12 @@
 """Tensor pool: memory is reused when nobody holds it, and is never too small."""
 
 import gc
-import threading
 
 import torch
 
 from rowmesh.exchange.tensor_pool import TensorPool
 from rowmesh.ops.memory import HUGE_PAGE
+from tests.support.threads import in_threads
 
 
 def test_memory_is_reused_only_when_nobody_holds_it():
@@ -78,9 +78,5 @@ def test_threads_never_share_memory():
             if bool((tensor != number).any()):
                 wrong.append(step)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert not wrong

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 import rowmesh
 from rowmesh.errors import ConfigurationError, IdRangeError
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainShape
+from tests.support.threads import in_threads
 
 # (rows, dim, row_factors, dim_factors, ranks): tiles, tails, single values, long last factors. Kernels are compiled for
 # each, so there are few.
@@ -332,11 +332,7 @@ def test_threads_look_up_at_the_same_time():
             if not torch.equal(bag(batches[number]), expected[number]):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert not wrong
 
 

@@ -1,18 +1,18 @@
 """A small planted data set and ways to run commands on it."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rowmesh.data import Prepared, prepare
-from rowmesh.data.inputs import DataSource
-from rowmesh.data.planted import PlantedConfig
-from rowmesh.data.synthetic import synthesize
+from rowmesh.data import PlantedConfig, Prepared
+from tests.support.clicks import prepare_clicks
 
 BATCH_SIZE = 256
 
@@ -24,6 +24,16 @@ class Finished:
     status: int
     out: str
     err: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training run left: its output, metrics of the test split, the loss of each line, the counters' lines."""
+
+    out: str
+    metrics: dict[str, float]
+    losses: list[float | None]
+    counters: list[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +51,7 @@ def clicks(tmp_path_factory) -> Prepared:
     folder = tmp_path_factory.mktemp("clicks")
     planted = PlantedConfig(num_rows=(50, 7, 300, 40, 3), head=10, bag_sizes={2: 3})
     samples = {"train": 7 * BATCH_SIZE + 1, "validation": 300, "test": 501}
-    synthesize(folder / "raw", samples, planted)
-    source = DataSource.find([folder / "raw"], None, validation=(), test=())
-    return prepare(source.files, folder / "prepared", source.schema, optimum=source.optimum)
+    return prepare_clicks(folder, samples, planted)
 
 
 @pytest.fixture
@@ -91,3 +99,27 @@ def run_command(arguments: list[str], *, ranks: int = 0, timeout_s: float = 90.0
 def command():
     """`run_command`, for tests."""
     return run_command
+
+
+@pytest.fixture
+def train(config_file, tmp_path, command):
+    """Trains for one epoch on two ranks, in 64 bits, into a folder of the given name."""
+
+    def train(name, *options):
+        folder = tmp_path / name
+        arguments = ["train", str(config_file), "tables.dtype=float64", "train.epochs=1", f"run.folder={folder}"]
+        done = command([*arguments, *options], ranks=2)
+        assert done.status == 0, done.err
+        metrics = json.loads((folder / "evaluation" / "test.json").read_text())
+        return Trained(
+            done.out,
+            {name: value for name, value in metrics.items() if isinstance(value, float)},
+            [line.get("loss") for line in _json_lines(folder / "metrics.jsonl")],
+            _json_lines(folder / "counters.jsonl"),
+        )
+
+    return train
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

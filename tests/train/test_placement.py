@@ -46,43 +46,28 @@ def _ranges(num_rows, rules, ranks):
     )
 
 
-@pytest.fixture
-def train(config_file, tmp_path, command):
-    """Trains on two ranks and returns what was printed and the metrics."""
-
-    def train(name, *options):
-        done = command(["train", str(config_file), *FLOAT64, f"run.folder={tmp_path / name}", *options], ranks=2)
-        assert done.status == 0, done.err
-        metrics = json.loads((tmp_path / name / "evaluation" / "test.json").read_text())
-        losses = [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return done.out, {key: value for key, value in metrics.items() if isinstance(value, float)}, losses
-
-    return train
-
-
 def test_any_plan_trains_the_same_model(train, make_plan, tmp_path):
-    _, *plain = train("plain")
+    plain = train("plain")
     for name, rules in {"single": ("fixed", "dealt"), "copied": ("replicated", "node", "fixed", "dealt")}.items():
         path = make_plan(*rules)
-        out, *planned = train(name, f"placement.plan={path}")
-        assert planned == plain
+        planned = train(name, f"placement.plan={path}")
+        assert (planned.metrics, planned.losses) == (plain.metrics, plain.losses)
         copies = r"hot [1-9]\d*, warm [1-9]\d*" if name == "copied" else "hot 0, warm 0"
-        assert re.search(rf"^plan      mixed, {path}: rows {copies}, cold \d+$", out, re.MULTILINE)
+        assert re.search(rf"^plan      mixed, {path}: rows {copies}, cold \d+$", planned.out, re.MULTILINE)
         assert Plan.load(tmp_path / name / "plan.json") == Plan.load(path)
-    out, *planned = train("made", "placement.strategy=auto")
-    assert planned == plain
-    line = next(line for line in out.splitlines() if line.startswith("plan "))
+    made = train("made", "placement.strategy=auto")
+    assert (made.metrics, made.losses) == (plain.metrics, plain.losses)
+    line = next(line for line in made.out.splitlines() if line.startswith("plan "))
     plan = Plan.load(tmp_path / "made" / "plan.json")
     assert line.startswith(f"plan      {plan.strategy}, made for topology 1x2: rows hot ")
     assert line.endswith(plan.notes["why"])
 
 
 def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, tmp_path):
-    train("run", "placement.strategy=dealt", "parallel.transport=collective")
+    trained = train("run", "placement.strategy=dealt", "parallel.transport=collective")
     config = resolve(config_file, FLOAT64)
     predicted = problem_of(config, clicks, Topology.uniform(2)).cost(Plan.load(tmp_path / "run" / "plan.json"))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "counters.jsonl").read_text().splitlines()]
-    sent = [line["bytes_sent"] for line in lines if line["group"] != "all groups"]
+    sent = [line["bytes_sent"] for line in trained.counters if line["group"] != "all groups"]
     whole_batches = sent[:7]
     # An epoch draws without replacement, and a batch is 7 % of this one: it holds slightly more distinct rows.
     assert sum(whole_batches) / 7 == pytest.approx(predicted.total_bytes, rel=0.04)
@@ -90,11 +75,11 @@ def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, t
 
 
 def test_a_run_that_measures_drift_trains_the_same_model(train, make_plan):
-    _, *plain = train("plain")
+    plain = train("plain")
     path = make_plan("fixed", "replicated", "fixed", "fixed")  # the worst for its ranks
     limits = ["placement.drift.check_every=1", "placement.drift.sample_every=1", "placement.drift.min_balance=1.0"]
-    _, *followed = train("followed", f"placement.plan={path}", *limits)
-    assert followed == plain
+    followed = train("followed", f"placement.plan={path}", *limits)
+    assert (followed.metrics, followed.losses) == (plain.metrics, plain.losses)
 
 
 def test_without_a_plan_tables_are_dealt(config_file, tmp_path, capsys):
@@ -105,7 +90,7 @@ def test_without_a_plan_tables_are_dealt(config_file, tmp_path, capsys):
 
 def test_an_evaluation_takes_the_plan_of_the_run_or_deals(train, make_plan, command, tmp_path, capsys):
     path = make_plan("fixed", "dealt")
-    _, metrics, _ = train("run", f"placement.plan={path}")
+    metrics = train("run", f"placement.plan={path}").metrics
     path.unlink()  # the run keeps its own
     done = command(["evaluate", str(tmp_path / "run")], ranks=2)
     assert done.status == 0, done.err

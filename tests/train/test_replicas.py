@@ -1,7 +1,5 @@
 """Runs whose tables have replicas."""
 
-import json
-
 import pytest
 
 from rowmesh.errors import ConfigurationError
@@ -19,38 +17,21 @@ def four_ranks():
     return Mesh(world_size=4, hosts=(0, 0, 1, 1), pids=(1, 2, 1, 2))
 
 
-@pytest.fixture
-def train(config_file, tmp_path, command):
-    """Trains on two ranks; returns what was printed, the metrics of the test split, and the counters' lines."""
-
-    def train(name, *options):
-        done = command(["train", str(config_file), *OPTIONS, f"run.folder={tmp_path / name}", *options], ranks=2)
-        assert done.status == 0, done.err
-        metrics = json.loads((tmp_path / name / "evaluation" / "test.json").read_text())
-        counters = [json.loads(line) for line in (tmp_path / name / "counters.jsonl").read_text().splitlines()]
-        return done.out, {key: value for key, value in metrics.items() if isinstance(value, float)}, counters
-
-    return train
-
-
 def test_exact_replicas_train_the_same_model(train, tmp_path):
-    _, plain, _ = train("plain")
-    out, replicated, counters = train("replicated", "parallel.replicas=2")
-    assert replicated == pytest.approx(plain, abs=1e-9)
-    assert "replicas  2 of " in out
-    assert "on ranks [0], [1]; exact: gradients are summed" in out
+    plain, replicated = train("plain"), train("replicated", "parallel.replicas=2")
+    assert replicated.metrics == pytest.approx(plain.metrics, abs=1e-9)
+    assert "replicas  2 of " in replicated.out
+    assert "on ranks [0], [1]; exact: gradients are summed" in replicated.out
     assert Plan.load(tmp_path / "replicated" / "plan.json").replica_counts == (2,)
-    assert any(line["group"].endswith(", replicas") and line["bytes_sent"] for line in counters)
+    assert any(line["group"].endswith(", replicas") and line["bytes_sent"] for line in replicated.counters)
     alone = run_evaluation(tmp_path / "replicated")  # on one rank, which no replicas fit
-    assert alone.auc == pytest.approx(plain["auc"], abs=1e-9)
+    assert alone.auc == pytest.approx(plain.metrics["auc"], abs=1e-9)
 
 
 def test_averaged_replicas_are_equal_where_they_are_evaluated_and_saved(train, tmp_path):
-    out, metrics, _ = train(
-        "averaged", "parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=7"
-    )
-    assert "average: rows and moments are averaged every 7 steps" in out
-    assert run_evaluation(tmp_path / "averaged").auc == pytest.approx(metrics["auc"], abs=1e-9)
+    averaged = train("averaged", "parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=7")
+    assert "average: rows and moments are averaged every 7 steps" in averaged.out
+    assert run_evaluation(tmp_path / "averaged").auc == pytest.approx(averaged.metrics["auc"], abs=1e-9)
 
 
 def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):

@@ -1,0 +1,35 @@
+"""Plans in which neighbouring ranges of rows follow different rules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+
+RULES = ("dealt", "node", "replicated", "fixed")
+
+
+def make_plan(tables, world_size, ranks_per_node, choose):
+    """`choose(number of a range)` gives rule, shift, rank and hops; tables are cut into thirds."""
+    planned, number = [], 0
+    for spec in tables:
+        cuts = sorted({0, spec.num_rows // 3, 2 * spec.num_rows // 3, spec.num_rows})
+        ranges = []
+        for start, stop in pairwise(cuts):
+            rule, shift, rank, two_hop = choose(number)
+            ranges.append(RowRange(start, stop, rule, shift % world_size, rank % world_size, two_hop))
+            number += 1
+        planned.append(TablePlan(TableShape.of(spec), tuple(ranges)))
+    return Plan(tuple(planned), world_size, ranks_per_node)
+
+
+@st.composite
+def random_plans(draw, tables, world_size, ranks_per_node):
+    """Plans whose ranges follow any rule."""
+    number = st.integers(0, 7)
+    return make_plan(
+        tables, world_size, ranks_per_node,
+        lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
+    )  # fmt: skip
