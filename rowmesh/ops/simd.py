@@ -298,6 +298,21 @@ def _store(llvm: Any, numba: Any, narrow: bool = False) -> Any:
 
 
 @_intrinsic
+def copy_bytes(typing: Any, to: Any, source: Any, num_bytes: Any) -> Any:
+    """Copies `num_bytes` (a constant) of any alignment, bit by bit."""
+    n = _literal(num_bytes)
+    if n is None:
+        return None
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        pointers = [b.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2]]
+        cgutils.raw_memcpy(b, *pointers, ir.Constant(_I64, n), 1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, num_bytes), codegen
+
+
+@_intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
     """The int64 at `address`."""
     return _load(_I64, types.int64)
