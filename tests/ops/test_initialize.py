@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops.initialize import initialize
+from rowmesh.ops.initialize import STREAM, initialize, initialize_slots
 from rowmesh.ops.initialize.reference import values
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -73,6 +73,25 @@ def test_blocks_of_bfloat16_do_not_follow_the_defaults():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", ["uniform", "normal", "constant"])
+def test_rows_of_any_slots_are_those_of_whole_pieces(dtype, distribution):
+    """Three pieces of two tables, the last one empty, their slots in any order."""
+    pieces = np.array([[0, 5, 1, 0], [7, 2**40, 3, 1], [20, 1, 2, 0], [25, 9, 1, 1]])
+    streams = np.array([(2**63 + 5, -1.0, 1.0), (9, 0.5, 2.0)], STREAM)
+    whole = torch.empty(25, 17, dtype=dtype)
+    for (begin, row, step, table), end in zip(pieces[:3].tolist(), (7, 20, 25), strict=True):
+        key, a, b = streams[table].tolist()
+        initialize(whole[begin:end], key, first=row, stride=step, distribution=distribution, a=a, b=b)
+    rng = np.random.default_rng(0)
+    slots, places = rng.permutation(25)[:20].astype(np.uint32), rng.permutation(30)[:20].astype(np.uint32)
+    out = torch.full((30, 17), 7.0, dtype=dtype)
+    initialize_slots(out, places, slots, pieces, streams, distribution)
+    assert torch.equal(out[torch.from_numpy(places.astype(np.int64))], whole[torch.from_numpy(slots.astype(np.int64))])
+    others = np.setdiff1d(np.arange(30), places)
+    assert bool((out[torch.from_numpy(others)] == 7.0).all())
 
 
 @pytest.mark.parametrize("out", [torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.float16)])
