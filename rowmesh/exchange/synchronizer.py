@@ -4,8 +4,9 @@
     average   groups update for themselves; rows and moments are averaged every so many steps
 
 Both send only rows that were touched, along columns (`rowmesh.mesh.grid`). Two replicas tell each other everything at
-once. Of more, each row has a home, the replica of its slot modulo M, which adds up and tells the result: so that no
-rank receives a row more often than it must. What was sent arrives while the program goes on to the next look-up.
+once. Of more, each row has a home, the replica of its slot modulo M, which adds up and tells the result: a rank then
+receives (M − 1) / M · (n + U) rows, where a group touches n and all of them U, instead of (M − 1) · n. What was sent
+arrives while the program goes on to the next look-up.
 """
 
 from __future__ import annotations
