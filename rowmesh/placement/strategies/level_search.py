@@ -14,7 +14,6 @@ from rowmesh.placement.strategies.problem import Problem, least_bytes
 MOST_UNEQUAL = 1e2
 POSITIONS = 8
 BALANCED = 5e-4
-MAX_MIXED_RUNS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +27,8 @@ class LevelSearch:
         moved: what rows move, by how they travel.
         choices: what rows cost at each level.
         steps: steps up, best first.
-        mixed: another search and its share, 0 … 1: levels are between those of both.
+        mixed: another search and its share, 0 … 1: each table has so many hot and copied rows as lie between those of
+            both.
     """
 
     problem: Problem
@@ -74,10 +74,22 @@ class LevelSearch:
             return levels
         other, share = self.mixed[0].take(budget_bytes), self.mixed[1]
         hot, copied = (
-            np.floor(own + share * (others - own)).astype(np.int64)
+            self._from_the_first(own + share * (others - own))
             for own, others in ((levels.hot, other.hot), (levels.copied, other.copied))
         )
         return replace(levels, hot=hot, copied=copied)
+
+    def _from_the_first(self, rows: np.ndarray) -> np.ndarray:
+        """[K]: as many rows of each table as there are in `rows`, but from its first row on."""
+        demand = self.demand
+        of_table = np.bincount(demand.table, rows, len(demand.shapes))
+        before = demand.starts[:-1] - demand.first_row[demand.table]
+        # What should be whole may come out a little below.
+        return np.clip(np.floor(of_table[demand.table] + 1e-6).astype(np.int64) - before, 0, demand.lengths)
+
+    def has_prefixes(self, levels: Levels) -> bool:
+        """Whether the hot and the copied rows of each table are its first ones."""
+        return all(np.array_equal(rows, self._from_the_first(rows)) for rows in (levels.hot, levels.copied))
 
     def link_seconds(self, levels: Levels) -> tuple[float, float]:
         """(within nodes, between nodes): the slowest link of either kind when homes are balanced."""
@@ -105,49 +117,66 @@ def _with_tails(problem: Problem) -> Demand:
     return demand if has_room else problem.demand
 
 
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A search, and how long links take under it: the slowest in seconds, and between nodes against within, −1 … 1."""
+
+    factor: float
+    search: LevelSearch
+    slowest: float
+    imbalance: float
+
+    @staticmethod
+    def of(factor: float, search: LevelSearch) -> _Tried:
+        within, between = search.link_seconds(search.take(search.budget_bytes))
+        total = between + within
+        return _Tried(factor, search, max(within, between), (between - within) / total if total > 0 else 0.0)
+
+
 def _balanced(under: Callable[[float], LevelSearch]) -> tuple[float, LevelSearch]:
     """The factor on links between nodes under which the slowest link is fastest, and the search under it.
 
     The dearer links between nodes are made, the less moves over them: both kinds take equally long at the root of a
-    falling function, which is found by false position (Illinois) over the logarithm of the factor. Where the function
-    jumps over its root, since many equal rows change their level together, some of them do.
+    falling function of the factor. Where the function jumps over its root, since many rows change their level
+    together, some of them do.
     """
-    tried: list[tuple[float, int, float, LevelSearch]] = []
+    most = float(np.log(MOST_UNEQUAL))
+    tried, below, above = _false_position(
+        lambda exponent: _Tried.of(float(np.exp(exponent)), under(float(np.exp(exponent)))), -most, most
+    )
+    jumps = below.imbalance > 0 > above.imbalance and abs(tried[-1].imbalance) >= BALANCED
+    if jumps and _can_mix(below.search, above.search):
+        tried += _false_position(
+            lambda share: _Tried.of(above.factor, replace(below.search, mixed=(above.search, share))), 0.0, 1.0
+        )[0]
+    best = min(tried, key=lambda each: each.slowest)
+    return best.factor, best.search
 
-    def imbalance(exponent: float) -> float:
-        search = under(float(np.exp(exponent)))
-        within, between = search.link_seconds(search.take(search.budget_bytes))
-        tried.append((max(within, between), len(tried), float(np.exp(exponent)), search))
-        return (between - within) / (between + within) if between + within > 0 else 0.0
 
-    low, high = -float(np.log(MOST_UNEQUAL)), float(np.log(MOST_UNEQUAL))
-    at_low, at_high = imbalance(low), imbalance(high)
-    below, above = tried
-    if at_low > 0 > at_high:
-        for _ in range(POSITIONS):
-            middle = (low * at_high - high * at_low) / (at_high - at_low)
-            at_middle = imbalance(middle)
-            if abs(at_middle) < BALANCED:
-                break
-            if at_middle > 0:
-                low, at_low, at_high, below = middle, at_middle, at_high / 2, tried[-1]
-            else:
-                high, at_high, at_low, above = middle, at_middle, at_low / 2, tried[-1]
+def _false_position(at: Callable[[float], _Tried], low: float, high: float) -> tuple[list[_Tried], _Tried, _Tried]:
+    """All that was tried on the way to where both kinds of links take equally long, and the last on either side of it.
+
+    By the rule of false position, with the correction called Illinois.
+    """
+    below, above = at(low), at(high)
+    tried = [below, above]
+    at_low, at_high = below.imbalance, above.imbalance
+    if not at_low > 0 > at_high:
+        return tried, below, above
+    for _ in range(POSITIONS):
+        middle = (low * at_high - high * at_low) / (at_high - at_low)
+        found = at(middle)
+        tried.append(found)
+        if abs(found.imbalance) < BALANCED:
+            break
+        if found.imbalance > 0:
+            low, below, at_low, at_high = middle, found, found.imbalance, at_high / 2
         else:
-            if (mixed := _mix(below[-1], above[-1])) is not None:
-                tried.append((mixed.slowest_link(), len(tried), above[2], mixed))
-    _, _, factor, best = min(tried, key=lambda entry: entry[:2])
-    return factor, best
+            high, above, at_high, at_low = middle, found, found.imbalance, at_low / 2
+    return tried, below, above
 
 
-def _mix(low: LevelSearch, high: LevelSearch) -> LevelSearch | None:
-    """Levels under which both kinds of links take equally long, between two that err on different sides; none where
-    these differ in so many runs that their rows would make too many ranges.
-    """
-    levels = [search.take(search.budget_bytes) for search in (low, high)]
-    differ = np.count_nonzero((levels[0].hot != levels[1].hot) | (levels[0].copied != levels[1].copied))
-    if differ > MAX_MIXED_RUNS or not np.array_equal(low.choices.kind, high.choices.kind):
-        return None
-    (within, between), (within_high, between_high) = (low.link_seconds(levels[0]), high.link_seconds(levels[1]))
-    ahead, behind = between - within, within_high - between_high
-    return replace(low, mixed=(high, ahead / (ahead + behind)))
+def _can_mix(low: LevelSearch, high: LevelSearch) -> bool:
+    """Whether what is between them can be said table by table."""
+    same_kinds = np.array_equal(low.choices.kind, high.choices.kind)
+    return same_kinds and all(search.has_prefixes(search.take(search.budget_bytes)) for search in (low, high))

@@ -137,6 +137,17 @@ def test_both_kinds_of_links_take_equally_long_where_most_rows_are_alike(extra_m
     assert sum(len(table.ranges) for table in plan.tables) < 2 * MAX_HEAD_ROWS
 
 
+@pytest.mark.parametrize("extra_memory", [0.2, 0.3])
+def test_both_kinds_of_links_take_equally_long_where_rows_of_unlike_counts_are_in_every_batch(extra_memory):
+    """All rows of the head then save alike, so that a multiplier gives all of them the same level."""
+    counts = np.append(1000 * np.arange(10_000, 5_000, -1), np.ones(20_000))
+    profile = Profile.from_counts({"t": counts}, [TableShape("t", len(counts), 64, 64, 4)], num_samples=10_000_000)
+    request = Request(batch_size=65_536, mode="infer", extra_memory=extra_memory, objective="slowest_link")
+    plan = search(profile, NODES, request)
+    assert Problem(profile, NODES, request).cost(plan).link_balance(NODES) >= 0.99
+    assert len(plan.tables[0].ranges) < 10
+
+
 def test_copies_go_where_a_byte_saves_most():
     """20 bytes moved for 16 stored against 260 for 256: narrow rows come first, and memory ends within wide ones."""
     counts = np.array([400] * 100 + [1] * 900)
