@@ -337,12 +337,6 @@ def store_u32(typing: Any, address: Any, value: Any) -> Any:
 
 
 @_intrinsic
-def load_u16(typing: Any, address: Any) -> Any:
-    """The uint16 at `address`, as an int64."""
-    return _load(_I16, types.int64, "zext")
-
-
-@_intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
     """The float32 at `address`."""
     return _load(_F32, types.float32)
@@ -364,6 +358,12 @@ def load_f64(typing: Any, address: Any) -> Any:
 def store_f64(typing: Any, address: Any, value: Any) -> Any:
     """Writes a float64."""
     return _store(_F64, types.float64)
+
+
+@_intrinsic
+def float_bits(typing: Any, value: Any) -> Any:
+    """The bits of a float64, as an int64."""
+    return types.int64(types.float64), lambda ctx, b, sig, args: b.bitcast(args[0], _I64)
 
 
 @_intrinsic

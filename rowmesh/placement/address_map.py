@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.ops.route import COPY, FLAG_BITS, RELAY
-from rowmesh.placement.plan import Plan, RowRange
+from rowmesh.ops.route import COPY, FLAG_BITS, RELAY, first_rows
+from rowmesh.placement.plan import Plan, RowRange, TablePlan
 
 # In this order those of each of the sets below stand next to each other.
 KINDS = ("direct", "relayed", "node", "forwarded", "replicated")
@@ -36,7 +36,6 @@ FLAGS = {"direct": 0, "relayed": RELAY, "node": RELAY, "forwarded": RELAY | COPY
 MAX_KEY = 2**32 - 1
 _SEARCHED = 4  # ranges among which the kernel finds one by comparing with all starts
 _NEVER = 2**63 - 1
-_DIRECT_ROWS = 4096  # rows of a table's head that find their range through an index
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ class AddressMap:
         ranges: int64 `[R, 10]`: start, shift, modulus, rank, divisor, base, kind, flags, then 1 / modulus and 1 /
             divisor as the bits of a float64. Home = (row − start + shift) mod modulus + rank, slot = base + (row −
             start) // divisor. Flags: 1 the stop is the agent, 2 a copy is here.
-        index: int64 `[S, 8]`: the table's first range, one past its last, the first range to search among, where its
-            head begins in `heads`, how many rows the head has, and the starts of the three ranges after the first to
-            search among.
-        heads: uint16, for the first rows of tables of many ranges: the range, counted from the table's first.
+        index: int64 `[S, 6]`: the table's first range, how many it has, where its buckets begin in `buckets`, and the
+            starts of the three ranges after the first.
+        buckets: uint32, for tables of more than four ranges: of each bucket (`rowmesh.ops.route.buckets`) the range
+            that its first row is in, counted from the table's first; then the last range.
 
     Raises:
         ConfigurationError: keys would not fit into 32 bits.
@@ -84,9 +83,9 @@ class AddressMap:
         self.ranges = np.array([self._describe(*item) for item in self._items()], np.int64)
         self.ranges[:, 8] = (1.0 / self.ranges[:, 2]).view(np.int64)
         self.ranges[:, 9] = (1.0 / self.ranges[:, 4]).view(np.int64)
-        heads = [_head(table.ranges) for table in self.tables]
-        self.heads = np.concatenate([np.zeros(0, np.uint16), *heads])
-        self.index = self._make_index([len(head) for head in heads])
+        buckets = [_buckets(table) for table in self.tables]
+        self.buckets = np.concatenate(buckets)
+        self.index = self._make_index([len(part) for part in buckets])
 
     @property
     def num_tables(self) -> int:
@@ -101,7 +100,7 @@ class AddressMap:
     @property
     def num_bytes(self) -> int:
         """Memory of the map."""
-        return self.ranges.nbytes + self.index.nbytes + self.heads.nbytes
+        return self.ranges.nbytes + self.index.nbytes + self.buckets.nbytes
 
     def segments(self, kinds: set[str]) -> range:
         """The segments of kinds that stand next to each other in KINDS; where there are none, where they would be."""
@@ -123,7 +122,7 @@ class AddressMap:
         replying = sum(kind in REPLIES for kind in self.kinds)
         flags = sum((FLAGS[kind] << FLAG_BITS * index) for index, kind in enumerate(self.kinds))
         return np.array([
-            self.ranges.ctypes.data, self.index.ctypes.data, self.heads.ctypes.data, self._limits.ctypes.data,
+            self.ranges.ctypes.data, self.index.ctypes.data, self.buckets.ctypes.data, self._limits.ctypes.data,
             self.num_tables, len(self.kinds), replying, plan.world_size, self.rank, plan.ranks_per_node,
             self.key_stride, arenas, row_bytes, flags,
         ], np.int64)  # fmt: skip
@@ -220,14 +219,13 @@ class AddressMap:
                 return part, base
         raise IndexError(f"table {self.tables[table].name!r} has no row {row}")
 
-    def _make_index(self, head_sizes: Sequence[int]) -> np.ndarray:
-        rows, first, head = [], 0, 0
-        for table, size in zip(self.tables, head_sizes, strict=True):
-            behind = next(number for number, part in enumerate(table.ranges) if part.stop > size)
-            starts = [part.start for part in table.ranges[behind + 1 : behind + _SEARCHED]]
+    def _make_index(self, num_buckets: Sequence[int]) -> np.ndarray:
+        rows, first, bucket = [], 0, 0
+        for table, size in zip(self.tables, num_buckets, strict=True):
+            starts = [part.start for part in table.ranges[1:_SEARCHED]]
             starts += [_NEVER] * (_SEARCHED - 1 - len(starts))
-            rows.append((first, first + len(table.ranges), first + behind, head, size, *starts))
-            first, head = first + len(table.ranges), head + size
+            rows.append((first, len(table.ranges), bucket, *starts))
+            first, bucket = first + len(table.ranges), bucket + size
         return np.array(rows, np.int64)
 
     def _describe(self, part: RowRange, base: int) -> tuple[int, ...]:
@@ -239,10 +237,10 @@ class AddressMap:
         )  # fmt: skip
 
 
-def _head(ranges: Sequence[RowRange]) -> np.ndarray:
-    """The range of each of the first rows, up to where few ranges are left; the kernel searches among those."""
-    if len(ranges) <= _SEARCHED:
-        return np.zeros(0, np.uint16)
-    rows = min(ranges[-_SEARCHED].start, _DIRECT_ROWS)
-    starts = np.array([part.start for part in ranges])
-    return (np.searchsorted(starts, np.arange(rows), side="right") - 1).astype(np.uint16)
+def _buckets(table: TablePlan) -> np.ndarray:
+    """Where the kernel begins to search for the range of a row, and where it ends."""
+    if len(table.ranges) <= _SEARCHED:
+        return np.zeros(0, np.uint32)
+    starts = [part.start for part in table.ranges]
+    ranges = np.searchsorted(starts, first_rows(table.shape.num_rows), side="right") - 1
+    return np.append(ranges, len(starts) - 1).astype(np.uint32)

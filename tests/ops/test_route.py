@@ -5,7 +5,8 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from rowmesh.ops.route import HEADER, locate, reference, route
+from rowmesh.ops.route import HEADER, first_rows, locate, reference, route
+from rowmesh.ops.route.buckets import bucket_of
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import REPLIES
 from tests.support.memory import Poisoned
@@ -128,3 +129,14 @@ def test_refuses_the_first_id_that_is_no_row(row, world_size):
         AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0), np.zeros(world_size, np.int64), 0,
     )  # fmt: skip
     assert refused == 3
+
+
+@given(row=st.integers(0, 2000) | st.integers(0, 2**51) | st.integers(9, 51).map(lambda bits: 2**bits - 257))
+def test_a_bucket_begins_with_its_first_row(row):
+    """In the kernel and in the index; the rows up to 255 have one each."""
+    first = first_rows(row + 1)
+    assert bucket_of(row) == len(first) - 1
+    assert first[-1] <= row
+    assert bucket_of(int(first[-1])) == len(first) - 1
+    assert all(np.diff(first) >= 1)
+    assert all(np.diff(first) <= 1 + first[:-1] / 256)

@@ -9,6 +9,7 @@ Differs: the stop follows from a few ranges a table, and ids travel as 32-bit ke
 slot.
 """
 
+from rowmesh.ops.route.buckets import first_rows
 from rowmesh.ops.route.cpu import COPY, DESCRIPTOR, FLAG_BITS, HEADER, INDEX_ENTRY, RELAY, locate, route
 
-__all__ = ["COPY", "DESCRIPTOR", "FLAG_BITS", "HEADER", "INDEX_ENTRY", "RELAY", "locate", "route"]
+__all__ = ["COPY", "DESCRIPTOR", "FLAG_BITS", "HEADER", "INDEX_ENTRY", "RELAY", "first_rows", "locate", "route"]

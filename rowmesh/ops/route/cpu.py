@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.ops.counting_sort import quotient, restore, to_offsets
+from rowmesh.ops.route.buckets import bucket_of
 from rowmesh.ops.simd import (
     inlined,
     kernel,
     load_f64,
     load_i64,
-    load_u16,
     load_u32,
     prefetch,
     store_i64,
@@ -24,10 +24,10 @@ PREFETCHED_ROW_BYTES = 128
 # A header of int64 values, which stays the same from batch to batch, and where each stands.
 HEADER = 14
 (
-    RANGES, INDEX, HEADS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
+    RANGES, INDEX, BUCKETS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
     ARENAS, ROW_BYTES, KIND_FLAGS,
 ) = range(0, 8 * HEADER, 8)  # fmt: skip
-DESCRIPTOR, INDEX_ENTRY = 10, 8  # int64 values that describe a range, and a table
+DESCRIPTOR, INDEX_ENTRY = 10, 6  # int64 values that describe a range, and a table
 _DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
 (
     _START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _PER_MODULUS, _PER_DIVISOR,
@@ -38,23 +38,31 @@ FLAG_BITS = 2  # KIND_FLAGS has the flags of kind k in bits 2k and 2k + 1
 
 
 @inlined
-def _find(index, heads, ranges, row):
+def _table(header, table):
+    """What `_find` needs to know of a table, read once: a loop that stores would read it for every id."""
+    index = load_i64(header + INDEX) + _INDEX_BYTES * table
+    return (
+        load_i64(header + RANGES) + _DESCRIPTOR_BYTES * load_i64(index), load_i64(index + 8),
+        load_i64(header + BUCKETS) + 4 * load_i64(index + 16),
+        load_i64(index + 24), load_i64(index + 32), load_i64(index + 40),
+    )  # fmt: skip
+
+
+@inlined
+def _find(row, ranges, count, buckets, start1, start2, start3):
     """The descriptor of the range that a row is in."""
-    first = load_i64(index)
-    head = load_i64(index + 32)
-    if row < head:
-        return ranges + _DESCRIPTOR_BYTES * (first + load_u16(heads + 2 * (load_i64(index + 24) + row)))
-    low = load_i64(index + 16)
-    count = load_i64(index + 8) - low
     if count <= 4:
-        for k in range(40, 64, 8):
-            low += np.int64(load_i64(index + k) <= row)
-        return ranges + _DESCRIPTOR_BYTES * low
-    while count > 1:
-        half = count >> 1
-        low += half * np.int64(load_i64(ranges + _DESCRIPTOR_BYTES * (low + half) + _START) <= row)  # no branch
-        count -= half
-    return ranges + _DESCRIPTOR_BYTES * low
+        number = np.int64(start1 <= row) + np.int64(start2 <= row) + np.int64(start3 <= row)
+        return ranges + _DESCRIPTOR_BYTES * number
+    bucket = buckets + 4 * bucket_of(row)
+    first, last = load_u32(bucket), load_u32(bucket + 4)
+    while first < last:
+        middle = first + last + 1 >> 1
+        if load_i64(ranges + _DESCRIPTOR_BYTES * middle + _START) <= row:
+            first = middle
+        else:
+            last = middle - 1
+    return ranges + _DESCRIPTOR_BYTES * first
 
 
 @inlined
@@ -78,11 +86,10 @@ def _describe(part):
 @kernel
 def locate(header, table, ids, count, homes, slots):
     """Home (uint32) and slot (uint32) of every row of one table; `route` without the sort."""
-    ranges, heads = load_i64(header + RANGES), load_i64(header + HEADS)
-    index = load_i64(header + INDEX) + _INDEX_BYTES * table
+    ranges, num_ranges, buckets, start1, start2, start3 = _table(header, table)
     for i in range(count):
         row = load_i64(ids + 8 * i)
-        part = _find(index, heads, ranges, row)
+        part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
         start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         home, slot = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
         store_u32(homes + 4 * i, home)
@@ -144,7 +151,6 @@ def _place_all(
     num_segments, world_size,
 ):  # fmt: skip
     """Finds stop, kind and key of every unique id and counts them by (stop, segment)."""
-    ranges, heads = load_i64(header + RANGES), load_i64(header + HEADS)
     rank, per_node = load_i64(header + RANK), load_i64(header + RANKS_PER_NODE)
     key_stride = load_i64(header + KEY_STRIDE)
     node_first = rank // per_node * per_node
@@ -153,10 +159,9 @@ def _place_all(
     while (1 << bits) < world_size:
         bits += 1
     for s in range(num_tables):
-        index = load_i64(header + INDEX) + _INDEX_BYTES * s
+        ranges, num_ranges, buckets, start1, start2, start3 = _table(header, s)
         limit = np.uint64(load_i64(load_i64(header + NUM_ROWS) + 8 * s))
-        part = ranges + _DESCRIPTOR_BYTES * load_i64(index)
-        is_one = load_i64(index + 8) - load_i64(index) == 1
+        part, is_one = ranges, num_ranges == 1
         start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
         if is_one and flags == 0 and modulus == load_i64(part + _DIVISOR) == 1 << bits:
@@ -176,7 +181,7 @@ def _place_all(
             if np.uint64(row) >= limit:
                 return u
             if not is_one:
-                part = _find(index, heads, ranges, row)
+                part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
                 start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
                 kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
             stop, key = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
