@@ -34,10 +34,10 @@ class Told:
         """The rows at some places."""
         return Told(self.slots[chosen], [b[chosen] for b in self.blocks], [b[chosen] for b in self.before])
 
-    def split(self, parts: int) -> list[Told]:
-        """By slot modulo `parts`; in their order."""
+    def places(self, parts: int) -> list[np.ndarray]:
+        """Where the rows of each part stand, which is their slot modulo `parts`; in their order."""
         homes = self.slots % np.uint32(parts)
-        return [self.take(np.flatnonzero(homes == home)) for home in range(parts)]
+        return [np.flatnonzero(homes == home) for home in range(parts)]
 
 
 class Layout:
@@ -54,15 +54,17 @@ class Layout:
         """Of a message of so many rows."""
         return self._offsets(count)[-1]
 
-    def write(self, told: Told, message: np.ndarray) -> None:
-        """Lays rows out in uint8 `[num_bytes]`."""
-        count, offsets = len(told), self._offsets(len(told))
-        message[: 4 * count].view(np.uint32)[:] = told.slots
-        for block, begin, size in zip(told.blocks, offsets, self.item_bytes, strict=False):
-            message[begin : begin + size * count].reshape(count, size)[:] = block
+    def write(self, told: Told, message: np.ndarray, places: np.ndarray | None = None) -> None:
+        """Lays rows out in uint8 `[num_bytes]`: all, or those at some places."""
+        laid_out = self.read(message, len(told) if places is None else len(places))
+        for to, values in zip([laid_out.slots, *laid_out.blocks], [told.slots, *told.blocks], strict=True):
+            if places is None:
+                to[:] = values
+            else:
+                np.take(values, places, axis=0, out=to, mode="clip")  # "raise" would buffer the result
 
     def read(self, message: np.ndarray, count: int) -> Told:
-        """The rows of a message, as views."""
+        """The rows of a message that has so many, as views."""
         offsets = self._offsets(count)
         blocks = [
             message[begin : begin + size * count].reshape(count, size)
