@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,10 @@ from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.parts import Parts
-from rowmesh.exchange.pooling import GroupPooling, Pooling, compress
+from rowmesh.exchange.pooling import GroupPooling, PoolFunction, Pooling, compress
 from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
+from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
@@ -48,26 +49,19 @@ class Rows:
         self.num_pushes = num_pushes
 
 
-class _Pool(torch.autograd.Function):
-    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from."""
+class _LookUp:
+    """A route whose rows are fetched, as autograd sees it."""
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, route: Route) -> tuple[Tensor, ...]:
-        ctx.collection, ctx.route = collection, route
-        return collection._pooling.forward(route)
+    def __init__(self, collection: EmbeddingCollection, route: Route) -> None:
+        self._collection, self._route = collection, route
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        if torch.is_grad_enabled():  # so it is under create_graph=True only
-            raise RowmeshError(
-                "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
-                "derivative; for a penalty on gradients take torch.autograd.grad(loss, embeddings.values, "
-                "create_graph=True), add what it gives to the loss, and call backward() on that"
-            )
-        # The graph may live as long as a loss that somebody keeps; the route's buffers must not.
-        route, ctx.route = ctx.route, None
-        ctx.collection._take_gradients(route, grads)
-        return None, None, None
+    def pool(self) -> tuple[Tensor, ...]:
+        """The vectors of the batch."""
+        return self._collection._pool(self._route)
+
+    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids; the route then waits for push."""
+        self._collection._take_gradients(self._route, gradients)
 
 
 class EmbeddingCollection(nn.Module):
@@ -140,6 +134,8 @@ class EmbeddingCollection(nn.Module):
         self._inverses: list[Scratch] = []  # idle
         self._all_inverses: list[Scratch] = []  # and those that routes hold
         self._pending: list[Route] = []
+        self._stepper: Callable[[Sequence[float]], None] | None = None
+        self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
         self.step_count = 0
@@ -227,7 +223,7 @@ class EmbeddingCollection(nn.Module):
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
         buffers = self._pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
-        buffers += self._parts.num_bytes
+        buffers += self._parts.num_bytes + self._window_maker.num_bytes
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
@@ -288,30 +284,35 @@ class EmbeddingCollection(nn.Module):
             raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
         route.check_offsets()
         if torch.is_grad_enabled():
-            outputs = _Pool.apply(self._anchor, self, route)
+            outputs = PoolFunction.apply(self._anchor, _LookUp(self, route))
         else:
-            outputs = self._pooling.forward(route)
-        return self._wrap(route, outputs)
+            outputs = self._pool(route)
+        return self._wrap(outputs, route.groups, route.batch, slice(0, route.batch.batch_size))
 
-    def _wrap(self, route: Route, outputs: tuple[Tensor, ...]) -> Embeddings:
+    def _pool(self, route: Route) -> tuple[Tensor, ...]:
+        return self._pooling.forward(route.groups, route.batch, route.batch.batch_size)
+
+    def _wrap(
+        self, outputs: tuple[Tensor, ...], groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
+    ) -> Embeddings:  # fmt: skip
+        """The outputs of some samples of a batch by feature."""
         sequences: dict[str, JaggedRows] = {}
         values = iter(outputs[1:])
-        batch = route.batch
-        for group, part in zip(self.groups, route.groups, strict=True):
+        for group, part in zip(self.groups, groups, strict=True):
             if not group.is_sequence:
                 continue
             lengths = [end - begin for begin, end in part.layout.features[:, :2].tolist()]
             for name, rows in zip(group.features, next(values).split(lengths), strict=True):
-                i = batch.features.index(name)
-                offsets = batch.offsets[i * batch.batch_size : (i + 1) * batch.batch_size + 1]
+                first = batch.features.index(name) * batch.batch_size
+                offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
                 sequences[name] = JaggedRows(rows, offsets - offsets[0])
         return Embeddings(outputs[0], self.features, self.dims, sequences)
 
-    def _take_gradients(self, route: Route | None, gradients: Sequence[Tensor]) -> None:
-        if route is None or route.has_gradients:
+    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
+        if route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
         route.check_offsets()
-        self._pooling.backward(route, gradients)
+        self._pooling.backward(route.groups, gradients)
         route.has_gradients = True
         self._pending.append(route)
 
@@ -342,8 +343,54 @@ class EmbeddingCollection(nn.Module):
             exchange.counters.pushes += 1
 
     def push_pending(self, lrs: Sequence[float]) -> None:
-        """Pushes every route whose backward has run since the last push."""
-        self.push(self._pending, lrs)
+        """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
+        if self._stepper is None:
+            self.push(self._pending, lrs)
+            return
+        if self._pending:
+            raise RowmeshError(
+                f"{len(self._pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
+                "gradients of a step from the pipeline's micro-batches"
+            )
+        self._stepper(lrs)
+
+    # What a pipeline (rowmesh.pipeline) drives, in place of the four verbs
+
+    def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
+        """How the windows of each part travel. Collective."""
+        return [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
+
+    def take_over(self, stepper: Callable[[Sequence[float]], None] | None) -> None:
+        """Gives the steps of the optimizer to a pipeline, or takes them back."""
+        self._stepper = stepper
+
+    def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
+        """Routes a batch that is looked up by micro-batch; no communication."""
+        route = self.route(batch)
+        bounds = list(accumulate(sizes, initial=0))
+        layouts = self._layouts.parts(batch, [group.layout for group in route.groups], bounds)
+        return self._window_maker(route, bounds, layouts)
+
+    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
+        """The vectors of a micro-batch whose rows are here; differentiable.
+
+        Args:
+            window: its batch.
+            part: which of its micro-batches.
+            finished: is called when the gradients of its rows are summed.
+        """
+        outputs = PoolFunction.apply(self._anchor, WindowLookUp(window, part, self._pooling, finished))
+        groups = [group.parts[part] for group in window.groups]
+        return self._wrap(outputs, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
+
+    def update_window(self, windows: Sequence[Windows], window: Window, lrs: Sequence[float]) -> None:
+        """Applies the gradients of a window, which all are on their way. Collective."""
+        self.step_count += 1
+        self._num_pushes += 1
+        for each in windows:
+            each.update(window, lrs, self.step_count)
+        for exchange in self._exchanges:
+            exchange.counters.pushes += 1
 
     def discard_pending(self) -> None:
         """Forgets gradients that were not pushed."""

@@ -19,7 +19,7 @@ from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.prepared import Prepared
 from rowmesh.data.window import SplitFile, Window, gather_bags, gather_columns, gather_rows
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.sparse import SparseBatch
+from rowmesh.sparse import SparseBatch, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,10 @@ class Batch:
     dense: Tensor
     sparse: SparseBatch
     labels: Tensor
+
+    def take(self, samples: Tensor) -> Batch:
+        """The given samples (int64), in their order."""
+        return Batch(self.dense[samples], take(self.sparse, samples), self.labels[samples])
 
 
 class Loader:

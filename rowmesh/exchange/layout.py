@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,6 +71,44 @@ class Layouts:
                 self._cache.clear()
             self._cache[key] = self._make(batch)
         return self._cache[key]
+
+    def parts(
+        self, batch: SparseBatch, layouts: Sequence[GroupLayout], bounds: Sequence[int]
+    ) -> list[list[GroupLayout]]:
+        """The layouts of runs of samples, for each group: ids stay where they are, outputs begin anew.
+
+        Args:
+            batch: whose layouts are given.
+            layouts: of the whole batch.
+            bounds: the first sample of every run, and B.
+        """
+        ends = self._ids_before(batch, np.array(bounds))
+        place = {name: i for i, name in enumerate(batch.features)}
+        pairs = zip(self._groups, layouts, strict=True)
+        return [
+            self._cut(group, layout, ends[[place[name] for name in group.features]], bounds) for group, layout in pairs
+        ]
+
+    def _ids_before(self, batch: SparseBatch, samples: np.ndarray) -> np.ndarray:
+        """int64 `[F, samples]`: where the ids of each sample begin, of every feature of the batch."""
+        bags = np.arange(len(batch.features))[:, None] * batch.batch_size + samples
+        return bags * batch.bag_size if batch.bag_size is not None else batch.offsets.numpy()[bags]
+
+    def _cut(
+        self, group: TableGroup, layout: GroupLayout, ends: np.ndarray, bounds: Sequence[int]
+    ) -> list[GroupLayout]:  # fmt: skip
+        cut = []
+        for k, (first, last) in enumerate(pairwise(bounds)):
+            features = layout.features.copy()
+            features[:, 0], features[:, 1] = ends[:, k], ends[:, k + 1]
+            lengths = ends[:, k + 1] - ends[:, k]
+            if group.is_sequence:
+                features[:, 4], features[:, 5] = lengths, (np.cumsum(lengths) - lengths) * group.dim
+            else:
+                features[:, 4] = last - first
+                features[:, 2] += 8 * first * (features[:, 2] != 0)
+            cut.append(GroupLayout(features, int(lengths.sum()), layout.is_weighted))
+        return cut
 
     def _make(self, batch: SparseBatch) -> list[GroupLayout]:
         self._check(batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +16,11 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import Waiting
+
+_counting = threading.Lock()  # several threads may exchange rows of one group
+
+
+_TAGS = 1 << 20  # messages that may be under way between two ranks are told apart by them
 
 
 def bounds_of(sizes: np.ndarray) -> np.ndarray:
@@ -37,6 +44,13 @@ class Parts:
         """Bytes of the parts of the members other than this one."""
         return self._item * (self._bounds[-1] - self._bounds[0] - self._bounds[member + 1] + self._bounds[member])
 
+    def part(self, member: int) -> Tensor:
+        """The bytes of one member."""
+        first, last = self._item * self._bounds[member], self._item * self._bounds[member + 1]
+        if first == last:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=self._begin + first, count=last - first)
+
     def trimmed(self, member: int) -> tuple[Tensor, list[int]]:
         """The bytes and the size of each part; this member's own is left out where it is the first or the last.
 
@@ -56,6 +70,22 @@ class Parts:
         return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count), sizes
 
 
+class _Several:
+    """Messages that are waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta) -> None:
+        """Until all are through, each within the time given."""
+        for work in self._works:
+            work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether all are through."""
+        return all(work.is_completed() for work in self._works)
+
+
 class Channel:
     """Collectives among some ranks, counted, whose errors name who is missing.
 
@@ -64,23 +94,43 @@ class Channel:
         group: a process group of some of them.
         member: the number of this rank in it.
         size: its members.
+        is_direct: whether an all-to-all is a message to each member, all receives posted before the first is sent.
+            Gloo's own sends first: over a cable the bulk of one direction then waits for that of the other. Between
+            ranks of one host it has half the median.
     """
 
-    def __init__(self, mesh: Mesh, group: Any, member: int, size: int) -> None:
+    def __init__(self, mesh: Mesh, group: Any, member: int, size: int, *, is_direct: bool = False) -> None:
         self.member, self.size = member, size
-        self._mesh, self._group = mesh, group
+        self._mesh, self._group, self._is_direct = mesh, group, is_direct
+        self._num_posted = 0
+        self.cancelled: threading.Event | None = None  # set when nobody should wait any more
         self._is_done = Waiting(mesh)
 
     def post(self, out: Parts, into: Parts, counters: GroupCounters | CommonCounters, doing: str) -> dist.Work:
-        """One all-to-all. (On loopback a single call has half the median of a send and a receive per rank.)"""
-        counters.bytes_sent += out.num_bytes(self.member)
-        counters.bytes_received += into.num_bytes(self.member)
-        counters.all_to_all_rounds += 1
+        """One all-to-all."""
+        with _counting:
+            counters.bytes_sent += out.num_bytes(self.member)
+            counters.bytes_received += into.num_bytes(self.member)
+            counters.all_to_all_rounds += 1
+        if self._is_direct:
+            return self._started(lambda: self._post_direct(out, into), doing)
         (to_send, sizes_out), (to_fill, sizes_in) = out.trimmed(self.member), into.trimmed(self.member)
         return self._started(
             lambda: dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=self._group, async_op=True),
             doing,
         )
+
+    def _post_direct(self, out: Parts, into: Parts) -> Any:
+        self._num_posted += 1
+        tag, works = self._num_posted % _TAGS, []
+        others = [member for member in range(self.size) if member != self.member]
+        for member in others:
+            if (buffer := into.part(member)).numel():
+                works.append(dist.irecv(buffer, group=self._group, group_src=member, tag=tag))
+        for member in others:
+            if (buffer := out.part(member)).numel():
+                works.append(dist.isend(buffer, group=self._group, group_dst=member, tag=tag))
+        return _Several(works)
 
     def exchange(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> None:
         """One all-to-all, waited for."""
@@ -89,10 +139,11 @@ class Channel:
     def exchange_equal(self, out: Tensor, counters: CommonCounters, doing: str) -> Tensor:
         """One row of `out` to each member; returns one row from each."""
         into = torch.empty_like(out)
-        counters.all_to_all_rounds += 1
         num_bytes = out.nbytes - out[0].nbytes
-        counters.bytes_sent += num_bytes
-        counters.bytes_received += num_bytes
+        with _counting:
+            counters.all_to_all_rounds += 1
+            counters.bytes_sent += num_bytes
+            counters.bytes_received += num_bytes
         self._complete(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing)
         return into
 
@@ -113,7 +164,7 @@ class Channel:
 
     def wait(self, work: dist.Work, doing: str) -> None:
         """Until a posted collective is done."""
-        self._is_done(work, doing)
+        self._is_done(work, doing, self.cancelled)
 
     def _complete(self, post: Callable[[], dist.Work | None], doing: str) -> None:
         self.wait(self._started(post, doing), doing)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.route import RouteGroup
 from rowmesh.exchange.tensor_pool import TensorPool
 from rowmesh.ops import pool as ops
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
@@ -51,16 +53,17 @@ class GroupPooling:
         sink = outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
         self._kernels.backward(
             grad.data_ptr(), workspace.pointers.buffer.address, workspace.cells.buffer.address,
-            self._file_weights(group) if group.layout.is_weighted else 0, workspace.uniques.buffer.address,
+            self.file_weights(group, workspace.pointers.buffer.address) if group.layout.is_weighted else 0,
+            workspace.uniques.buffer.address,
             outbox.lists.address, exchange.num_segments, exchange.world_size, sink,
         )  # fmt: skip
 
-    def _file_weights(self, group: RouteGroup) -> int:
-        """The factors in the order of the cells."""
+    def file_weights(self, group: RouteGroup, pointers: int) -> int:
+        """The factors in the order of the cells; returns their address."""
         layout, workspace, element = group.layout, group.workspace, self.dtype.itemsize
         filed = workspace.weights.reserve(element * layout.num_ids)
         ops.file_weights(
-            layout.address, layout.num_features, group.inverse, workspace.pointers.buffer.address, group.num_unique,
+            layout.address, layout.num_features, group.inverse, pointers, group.num_unique,
             workspace.cursors.reserve(4 * group.num_unique), workspace.factors.buffer.address, element, filed,
         )  # fmt: skip
         return filed
@@ -78,7 +81,7 @@ class GroupPooling:
 
 
 class Pooling:
-    """Pools all groups of a route into one output, and one more for every sequence group."""
+    """Pools all groups into one output, and one more for every sequence group."""
 
     def __init__(self, groups: Sequence[GroupPooling], is_sequence: Sequence[bool], width: int) -> None:
         self.groups = groups
@@ -92,12 +95,17 @@ class Pooling:
         """Memory of the outputs, of those that users keep as well."""
         return self._outputs.num_bytes
 
-    def forward(self, route: Route) -> tuple[Tensor, ...]:
-        """`[B, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""
-        batch = route.batch
-        pooled = self._outputs.take(self.dtype, batch.batch_size, self.width)
+    def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
+        """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
+
+        Args:
+            groups: what to look up.
+            batch: whose ids they are of.
+            num_samples: of the batch, or of the part of it that the groups' layouts describe.
+        """
+        pooled = self._outputs.take(self.dtype, num_samples, self.width)
         outputs = [pooled]
-        for pooling, group, is_sequence in zip(self.groups, route.groups, self.is_sequence, strict=True):
+        for pooling, group, is_sequence in zip(self.groups, groups, self.is_sequence, strict=True):
             target = pooled
             if is_sequence:
                 target = self._outputs.take(self.dtype, group.layout.num_ids, pooling.dim)
@@ -105,9 +113,52 @@ class Pooling:
             pooling.forward(group, batch, target)
         return tuple(outputs)
 
-    def backward(self, route: Route, gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of equal ids into the outboxes of the route."""
+    def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids into the outboxes."""
+        for group, (pooling, grad) in zip(groups, self.pairs(gradients), strict=True):
+            pooling.backward(group, grad)
+
+    def pairs(self, gradients: Sequence[Tensor]) -> list[tuple[GroupPooling, Tensor]]:
+        """Each group's pooling, and the gradient of the output it wrote into."""
         contiguous = [grad.contiguous() for grad in gradients]
         sequences = iter(contiguous[1:])
-        for pooling, group, is_sequence in zip(self.groups, route.groups, self.is_sequence, strict=True):
-            pooling.backward(group, next(sequences) if is_sequence else contiguous[0])
+        return [
+            (pooling, next(sequences) if is_sequence else contiguous[0])
+            for pooling, is_sequence in zip(self.groups, self.is_sequence, strict=True)
+        ]
+
+
+class LookUp(Protocol):
+    """Rows that were fetched, and the way of their gradients."""
+
+    def pool(self) -> tuple[Tensor, ...]:
+        """Their vectors."""
+        ...
+
+    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of the vectors by row."""
+        ...
+
+
+class PoolFunction(torch.autograd.Function):
+    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> tuple[Tensor, ...]:
+        ctx.look_up = look_up
+        return look_up.pool()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        if torch.is_grad_enabled():  # so it is under create_graph=True only
+            raise RowmeshError(
+                "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
+                "derivative; for a penalty on gradients take torch.autograd.grad(loss, embeddings.values, "
+                "create_graph=True), add what it gives to the loss, and call backward() on that"
+            )
+        # The graph may live as long as a loss that somebody keeps; the buffers of what was looked up must not.
+        look_up, ctx.look_up = ctx.look_up, None
+        if look_up is None:
+            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        look_up.take_gradients(grads)
+        return None, None

@@ -23,6 +23,7 @@ from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox
 from rowmesh.ops.memory import Memory
+from rowmesh.ops.merge_update import Merger
 
 
 class Transport(Protocol):
@@ -75,12 +76,14 @@ class Sources:
 
     Args:
         exchange: the group's.
+        merger: holds what is merged; default: the group's own.
     """
 
-    __slots__ = ("_exchange", "_keep", "_lists", "_node_ends", "accesses", "num_entries")
+    __slots__ = ("_exchange", "_keep", "_lists", "_merger", "_node_ends", "accesses", "num_entries")
 
-    def __init__(self, exchange: GroupExchange) -> None:
+    def __init__(self, exchange: GroupExchange, merger: Merger | None = None) -> None:
         self._exchange = exchange
+        self._merger = merger or exchange.merger
         self._lists: list[tuple[int, int, int]] = []
         self._node_ends: list[int] = []
         self._keep: list[np.ndarray] = []
@@ -115,19 +118,18 @@ class Sources:
 
     def merge(self) -> None:
         """Finds the distinct slots."""
-        exchange = self._exchange
-        exchange.merger(self._lists, exchange.gradient_bytes, self.num_entries, self._node_ends)
+        self._merger(self._lists, self._exchange.gradient_bytes, self.num_entries, self._node_ends)
 
     def apply(self, update: Update, num_segments: int | None = None) -> None:
         """Updates the merged rows, of the first segments where a number is given."""
-        merger, part = self._exchange.merger, None
+        part = None
         if num_segments is not None:
-            part = (0, int(merger.merged_offsets[num_segments]))
-        self._exchange.apply(merger, update, part)
+            part = (0, int(self._merger.merged_offsets[num_segments]))
+        self._exchange.apply(self._merger, update, part)
 
     def count(self, num_segments: int | None = None) -> None:
         """Counts what was asked of this rank, of the first segments where a number is given."""
-        offsets = self._exchange.merger.merged_offsets
+        offsets = self._merger.merged_offsets
         if num_segments is not None:
             offsets = np.minimum(offsets, offsets[num_segments])
         self._exchange.counters.count_tables(self.accesses, offsets)

@@ -54,7 +54,7 @@ class Mesh:
     _parts: tuple[tuple[int, ...], ...] = ()  # of the whole, all that were made along with this one
     _ranks_per_node: int | None = None
     _owns_group: bool = False
-    _subgroups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -123,25 +123,30 @@ class Mesh:
         blocks = tuple(self.hosts[rank // size * size] for rank in range(self.world_size))
         return size if self.hosts == blocks and len(set(self.hosts)) * size == self.world_size else self.world_size
 
-    def subgroup(self, partition: Sequence[Sequence[int]]) -> Any:
+    def subgroup(self, partition: Sequence[Sequence[int]], use: str = "") -> Any:
         """The process group of the part that this rank is in. Collective: every rank names the same parts.
 
         Groups are made once and kept until the mesh is closed, since each has connections and threads of its own.
+
+        Args:
+            partition: the ranks of each part.
+            use: groups of the same ranks for different uses are different groups, whose messages cannot cross.
 
         Raises:
             PeerError: a rank did not come within the timeout.
         """
         if self.whole is not None:  # whose ranks all make the groups of all parts
-            return self.whole.subgroup([[ranks[r] for r in part] for ranks in self._parts for part in partition])
+            return self.whole.subgroup([[ranks[r] for r in part] for ranks in self._parts for part in partition], use)
         mine = None
         for part in map(tuple, partition):  # all ranks make all groups, in the same order
-            if part not in self._subgroups:
+            if (use, part) not in self._subgroups:
                 try:
-                    self._subgroups[part] = dist.new_group(list(part), timeout=timedelta(seconds=self.timeout_s))
+                    group = dist.new_group(list(part), timeout=timedelta(seconds=self.timeout_s))
                 except RuntimeError as error:
                     raise self.peer_error(f"connecting ranks {list(part)}", error) from error
+                self._subgroups[use, part] = group
             if self.rank in part:
-                mine = self._subgroups[part]
+                mine = self._subgroups[use, part]
         return mine
 
     def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:

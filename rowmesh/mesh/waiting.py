@@ -10,6 +10,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh.errors import PeerError
 from rowmesh.mesh.mesh import Mesh
 
 
@@ -27,8 +29,13 @@ class Waiting:
         self._mesh = mesh
         self._soon = timedelta(seconds=min(1.0, mesh.timeout_s / 4))
 
-    def __call__(self, work: dist.Work | None, doing: str) -> None:
+    def __call__(self, work: dist.Work | None, doing: str, cancelled: Event | None = None) -> None:
         """Blocks until the collective is done.
+
+        Args:
+            work: the collective.
+            doing: what it is for, for the message.
+            cancelled: whoever waits gives up when it is set.
 
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
@@ -37,9 +44,9 @@ class Waiting:
         try:
             work.wait(self._soon)
         except RuntimeError:
-            self._wait_long(work, doing)
+            self._wait_long(work, doing, cancelled)
 
-    def _wait_long(self, work: dist.Work, doing: str) -> None:
+    def _wait_long(self, work: dist.Work, doing: str, cancelled: Event | None) -> None:
         mesh = self._mesh
         calls = mesh.roll_call
         calls.answer()
@@ -49,6 +56,9 @@ class Waiting:
             try:
                 work.wait(self._soon)
             except RuntimeError as error:
+                if cancelled is not None and cancelled.is_set():
+                    calls.withdraw()
+                    raise PeerError(f"gave up {doing}: something else failed") from error
                 if is_over or time.monotonic() >= deadline:
                     raise mesh.peer_error(doing, error) from error
             else:

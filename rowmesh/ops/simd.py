@@ -65,7 +65,8 @@ def _sources() -> str:
 _intrinsic: Any = intrinsic  # its result takes one argument less than type checkers think
 
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_ALIGNMENT = {_I8: 1, _I16: 2, _I32: 4, _F32: 4, _I64: 8, _F64: 8}
 _ELEMENT = {FLOAT32: _F32, FLOAT64: _F64, BFLOAT16: _F32}
 _CACHE_LINE = 64
 
@@ -282,7 +283,7 @@ def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
 def _load(llvm: Any, numba: Any, widen: str | None = None) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         value = b.load(b.inttoptr(args[0], llvm.as_pointer()))
-        value.align = 8 if llvm in (_I64, _F64) else 4
+        value.align = _ALIGNMENT[llvm]
         return getattr(b, widen)(value, _I64) if widen else value
 
     return numba(types.int64), codegen
@@ -291,7 +292,7 @@ def _load(llvm: Any, numba: Any, widen: str | None = None) -> Any:
 def _store(llvm: Any, numba: Any, narrow: bool = False) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         value = b.trunc(args[1], llvm) if narrow else args[1]
-        b.store(value, b.inttoptr(args[0], llvm.as_pointer())).align = 8 if llvm in (_I64, _F64) else 4
+        b.store(value, b.inttoptr(args[0], llvm.as_pointer())).align = _ALIGNMENT[llvm]
         return ctx.get_dummy_value()
 
     return types.void(types.int64, numba), codegen
@@ -334,6 +335,18 @@ def load_u32(typing: Any, address: Any) -> Any:
 def store_u32(typing: Any, address: Any, value: Any) -> Any:
     """Writes the low 32 bits of an int64."""
     return _store(_I32, types.int64, narrow=True)
+
+
+@_intrinsic
+def load_u8(typing: Any, address: Any) -> Any:
+    """The uint8 at `address`, as an int64."""
+    return _load(_I8, types.int64, "zext")
+
+
+@_intrinsic
+def store_u8(typing: Any, address: Any, value: Any) -> Any:
+    """Writes the low 8 bits of an int64."""
+    return _store(_I8, types.int64, narrow=True)
 
 
 @_intrinsic

@@ -15,3 +15,7 @@ it. `docs/nestpipe.md` says what of it exists.
 
 Sources: NestPipe §III–VI; EL-Rec §V.
 """
+
+from rowmesh.pipeline.pipeline import Flight, Part, Pipeline
+
+__all__ = ["Flight", "Part", "Pipeline"]

@@ -195,17 +195,21 @@ def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
     return meshes
 
 
-def _connect_parts(size: int, timeout_s: float) -> dict[tuple[int, ...], Any]:
-    """The groups of every division into nodes: a mesh makes its own, but only where it has all ranks of the run."""
+def _connect_parts(size: int, timeout_s: float) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """The groups of every division into nodes, and those of a pipeline: a mesh makes its own, but only where it has all
+    ranks of the run.
+    """
     import torch.distributed as dist  # in the ranks alone
 
-    parts: dict[tuple[int, ...], Any] = {}
+    parts: dict[tuple[str, tuple[int, ...]], Any] = {}
     for per_node in (number for number in range(1, size) if size % number == 0):
         columns = [range(place, size, per_node) for place in range(per_node)]
         nodes = [range(first, first + per_node) for first in range(0, size, per_node)]
         for part in map(tuple, (*columns, *nodes)):
-            if part not in parts:
-                parts[part] = dist.new_group(list(part), timeout=timedelta(seconds=timeout_s))
+            if ("", part) not in parts:
+                parts["", part] = dist.new_group(list(part), timeout=timedelta(seconds=timeout_s))
+    for use in ("rows", "gradients"):
+        parts[use, tuple(range(size))] = dist.new_group(list(range(size)), timeout=timedelta(seconds=timeout_s))
     return parts
 
 

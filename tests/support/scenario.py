@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Scenario:
         plan: which ranks hold each row.
         migrations: (step, plan): goes over to the plan before the step, or at the end.
         synchronization: how replicas of tables are kept together.
+        pipeline: options of a pipeline to train through.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
@@ -54,6 +56,7 @@ class Scenario:
     plan: Plan | None = None
     migrations: tuple[tuple[int, Plan], ...] = ()
     synchronization: Synchronization | None = None
+    pipeline: dict[str, Any] | None = None
     ranks_per_node: int | None = None
     seed: int = 0
 

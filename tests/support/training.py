@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.embeddings import LocalRows
+from rowmesh.embeddings import Embeddings, LocalRows
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
-from rowmesh.sparse import SparseBatch
+from rowmesh.pipeline import Pipeline
+from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
 from tests.support.scenario import Scenario
@@ -49,6 +51,7 @@ class Trained:
     counters: dict[str, GroupCounters] = field(default_factory=dict)
     common: CommonCounters = field(default_factory=CommonCounters)
     transport: str = ""
+    reasons: list[str] = field(default_factory=list)
 
 
 class Head(torch.nn.Module):
@@ -91,6 +94,11 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, scenario.decay)
     head, trained = Head(scenario), Trained(transport=collection.transport)
     dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
+    if scenario.pipeline is not None:
+        _train_pipelined(mesh, scenario, collection, (optimizer, dense_optimizer, schedule), head, trained)
+        _keep(collection, head, trained)
+        collection.close()
+        return trained
     for step in range(scenario.num_steps):
         _migrate(collection, scenario, step)
         dense_optimizer.zero_grad()
@@ -119,6 +127,54 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
     return trained
 
 
+@dataclass(frozen=True)
+class Item:
+    """What a loader of a scenario gives."""
+
+    sparse: SparseBatch
+    labels: Tensor
+
+    def take(self, samples: Tensor) -> Item:
+        """The given samples."""
+        return Item(take(self.sparse, samples), self.labels[samples])
+
+
+def _train_pipelined(
+    mesh: Mesh, scenario: Scenario, collection: EmbeddingCollection, optimizers: tuple[Any, ...], head: Head,
+    trained: Trained,
+) -> None:  # fmt: skip
+    optimizer, dense_optimizer, schedule = optimizers
+    batches = (scenario.local_batch(step, 0, mesh.rank) for step in range(scenario.num_steps))
+    items = (Item(batch.sparse, batch.labels) for batch in batches)
+    with Pipeline(collection, **scenario.pipeline) as pipeline:
+        trained.reasons = pipeline.reasons
+        for step, window in enumerate(pipeline.windows(items)):
+            dense_optimizer.zero_grad()
+            optimizer.zero_grad()
+            found, loss = [], torch.zeros((), dtype=scenario.dtype)
+            for part in window:
+                vectors = _joined(part.embeddings, scenario)
+                labels = window.item.labels[part.samples]
+                losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
+                (losses * mesh.world_size / scenario.global_batch).backward()
+                found.append(vectors.detach().clone())
+                loss += losses.detach()
+            optimizer.step()
+            vectors = torch.cat(found)
+            trained.outputs.append(vectors if window.order is None else vectors[window.order.argsort()])
+            trained.losses.append(float(_sum(loss, mesh)) / scenario.global_batch)
+            for parameter in head.parameters():
+                assert parameter.grad is not None
+                parameter.grad = _sum(parameter.grad, mesh) / mesh.world_size
+            dense_optimizer.step()
+            schedule.step()
+            if scenario.evaluates:
+                pipeline.settle()
+                with torch.no_grad():
+                    later = scenario.local_batch(step + 1, 0, mesh.rank)
+                    trained.outputs.append(_look_up(collection, scenario, later.sparse))
+
+
 def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> None:
     for before, plan in scenario.migrations:
         if before == step:
@@ -127,7 +183,10 @@ def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> 
 
 
 def _look_up(collection: EmbeddingCollection, scenario: Scenario, sparse: SparseBatch) -> Tensor:
-    found = collection(sparse)
+    return _joined(collection(sparse), scenario)
+
+
+def _joined(found: Embeddings, scenario: Scenario) -> Tensor:
     vectors = []
     for name, table in scenario.features:
         vector = found[name]

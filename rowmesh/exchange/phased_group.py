@@ -1,0 +1,297 @@
+"""What the phased exchange does for one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.collective_group import Incoming
+from rowmesh.exchange.messages import Channel, Parts, bounds_of
+from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.transport import Sources
+from rowmesh.exchange.update import Update
+from rowmesh.exchange.window import Form, WindowGroup, phase_counts
+from rowmesh.ops import window as ops
+from rowmesh.ops.memory import array_at
+from rowmesh.ops.simd import STORAGE
+
+FIRST = 2  # the number of the first window; a row that no window touched has number 0
+
+
+class Travel:
+    """One group of one window under way.
+
+    Attributes:
+        window: what travels.
+        sources: the requests that this rank merged.
+        slots: address of uint32 `[entries]`: where the row of each entry is.
+        rows_out, rows_in: int64 `[32, W]`: rows that go to and come from each rank in each phase.
+        gradients_out, gradients_in: the same of gradients.
+        num_rows: rows that have come.
+        num_gradients: gradients that were packed.
+    """
+
+    def __init__(self, window: WindowGroup) -> None:
+        self.window = window
+        self.slots = self.num_rows = self.num_gradients = 0
+        self.sources: Sources
+        self.rows_out = self.rows_in = self.gradients_out = self.gradients_in = np.zeros((0, 0), np.int64)
+
+    def count(self) -> None:
+        """Counts what travels when, as far as it is known."""
+        window = self.window
+        group, space, own = window.group, window.space, window.group.exchange.rank
+        mine, asked = group.stop_bounds, group.incoming.bounds.tolist()
+        self.rows_out = phase_counts(space.asked_fetches.buffer.address, asked, own)
+        self.rows_in = phase_counts(space.fetches.buffer.address, mine, own)
+        self.gradients_out = phase_counts(space.pushes.buffer.address, mine, own)
+        self.gradients_in = phase_counts(space.asked_pushes.buffer.address, asked, own)
+
+
+class PhasedGroup:
+    """One group's messages.
+
+    Args:
+        exchange: the group's.
+        rows: channel of keys and rows.
+        gradients: channel of gradients.
+        ranks_per_node: G, of the mesh: gradients are summed node by node.
+        form: how rows travel.
+        verifies: whether every row that is read must have been changed last by the window that touched it last.
+    """
+
+    def __init__(
+        self, exchange: GroupExchange, rows: Channel, gradients: Channel, ranks_per_node: int, form: Form, *,
+        verifies: bool,
+    ) -> None:  # fmt: skip
+        self.exchange = exchange
+        self._rows, self._gradients, self._ranks_per_node, self._form = rows, gradients, ranks_per_node, form
+        self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
+        self._doing = f"exchanging group {exchange.group.name}"
+        num_slots = exchange.arena.num_slots
+        self._touched = np.zeros(num_slots, np.uint32)  # the last window that asked for each row
+        self._versions = np.zeros(num_slots if verifies else 0, np.uint32)  # the last one that changed it
+        self._verifies = verifies
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside that of windows."""
+        return self._touched.nbytes + self._versions.nbytes
+
+    def begin(self) -> None:
+        """All windows so far are updated, or will never be."""
+        if self._verifies:
+            self._touched[:] = self._versions
+
+    def post_keys(self, window: WindowGroup, offsets: np.ndarray, accesses: np.ndarray) -> list[dist.Work]:
+        """Tells the stops which rows are needed, and which micro-batches use them."""
+        group, space, workspace = window.group, window.space, window.group.workspace
+        group.incoming = incoming = Incoming(offsets, accesses, self.exchange.num_segments)
+        works = []
+        for out, begin, into in (
+            (workspace.outbox.lists.bytes, workspace.outbox.slots_offset, workspace.requests),
+            (space.uses.buffer.bytes, 0, space.asked_uses),
+        ):
+            into.reserve(4 * incoming.num_entries)
+            sent = Parts(out, begin, group.stop_bounds, 4)
+            received = Parts(into.buffer.bytes, 0, incoming.bounds.tolist(), 4)
+            works.append(self._rows.post(sent, received, self.exchange.counters, self._doing))
+        return works
+
+    def settle(
+        self, window: WindowGroup, keys: Sequence[dist.Work], number: int, num_parts: int, *, finds_final: bool
+    ) -> Travel:  # fmt: skip
+        """Merges what was asked, once it is here, and settles what travels when."""
+        for work in keys:
+            self._rows.wait(work, self._doing)
+        self._copy_own(window)
+        travel, space = Travel(window), window.space
+        window.group.workspace.replies.reserve(window.group.incoming.num_entries * self.exchange.gradient_bytes)
+        travel.sources = self._merge(window)
+        travel.slots = window.group.workspace.requests.buffer.address
+        self._choose(window, num_parts)
+        merger = space.merger
+        before = space.before.reserve(4 * merger.num_merged)
+        if finds_final or self._verifies:
+            touched = self._touched.ctypes.data
+            ops.note_touched(merger.merged_slots, merger.num_merged, touched, number, before)
+        if finds_final:
+            fetches = space.asked_fetches.buffer.address
+            ops.mark_final(before, merger.heads, merger.nexts, merger.num_merged, number, fetches)
+        travel.count()
+        self._make_room(travel)
+        return travel
+
+    def _copy_own(self, window: WindowGroup) -> None:
+        """What a rank asks of itself never leaves it."""
+        group, space, rank = window.group, window.space, self.exchange.rank
+        begin, end = 4 * group.stop_bounds[rank], 4 * group.stop_bounds[rank + 1]
+        at, outbox = 4 * int(group.incoming.bounds[rank]), group.workspace.outbox
+        for out, into in (
+            (outbox.lists.bytes[outbox.slots_offset :], group.workspace.requests),
+            (space.uses.buffer.bytes, space.asked_uses),
+        ):
+            into.buffer.bytes[at : at + end - begin] = out[begin:end]
+
+    def _merge(self, window: WindowGroup) -> Sources:
+        """Merges the requests of all ranks; where their gradients will be is known already."""
+        exchange, size, group = self.exchange, self.exchange.gradient_bytes, window.group
+        workspace, incoming = group.workspace, group.incoming
+        sources = Sources(exchange, window.space.merger)
+        for rank in range(exchange.world_size):
+            if rank == exchange.rank:
+                sources.add_own(group)
+            else:
+                ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
+                slots = workspace.requests.buffer.address + 4 * ahead
+                gradients = workspace.replies.buffer.address + size * ahead
+                sources.add(slots, incoming.offsets[rank], gradients, incoming.accesses[rank])
+            if (rank + 1) % self._ranks_per_node == 0 and self._ranks_per_node < exchange.world_size:
+                sources.end_node()
+        sources.merge()
+        return sources
+
+    def _choose(self, window: WindowGroup, num_parts: int) -> None:
+        space, form = window.space, ops.FORMS[self._form]
+        for uses, count, fetches, pushes in (
+            (space.uses, window.group.num_unique, space.fetches, space.pushes),
+            (space.asked_uses, window.group.incoming.num_entries, space.asked_fetches, space.asked_pushes),
+        ):
+            masks = fetches.reserve(4 * count), pushes.reserve(4 * count)
+            ops.choose_phases(uses.buffer.address, count, form, num_parts, *masks)
+        if self._form == "naive":
+            window.start_afresh()
+
+    def _make_room(self, travel: Travel) -> None:
+        """For all that this window will bring, so that nothing moves while threads write there."""
+        space, workspace, exchange = travel.window.space, travel.window.group.workspace, self.exchange
+        workspace.received.reserve(int(travel.rows_in.sum()) * exchange.row_bytes)
+        space.rows.reserve(int(travel.rows_out.sum(1).max()) * exchange.row_bytes)
+        space.gradients.reserve(int(travel.gradients_out.sum()) * exchange.gradient_bytes)
+        space.arrived.reserve(int(travel.gradients_in.sum(1).max()) * exchange.gradient_bytes)
+
+    def post_final(self, travel: Travel) -> dist.Work:
+        """Says which of the rows that were asked for are final."""
+        group, space = travel.window.group, travel.window.space
+        asked, mine = group.incoming.bounds, np.array(group.stop_bounds)
+        out, into = (bounds_of(-(-np.diff(bounds) // 8)) for bounds in (asked, mine))
+        address = space.asked_bits.reserve(int(out[-1]))
+        space.bits.reserve(int(into[-1]))
+        for member, begin in enumerate(out[:-1].tolist()):
+            masks = space.asked_fetches.buffer.address
+            ops.pack_bits(masks, int(asked[member]), int(asked[member + 1]), address + begin)
+        sent = Parts(space.asked_bits.buffer.bytes, 0, out.tolist(), 1)
+        received = Parts(space.bits.buffer.bytes, 0, into.tolist(), 1)
+        return self._rows.post(sent, received, self.exchange.counters, self._doing)
+
+    def learn_final(self, travel: Travel, work: dist.Work) -> None:
+        """Takes what the stops say of the rows that this rank asked for."""
+        self._rows.wait(work, self._doing)
+        group, space = travel.window.group, travel.window.space
+        begin = space.bits.buffer.address
+        for member in range(self.exchange.world_size):
+            first, end = group.stop_bounds[member : member + 2]
+            if member != self.exchange.rank:
+                ops.unpack_bits(begin, first, end, space.fetches.buffer.address)
+            begin += -(-(end - first) // 8)
+        travel.count()
+
+    def post_rows(self, travel: Travel, phase: int) -> dist.Work:
+        """Sends the rows that others need in a phase."""
+        exchange, group, space = self.exchange, travel.window.group, travel.window.space
+        if self._verifies:
+            self._check_versions(travel, phase)
+        self._kernels.take_rows(
+            exchange.arena.address, travel.slots, space.asked_fetches.buffer.address,
+            group.incoming.bounds.ctypes.data, exchange.world_size, exchange.rank, phase, space.rows.buffer.address,
+        )  # fmt: skip
+        out = Parts(space.rows.buffer.bytes, 0, bounds_of(travel.rows_out[phase]).tolist(), exchange.row_bytes)
+        begin = travel.num_rows * exchange.row_bytes
+        into = bounds_of(travel.rows_in[phase]).tolist()
+        received = Parts(group.workspace.received.buffer.bytes, begin, into, exchange.row_bytes)
+        return self._rows.post(out, received, exchange.counters, self._doing)
+
+    def place_rows(self, travel: Travel, phase: int, work: dist.Work) -> None:
+        """Says where the rows of a phase are, once they are here."""
+        self._rows.wait(work, self._doing)
+        exchange, group, workspace = self.exchange, travel.window.group, travel.window.group.workspace
+        bounds = np.array(group.stop_bounds)
+        ops.place_rows(
+            travel.window.space.fetches.buffer.address, bounds.ctypes.data, exchange.world_size, exchange.rank, phase,
+            workspace.uniques.buffer.address,
+            workspace.received.buffer.address + travel.num_rows * exchange.row_bytes, exchange.row_bytes,
+            workspace.addresses.buffer.address,
+        )  # fmt: skip
+        travel.num_rows += int(travel.rows_in[phase].sum())
+
+    def pack_gradients(self, travel: Travel, phase: int) -> None:
+        """Copies the gradients that go in a phase, which may change after that."""
+        exchange, group, space = self.exchange, travel.window.group, travel.window.space
+        bounds = np.array(group.stop_bounds)
+        self._kernels.take_gradients(
+            group.workspace.outbox.gradients.address, space.pushes.buffer.address, bounds.ctypes.data,
+            exchange.world_size, exchange.rank, phase, space.gradients.buffer.address + self._sent(travel, phase),
+        )  # fmt: skip
+
+    def _sent(self, travel: Travel, phase: int) -> int:
+        """Bytes of gradients that go in earlier phases."""
+        return int(travel.gradients_out[:phase].sum()) * self.exchange.gradient_bytes
+
+    def post_gradients(self, travel: Travel, phase: int) -> dist.Work:
+        """Sends the packed gradients of a phase."""
+        size, space = self.exchange.gradient_bytes, travel.window.space
+        bounds = bounds_of(travel.gradients_out[phase]).tolist()
+        out = Parts(space.gradients.buffer.bytes, self._sent(travel, phase), bounds, size)
+        into = Parts(space.arrived.buffer.bytes, 0, bounds_of(travel.gradients_in[phase]).tolist(), size)
+        return self._gradients.post(out, into, self.exchange.counters, self._doing)
+
+    def add_gradients(self, travel: Travel, phase: int, work: dist.Work) -> None:
+        """Puts the gradients of a phase, once they are here, where the update reads them."""
+        self._gradients.wait(work, self._doing)
+        exchange, group, space = self.exchange, travel.window.group, travel.window.space
+        self._kernels.add_gradients(
+            space.arrived.buffer.address, space.asked_pushes.buffer.address, group.incoming.bounds.ctypes.data,
+            exchange.world_size, exchange.rank, phase, group.workspace.replies.buffer.address,
+        )  # fmt: skip
+
+    def update(self, travel: Travel, update: Update, number: int) -> None:
+        """Updates the merged rows."""
+        travel.sources.apply(update)
+        travel.sources.count()
+        if self._verifies:
+            merger = travel.window.space.merger
+            self._versions[array_at(merger.merged_slots, np.uint32, merger.num_merged)] = number
+
+    def _check_versions(self, travel: Travel, phase: int) -> None:
+        """Raises RowmeshError where a row that is about to be read is not the one that steps in turn would read.
+
+        Rows of this rank's own requests are read in place, from the first micro-batch on.
+        """
+        space, incoming, rank = travel.window.space, travel.window.group.incoming, self.exchange.rank
+        count = incoming.num_entries
+        is_read = array_at(space.asked_fetches.buffer.address, np.uint32, count) >> phase & 1 != 0
+        is_read[incoming.bounds[rank] : incoming.bounds[rank + 1]] = phase == 0
+        expected = space.slots.reserve(4 * count)
+        merger = space.merger
+        ops.spread(space.before.buffer.address, merger.heads, merger.nexts, merger.num_merged, expected)
+        slots = array_at(travel.slots, np.uint32, count)
+        expected = array_at(expected, np.uint32, count)
+        wrong = np.flatnonzero(is_read & (self._versions[slots] != expected))
+        if len(wrong):
+            slot = int(slots[wrong[0]])
+            raise RowmeshError(
+                f"{self._name(slot)} was read as batch {int(self._versions[slot]) - FIRST} left it, and batch "
+                f"{int(expected[wrong[0]]) - FIRST} changes it after that ({len(wrong)} such rows of "
+                f"{int(is_read.sum())})"
+            )
+
+    def _name(self, slot: int) -> str:
+        """The row in a slot."""
+        for number, table in enumerate(self.exchange.group.tables):
+            for piece in self.exchange.address_map.held(number):
+                if slot in piece.slots:
+                    return f"row {piece.rows[piece.slots.index(slot)]} of table {table.name!r}"
+        return f"slot {slot}"

@@ -1,0 +1,169 @@
+"""Windows: how the windows of a part travel: by micro-batch where its transport can, else whole.
+
+    open → final → fetch, part by part → push, part by part → update
+
+`fetch` and `push` may be in two threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event
+from typing import Protocol
+
+import torch
+
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.part import Part
+from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
+from rowmesh.exchange.phased_group import FIRST
+from rowmesh.exchange.update import Update
+from rowmesh.exchange.window import Form, Window
+
+
+class Windows(Protocol):
+    """How windows travel.
+
+    Attributes:
+        reason: why so.
+    """
+
+    reason: str
+
+    def begin(self, number: int, cancelled: Event) -> None:
+        """Takes the number of the first of some windows, and what is set when nobody should wait any more."""
+        ...
+
+    def open(self, window: Window) -> None:
+        """Tells owners what is needed. Collective."""
+        ...
+
+    def final(self, window: Window) -> None:
+        """Brings what does not change any more. Collective."""
+        ...
+
+    def fetch(self, window: Window, part: int) -> None:
+        """Brings the rows that come with a micro-batch. Collective."""
+        ...
+
+    def pack(self, window: Window, part: int) -> None:
+        """Puts gradients aside that the next micro-batch would change."""
+        ...
+
+    def push(self, window: Window, part: int) -> None:
+        """Sends the gradients that go with a micro-batch. Collective."""
+        ...
+
+    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+        """Updates rows. Collective."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside that of windows."""
+        ...
+
+
+class WholeWindows:
+    """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
+
+    def __init__(self, part: Part, obstacle: str) -> None:
+        self.reason = f"rows and gradients travel whole: {obstacle}"
+        self._part = part
+        self._updated = FIRST - 1
+
+    def begin(self, number: int, cancelled: Event) -> None:
+        """What came before is updated."""
+        self._updated = number - 1
+
+    def open(self, window: Window) -> None:
+        """Owners learn what is needed when it is fetched."""
+
+    def final(self, window: Window) -> None:
+        """Nothing comes before the window opens."""
+
+    def fetch(self, window: Window, part: int) -> None:
+        """Brings all rows with the first micro-batch. Collective."""
+        if part == 0:
+            if self._updated != window.number - 1:
+                raise RowmeshError(
+                    f"rows of batch {window.number - FIRST} would be read after the update of batch "
+                    f"{self._updated - FIRST}"
+                )
+            self._part.fetch(window.route, lambda group: None)
+
+    def pack(self, window: Window, part: int) -> None:
+        """Gradients stay where they are."""
+
+    def push(self, window: Window, part: int) -> None:
+        """Gradients travel when rows are updated."""
+
+    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+        """Sends all gradients; owners update. Collective."""
+        with torch.no_grad():
+            self._part.push([window.route], lrs, step)
+        self._updated = window.number
+
+    @property
+    def num_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+
+class PhasedWindows:
+    """Rows and gradients travel by micro-batch. Making one is collective."""
+
+    def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
+        self.reason = f"rows and gradients travel by micro-batch ({form})"
+        self._part, self._form = part, form
+        self._exchange = PhasedExchange(
+            part.mesh, part.exchanges, part.transport.common, form, finds_final=finds_final, verifies=verifies
+        )
+        self._travels: dict[int, list[Travel]] = {}
+
+    def begin(self, number: int, cancelled: Event) -> None:
+        """What was opened before and never fetched is forgotten."""
+        self._travels.clear()
+        self._exchange.begin(cancelled)
+
+    def open(self, window: Window) -> None:
+        """Tells owners what is needed, and with which micro-batch. Collective."""
+        groups = [window.groups[index] for index in self._part.indices]
+        self._travels[window.number] = self._exchange.open(window, groups)
+
+    def final(self, window: Window) -> None:
+        """Fetches rows that the window before does not touch. Collective."""
+        self._exchange.fetch_final(self._travels[window.number])
+
+    def fetch(self, window: Window, part: int) -> None:
+        """Fetches the rows that come with a micro-batch. Collective."""
+        self._exchange.fetch(self._travels[window.number], part)
+
+    def pack(self, window: Window, part: int) -> None:
+        """Puts gradients of one micro-batch alone aside, where they travel so."""
+        if self._form == "naive":
+            self._exchange.pack(self._travels[window.number], part)
+
+    def push(self, window: Window, part: int) -> None:
+        """Sends the gradients that go with a micro-batch. Collective."""
+        if self._form != "naive":
+            self._exchange.pack(self._travels[window.number], part)
+        self._exchange.push(self._travels[window.number], part)
+
+    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+        """Updates the rows of this rank."""
+        updates = [Update(lrs[index], self._part.scaling, step) for index in self._part.indices]
+        self._exchange.update(self._travels.pop(window.number), updates, window.number)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside that of windows."""
+        return self._exchange.num_bytes
+
+
+def make_windows(part: Part, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
+    """How the windows of a part travel. Collective."""
+    kinds = [kind for exchange in part.exchanges for kind in exchange.address_map.kinds]
+    if obstacle := phased_obstacle(part.transport.name, kinds, part.replicas):
+        return WholeWindows(part, obstacle)
+    return PhasedWindows(part, form, finds_final=finds_final, verifies=verifies)

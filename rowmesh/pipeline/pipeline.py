@@ -1,0 +1,351 @@
+"""Pipeline: trains batch after batch while the next ones are already on their way.
+
+    for window in pipeline.windows(loader):
+        for part in window:
+            loss = loss_of(model(part.embeddings), window.item, part.samples)
+            loss.backward()
+        sparse_optimizer.step()
+        dense_optimizer.step()
+
+The model is that of the plain loop. A batch is read, routed and told to the owners of its rows `depth` batches ahead;
+rows that no rank changes any more come during the batch before; the others come, and gradients go, beside the
+computation of the micro-batches.
+
+Source: NestPipe §III–VI; EL-Rec §V.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.embeddings import Embeddings
+from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.exchange.phased_group import FIRST
+from rowmesh.exchange.window import Form, Window
+from rowmesh.ops.window import MAX_PARTS
+from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
+from rowmesh.pipeline.recorder import Recorder
+from rowmesh.pipeline.runner import Runner
+from rowmesh.pipeline.schedule import Task, make_schedule
+from rowmesh.pipeline.sizes import WindowWork
+from rowmesh.sparse import SparseBatch
+
+
+class Samples(Protocol):
+    """What a loader gives: `rowmesh.data.Batch` is one."""
+
+    @property
+    def sparse(self) -> SparseBatch:
+        """The ids."""
+        ...
+
+    def take(self, samples: Tensor) -> Self:
+        """The given samples, in their order."""
+        ...
+
+
+T = TypeVar("T", bound=Samples)
+_ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
+
+
+class Part:
+    """One micro-batch.
+
+    Attributes:
+        samples: which samples of the window's item.
+        embeddings: their vectors.
+    """
+
+    __slots__ = ("embeddings", "samples")
+
+    def __init__(self, samples: slice, embeddings: Embeddings) -> None:
+        self.samples, self.embeddings = samples, embeddings
+
+
+class Flight(Generic[T]):
+    """One batch under way; iterating gives its micro-batches, in order, each once.
+
+    Attributes:
+        item: what the loader gave, its samples in the order of the micro-batches.
+        order: where they were before (int64 `[B]`), or None where they are as they were.
+    """
+
+    def __init__(self, pipeline: Pipeline[T], batch: int, item: T) -> None:
+        self._pipeline, self.batch, self.item = pipeline, batch, item
+        self.order: Tensor | None = None
+        self.window: Window | None = None
+        self.lrs: Sequence[float] | None = None
+        self._num_computed = 0
+
+    def __iter__(self) -> Iterator[Part]:
+        assert self.window
+        for part in range(self.window.num_parts):
+            task = Task("compute", self.batch, part)
+            self._pipeline.await_rows(task)
+            start_s = time.perf_counter()
+            samples = slice(self.window.bounds[part], self.window.bounds[part + 1])
+            yield Part(samples, self._pipeline.pool(self, part))
+            if self._num_computed != part + 1:
+                raise RowmeshError(
+                    f"micro-batch {part} of batch {self.batch} had no backward; call loss.backward() for each before "
+                    "the next one"
+                )
+            self._pipeline.record_compute(task, start_s)
+
+    def take_gradients(self, part: int) -> None:
+        """Says that the gradients of a micro-batch are there."""
+        self._num_computed = part + 1
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all micro-batches are."""
+        return self.window is not None and self._num_computed == self.window.num_parts
+
+
+class Pipeline(Generic[T]):
+    """Runs the batches of a loader through an EmbeddingCollection. Making one is collective.
+
+    All ranks make it alike and bring equally many batches. Between two windows a rank may look up and evaluate as it
+    likes once it has called `settle`.
+
+    Args:
+        embeddings: the tables.
+        depth: K, batches ahead; 0 begins a batch when the one before is done.
+        micro_batches: N, 1 to 31.
+        exchange: how the rows of a window travel: "delta" (each once), "naive" (with every micro-batch that has it, as
+            in the paper) or "unsplit" (all with the first, gradients with the last).
+        final_rows: whether rows that the batch before does not touch come during it; for delta, and a depth of 1 or
+            more.
+        sizes: of micro-batches, "even" or "light_ends".
+        clustering: of samples into micro-batches: "off", "greedy" or "light_ends".
+        work: what a window has to do, for uneven sizes.
+        verify: whether every row that is read must be the one that steps in turn would read.
+        overlap: whether communication has threads of its own; without, everything is done in turn.
+        disturb: is called before every task in its thread, for tests.
+
+    Raises:
+        ConfigurationError: these do not go together.
+
+    Example:
+        >>> from rowmesh import EmbeddingOptimizer, TableSpec
+        >>> from rowmesh.data import Batch
+        >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
+        >>> optimizer = EmbeddingOptimizer(embeddings)
+        >>> sparse = SparseBatch.from_bags({"item": [[7], [3], [7]]})
+        >>> batches = [Batch(torch.zeros(3, 0), sparse, torch.zeros(3))] * 2
+        >>> with Pipeline(embeddings, micro_batches=2) as pipeline:
+        ...     for window in pipeline.windows(batches):
+        ...         for part in window:
+        ...             part.embeddings.values.sum().backward()
+        ...         optimizer.step()
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingCollection,
+        *,
+        depth: int = 1,
+        micro_batches: int = 1,
+        exchange: Form = "delta",
+        final_rows: bool = True,
+        sizes: Sizes = "even",
+        clustering: Clustering = "off",
+        work: WindowWork | None = None,
+        verify: bool = False,
+        overlap: bool = True,
+        disturb: Callable[[Task], None] | None = None,
+    ) -> None:
+        _check(depth, micro_batches, exchange)
+        self._embeddings, self._overlap, self._disturb = embeddings, overlap, disturb
+        finds_final = final_rows and depth > 0 and exchange == "delta"
+        self.schedule = make_schedule(depth, micro_batches, fetches_final=finds_final)
+        more = {} if work is None else {"work": work}
+        self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
+        self._windows = embeddings.windows(exchange, finds_final=finds_final, verifies=verify)
+        self.recorder = Recorder(embeddings.mesh.rank)
+        self._runner: Runner | None = None
+        self._flights: dict[int, Flight[T]] = {}
+        self._reader: Iterator[T] = iter(())
+        self._end: int | None = None  # the first batch that does not exist
+        self._num_read = 0  # batches of this run
+        self._first = FIRST  # the number of its first window
+
+    @property
+    def reasons(self) -> list[str]:
+        """How the rows of each part travel, and why so."""
+        return [windows.reason for windows in self._windows]
+
+    def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
+        """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
+
+        Raises:
+            RowmeshError: a micro-batch had no backward, or a batch no step; or something failed in another thread:
+                names rank, stage and batch.
+        """
+        if self._runner is not None:
+            raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
+        self._reader, self._end = iter(items), None
+        self._runner = Runner(
+            self.schedule, {name: getattr(self, f"_{name}") for name in _ACTIONS}, rank=self._embeddings.mesh.rank,
+            threads=self._overlap, recorded=self.recorder.add, disturb=self._disturb,
+        )  # fmt: skip
+        self._embeddings.take_over(self._step)
+        for windows in self._windows:
+            windows.begin(self._first, self._runner.cancelled)
+        try:
+            yield from self._turns(self._runner)
+            self._runner.settle()
+        finally:
+            self._stop()
+
+    def _turns(self, runner: Runner) -> Iterator[Flight[T]]:
+        turn = -self.schedule.depth
+        while True:
+            runner.enter(turn)
+            if turn >= 0:
+                runner.wait(Task("compute", turn))
+                if (flight := self._flights.get(turn)) is None:
+                    self._end_turn(runner, turn)
+                    return
+                yield flight
+                if flight.lrs is None:
+                    raise RowmeshError(
+                        f"batch {turn} had no step: after the backward of its last micro-batch call the step of the "
+                        "EmbeddingOptimizer"
+                    )
+            turn += 1
+
+    def _end_turn(self, runner: Runner, turn: int) -> None:
+        """Passes over a batch that does not exist."""
+        for part in range(self.schedule.num_parts):
+            runner.done(Task("compute", turn, part))
+        runner.done(Task("step", turn))
+
+    def settle(self) -> None:
+        """Waits until the steps so far are done on this rank; then rows may be looked up outside the pipeline."""
+        if self._runner is not None:
+            self._runner.settle()
+
+    def close(self) -> None:
+        """Ends all threads. Leaving the loop over `windows` early does so too."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        runner.close()
+        self._embeddings.take_over(None)
+        self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
+        self._num_read = 0
+        self._flights.clear()
+
+    # What the driver asks for
+
+    def await_rows(self, task: Task) -> None:
+        """Waits until a micro-batch can be looked up; the time is exposed."""
+        assert self._runner
+        start_s = time.perf_counter()
+        self._runner.wait(task)
+        self.recorder.add_exposed(task, start_s, time.perf_counter())
+
+    def pool(self, flight: Flight[T], part: int) -> Embeddings:
+        """The vectors of a micro-batch."""
+        window = flight.window
+        assert window
+
+        def finished() -> None:
+            for windows in self._windows:
+                windows.pack(window, part)
+            flight.take_gradients(part)
+            assert self._runner
+            self._runner.done(Task("compute", flight.batch, part))
+
+        return self._embeddings.pool_part(window, part, finished)
+
+    def record_compute(self, task: Task, start_s: float) -> None:
+        """Notes when a micro-batch was computed."""
+        self.recorder.add_compute(task, start_s, time.perf_counter())
+
+    def _step(self, lrs: Sequence[float]) -> None:
+        """Takes the learning rates of the step of the batch that was computed last."""
+        assert self._runner
+        flight = next((each for each in self._flights.values() if each.is_computed and each.lrs is None), None)
+        if flight is None:
+            raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
+        flight.lrs = lrs
+        self._runner.done(Task("step", flight.batch))
+
+    # What other threads do, a stage each
+
+    def _read(self, task: Task) -> None:
+        if self._end is not None:
+            return
+        try:
+            item = next(self._reader)
+        except StopIteration:
+            self._end = task.batch
+            return
+        self._num_read += 1
+        self._flights[task.batch] = Flight(self, task.batch, item)
+
+    def _route(self, task: Task) -> None:
+        if flight := self._flights.get(task.batch):
+            order, sizes = self._cutter(flight.item.sparse)
+            if order is not None:
+                flight.order, flight.item = order, flight.item.take(order)
+            flight.window = self._embeddings.make_window(flight.item.sparse, sizes)
+            flight.window.number = flight.window.route.number = self._first + task.batch
+
+    def _open(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.open(window)
+
+    def _final(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.final(window)
+
+    def _rows(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.fetch(window, task.part)
+
+    def _gradients(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.push(window, task.part)
+
+    def _update(self, task: Task) -> None:
+        flight = self._flights.get(task.batch)
+        if flight is None:
+            return
+        assert flight.window
+        assert flight.lrs is not None
+        self._embeddings.update_window(self._windows, flight.window, flight.lrs)
+        del self._flights[task.batch]
+
+    def _window(self, task: Task) -> Window | None:
+        flight = self._flights.get(task.batch)
+        return None if flight is None else flight.window
+
+
+def _check(depth: int, micro_batches: int, exchange: str) -> None:
+    if depth < 0:
+        raise ConfigurationError(f"depth must be 0 or more, got {depth}")
+    if not 1 <= micro_batches <= MAX_PARTS:
+        raise ConfigurationError(f"micro_batches must be 1 to {MAX_PARTS}, got {micro_batches}")
+    if exchange not in Form.__args__:
+        raise ConfigurationError(f"exchange must be one of {list(Form.__args__)}, got {exchange!r}")

@@ -1,0 +1,208 @@
+"""Runner: does the tasks of a schedule, each resource in a thread of its own, turn by turn.
+
+The driver, the thread that computes, lets the others into a turn (`enter`), waits for what it needs (`wait`) and says
+what it has done (`done`). Nothing of a turn is begun before the driver enters it, and once it has, all of it will be
+done: ranks that go through the same turns send the same messages, wherever they stop.
+
+Without threads all is done by the driver, as soon as it can be: the sequential loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from rowmesh.errors import RowmeshError
+from rowmesh.pipeline.schedule import COMPUTE, Schedule, Span, Task
+
+Action = Callable[[Task], None]
+_JOIN_S = 10.0  # for a message that no other rank will answer
+_LOOK_S = 0.2  # how often a waiting driver looks whether a signal came
+
+
+class PipelineClosedError(RowmeshError):
+    """Another task failed, or the pipeline was closed."""
+
+
+class Runner:
+    """Does tasks.
+
+    Args:
+        schedule: what, in which order.
+        actions: of every stage but those of the driver.
+        rank: for messages.
+        threads: whether resources have threads of their own.
+        recorded: takes when each task was done.
+        disturb: is called before every task, in its thread: for tests that look for races.
+
+    Attributes:
+        cancelled: set when nobody should wait for others any more.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        actions: Mapping[str, Action],
+        *,
+        rank: int = 0,
+        threads: bool = True,
+        recorded: Callable[[Span], None] | None = None,
+        disturb: Callable[[Task], None] | None = None,
+    ) -> None:
+        self._schedule, self._actions, self._rank = schedule, actions, rank
+        self._recorded, self._disturb = recorded, disturb
+        self._changed = threading.Condition()
+        self._done: set[Task] = set()
+        self._turn = -schedule.depth - 1  # the last one that was entered
+        self._error: RowmeshError | None = None
+        self.cancelled = threading.Event()
+        others = [resource for resource in schedule.resources if resource != COMPUTE]
+        self._left = {resource: self._queue(resource) for resource in others}
+        self._next = {resource: next(queue) for resource, queue in self._left.items()}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(resource,), name=f"rowmesh {resource}", daemon=True)
+            for resource in (others if threads else ())
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def enter(self, turn: int) -> None:
+        """Lets all resources into a turn."""
+        with self._changed:
+            self._turn = turn
+            self._forget(turn)
+            self._changed.notify_all()
+        self._run_inline()
+
+    def wait(self, task: Task) -> None:
+        """Until a task of the driver may begin.
+
+        Raises:
+            RowmeshError: a task failed; names rank, stage and batch.
+        """
+        needed = list(self._schedule.before(task))
+        self._await(lambda: all(each in self._done for each in needed))
+
+    def done(self, task: Task, start_s: float | None = None) -> None:
+        """Says that the driver has done a task, and when it began."""
+        if self._recorded and start_s is not None:
+            self._recorded(Span(task, COMPUTE, start_s, time.perf_counter()))
+        with self._changed:
+            self._done.add(task)
+            self._changed.notify_all()
+        self._run_inline()
+
+    def settle(self) -> None:
+        """Until all tasks of the turns so far are done; the driver's own must be.
+
+        Raises:
+            RowmeshError: a task failed.
+        """
+        self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
+
+    def close(self) -> None:
+        """Ends the threads; what waits for other ranks gives up."""
+        with self._changed:
+            self.cancelled.set()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    def _queue(self, resource: str) -> Iterator[tuple[int, Task | None]]:
+        """The tasks of a resource and their turns; None at the end of a turn."""
+        turn = -self._schedule.depth
+        while True:
+            for task in self._schedule.tasks(resource, turn):
+                yield turn, task
+            yield turn, None
+            turn += 1
+
+    def _serve(self, resource: str) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.cancelled.is_set() or self._is_ready(resource))
+                if self.cancelled.is_set():
+                    return
+            if not self._do_next(resource):
+                return
+
+    def _is_ready(self, resource: str) -> bool:
+        turn, task = self._next[resource]
+        if turn > self._turn:
+            return False
+        return task is None or all(each in self._done for each in self._schedule.before(task))
+
+    def _do_next(self, resource: str) -> bool:
+        """Does the next task of a resource; returns whether it went well."""
+        _, task = self._next[resource]
+        try:
+            if task is not None:
+                self._do(resource, task)
+        except Exception as error:
+            self._fail(task, error)
+            return False
+        with self._changed:
+            if task is not None:
+                self._done.add(task)
+            self._next[resource] = next(self._left[resource])
+            self._changed.notify_all()
+        return True
+
+    def _do(self, resource: str, task: Task) -> None:
+        if self._disturb:
+            self._disturb(task)
+        start_s = time.perf_counter()
+        self._actions[task.stage](task)
+        if self._recorded:
+            self._recorded(Span(task, resource, start_s, time.perf_counter()))
+
+    def _fail(self, task: Task | None, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None and not isinstance(error, PipelineClosedError):
+                self._error = _named(error, task, self._rank)
+            self.cancelled.set()
+            self._changed.notify_all()
+
+    def _run_inline(self) -> None:
+        """Without threads: does what can be done."""
+        if self._threads:
+            return
+        is_busy = True
+        while is_busy and not self.cancelled.is_set():
+            is_busy = False
+            for resource in self._next:
+                while self._is_ready(resource) and self._do_next(resource):
+                    is_busy = True
+        self._raise()
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            # Looks up now and then, so that a signal is handled: waiting for a lock without limit is not interrupted.
+            while not (self.cancelled.is_set() or condition()):
+                self._changed.wait(_LOOK_S)
+            if condition() and self._error is None:
+                return
+        self._raise()
+        raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _forget(self, turn: int) -> None:
+        """Drops what no task can wait for any more: what batches two before the oldest in sight did."""
+        self._done = {task for task in self._done if task.batch >= turn - 3}
+
+
+def _named(error: BaseException, task: Task | None, rank: int) -> RowmeshError:
+    """The error with the rank, stage and batch it happened in."""
+    where = "" if task is None else f" in stage {task.stage!r} of batch {task.batch}"
+    text = str(error) if isinstance(error, RowmeshError) else f"{type(error).__name__}: {error}"
+    kind = type(error) if isinstance(error, RowmeshError) else RowmeshError
+    named = RowmeshError(f"rank {rank}{where}: {text}")
+    with contextlib.suppress(TypeError):
+        named = kind(f"rank {rank}{where}: {text}")
+    named.__cause__ = error
+    return named
