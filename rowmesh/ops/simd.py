@@ -306,8 +306,8 @@ def copy_bytes(typing: Any, to: Any, source: Any, num_bytes: Any) -> Any:
         return None
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        pointers = [b.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2]]
-        cgutils.raw_memcpy(b, *pointers, ir.Constant(_I64, n), 1)
+        pointer = _I8.as_pointer()
+        cgutils.raw_memcpy(b, b.inttoptr(args[0], pointer), b.inttoptr(args[1], pointer), ir.Constant(_I64, n), 1)
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64, num_bytes), codegen
