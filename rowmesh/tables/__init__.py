@@ -1,17 +1,25 @@
 """What a table is, which tables travel together, and how rows are stored."""
 
 from rowmesh.tables.arena import DenseArena
+from rowmesh.tables.backing import BackingStore, MemoryStore
+from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup, fuse
 from rowmesh.tables.initializer import Constant, Initializer, Normal, Uniform
 from rowmesh.tables.spec import TableSpec
+from rowmesh.tables.tiered import Lease, TieredArena
 
 __all__ = [
+    "BackingStore",
     "Constant",
     "DenseArena",
+    "FileStore",
     "Initializer",
+    "Lease",
+    "MemoryStore",
     "Normal",
     "TableGroup",
     "TableSpec",
+    "TieredArena",
     "Uniform",
     "fuse",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowmesh.ops.initialize import initialize
 from rowmesh.ops.memory import Buffer, Memory
-from rowmesh.ops.merge_update import Merger, Singles, update_kernels
+from rowmesh.ops.merge_update import update_kernels
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.optim import Adam
 from rowmesh.tables.group import TableGroup
@@ -25,6 +25,25 @@ class Piece(Protocol):
     def rows(self) -> range: ...
     @property
     def slots(self) -> range: ...
+
+
+class Merged(Protocol):
+    """Distinct slots and the gradients for each, as `rowmesh.ops.merge_update.Merger` describes them."""
+
+    @property
+    def num_merged(self) -> int: ...
+    @property
+    def merged_slots(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def nexts(self) -> int: ...
+    @property
+    def addresses(self) -> int: ...
+    @property
+    def node_ends(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
 
 
 class DenseArena:
@@ -83,7 +102,7 @@ class DenseArena:
                 )  # fmt: skip
 
     def apply(
-        self, merged: Merger | Singles, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
+        self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
         """Updates the rows of merged requests in place.
 

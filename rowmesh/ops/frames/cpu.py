@@ -265,6 +265,10 @@ class FrameTable:
         """Frames that a lease holds."""
         return int(self._counts[_PINNED])
 
+    def is_pinned(self, frames: np.ndarray) -> np.ndarray:
+        """Which frames leases hold."""
+        return self._frames[frames, _PINS] > 0
+
     @property
     def num_bytes(self) -> int:
         """Memory of the table."""

@@ -1,0 +1,88 @@
+"""What the threads of a tiered arena share: the fast arena, its books, the backing store, and one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.frames import FrameTable
+from rowmesh.ops.frames.cpu import MAX_FRAMES
+from rowmesh.ops.memory import Buffer, Memory
+from rowmesh.ops.slot_set import SlotSet
+from rowmesh.tables.arena import DenseArena
+from rowmesh.tables.backing import MakeStore
+from rowmesh.tables.columns import Columns
+from rowmesh.tables.group import TableGroup
+
+CHUNK = 4096  # records that are read, or written back, in one go: bounds the buffers, and how long the lock is held
+
+
+@dataclass
+class TierCounters:
+    """What a tiered arena did so far.
+
+    Attributes:
+        leases: made.
+        rows_found: of leases, rows that were in the fast arena: forwarded from batches in sight, or still there.
+        rows_read, bytes_read: from the backing store.
+        rows_initialized: of leases, rows that were never written, computed instead of read.
+        rows_written, bytes_written: to the backing store.
+        peak_frames: the most frames that batches in sight held at once.
+        waited_s: how long leases waited for frames to become free.
+        read_s: how long leases read.
+    """
+
+    leases: int = 0
+    rows_found: int = 0
+    rows_read: int = 0
+    bytes_read: int = 0
+    rows_initialized: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    peak_frames: int = 0
+    waited_s: float = 0.0
+    read_s: float = 0.0
+
+
+class Tier:
+    """See the module; arguments are those of `TieredArena`.
+
+    Attributes:
+        changed: the lock over `table`, `written` and `counters`, notified whenever frames change hands.
+        table: which slot is in which frame.
+        arena, columns: the fast arena.
+        store: the backing store.
+        written: slots that the store has a record of.
+        poison, retain: see `TieredArena`.
+    """
+
+    def __init__(
+        self, group: TableGroup, num_slots: int, num_frames: int, make_store: MakeStore,
+        allocate: Callable[[int], Memory], retain: bool, verify: bool, poison: bool,
+    ) -> None:  # fmt: skip
+        if not 1 <= num_frames <= MAX_FRAMES:
+            raise ConfigurationError(f"group {group.name}: num_frames must be 1 to {MAX_FRAMES}, got {num_frames}")
+        self.group, self.num_slots = group, num_slots
+        self.retain, self.poison = retain and not poison, poison
+        self.changed = threading.Condition()
+        self.table = FrameTable(num_frames)
+        self.arena = DenseArena(group, num_frames, allocate)
+        versions = np.zeros(num_frames, np.uint32) if verify else None
+        self.columns = Columns(self.arena.rows, self.arena.state, versions)
+        self.store = make_store(num_slots, self.columns.record_bytes)
+        self.written = SlotSet(num_slots)
+        self.counters = TierCounters()
+
+    def make_records(self) -> np.ndarray:
+        """Room for CHUNK records, on pages of its own."""
+        return Buffer(CHUNK * self.store.stride).array(np.uint8, CHUNK, self.store.stride)
+
+    def freed(self, frames: np.ndarray) -> None:
+        """Frames were given up; the lock is held."""
+        if self.poison:
+            self.columns.poison(frames)
+        self.changed.notify_all()
