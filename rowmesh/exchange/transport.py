@@ -105,12 +105,13 @@ class Sources:
 
     def add_copied(self, slots: int, offsets: np.ndarray, gradients: int) -> None:
         """What one rank asks of the homes elsewhere about rows that have a copy here; `offsets` int64 `[W, S′ + 1]`."""
-        first = self._exchange.copies.start
-        for stop, row in enumerate(offsets):
-            if stop != self._exchange.rank and row[first] < row[-1]:
-                clipped = np.maximum(row, row[first])
-                self._keep.append(clipped)
-                self.add(slots, clipped, gradients, None)
+        clipped = np.maximum(offsets, offsets[:, self._exchange.copies.start, None])
+        sizes = clipped[:, -1] - clipped[:, 0]
+        sizes[self._exchange.rank] = 0
+        begin, stride = clipped.ctypes.data, clipped.strides[0]
+        self._lists += [(slots, begin + stride * stop, gradients) for stop in np.flatnonzero(sizes).tolist()]
+        self._keep.append(clipped)
+        self.num_entries += int(sizes.sum())
 
     def end_node(self) -> None:
         """What is added next comes from the next node."""
