@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")  # as a container sees its own
 _MAX_SHARE = 0.02
 
 
@@ -47,6 +48,21 @@ def used_bytes() -> int:
         lines = []
     kilobytes = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
     return kilobytes[0] * 1024 if kilobytes else resident_bytes()
+
+
+def available_bytes() -> int:
+    """What the processes of this host may still take: the kernel's estimate, or what their control group has left.
+
+    A page cache gives way to them, and counts as available; swap does not.
+    """
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        statistics = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    cached = int(statistics["inactive_file"]) + int(statistics["active_file"])
+    return free if limit == "max" else min(free, max(int(limit) - int(used) + cached, 0))
 
 
 def resident_bytes() -> int:

@@ -18,9 +18,9 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together, valid_replicas
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.comparison import EQUAL, Comparison, compare, is_relative
-from rowmesh.placement.plan import Plan, TableShape
+from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import find
-from rowmesh.placement.strategies.problem import Problem, least_bytes
+from rowmesh.placement.strategies.problem import Problem, least_bytes, ranks_that_fit
 from rowmesh.placement.text import bytes_text, seconds_text
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional_candidates import CandidateSearch, ReplicaCandidate
@@ -194,7 +194,7 @@ def _nothing_fits(problem: Problem, candidates: Sequence[ReplicaCandidate]) -> s
         )
     if M == 1:
         problem.check_feasible()
-    shards = _shards_that_fit(shapes, limit)
+    shards = ranks_that_fit(shapes, limit)
     ways = [f"use {M * shards} ranks"] if shards is not None else []
     fewer = [count for count in valid_replicas(T) if count < M and least_bytes(shapes, T // count) <= limit]
     ways += [f"form {max(fewer)} replica group{'s'[: max(fewer) != 1]}"] if fewer else []
@@ -203,13 +203,3 @@ def _nothing_fits(problem: Problem, candidates: Sequence[ReplicaCandidate]) -> s
         f"state on the fullest rank, {least - limit:,} more than the limit of {limit:,}. One of these would make it "
         "fit: " + "; ".join([*ways, f"allow {least:,} bytes a rank"])
     )
-
-
-def _shards_that_fit(shapes: Sequence[TableShape], limit: int) -> int | None:
-    """The least number of ranks of a group that holds every row once; None where no number does."""
-    if sum(shape.row_bytes for shape in shapes) > limit:
-        return None  # a table's last round of rows may need a row on every rank
-    shards = -(-sum(shape.row_bytes * shape.num_rows for shape in shapes) // limit)
-    while least_bytes(shapes, shards) > limit:
-        shards += 1
-    return shards

@@ -24,6 +24,7 @@ from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
 from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
+from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json, write_text
@@ -186,7 +187,9 @@ def _say_mapped(job: Job) -> None:
 @contextmanager
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
-    job = build(config, mesh, data, on_rank_0(mesh, SETTING_UP, place))
+    placement = on_rank_0(mesh, SETTING_UP, place)
+    check_memory(placement.plan, mesh)
+    job = build(config, mesh, data, placement)
     try:
         yield job
     finally:

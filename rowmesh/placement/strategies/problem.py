@@ -99,7 +99,7 @@ def _does_not_fit(problem: Problem, needed: int) -> str:
     share = -(-biggest.num_rows // W) * biggest.row_bytes
     fewer = (needed - limit + biggest.row_bytes - 1) // biggest.row_bytes * W
     changes, step = [], problem.topology.ranks_per_node if problem.topology.num_nodes > 1 else 1
-    if (ranks := _ranks_that_fit(shapes, limit, step)) is not None:
+    if (ranks := ranks_that_fit(shapes, limit, step)) is not None:
         changes.append(f"use {ranks} ranks")
     if any(shape.value_bytes == shape.gradient_bytes for shape in shapes):
         halved = [replace(s, value_bytes=min(s.value_bytes, s.gradient_bytes // 2)) for s in shapes]
@@ -115,8 +115,14 @@ def _does_not_fit(problem: Problem, needed: int) -> str:
     )
 
 
-def _ranks_that_fit(shapes: Sequence[TableShape], limit: int, step: int) -> int | None:
-    """The least multiple of `step` ranks whose memory holds every row once."""
+def ranks_that_fit(shapes: Sequence[TableShape], limit: int, step: int = 1) -> int | None:
+    """The least multiple of `step` ranks that hold every row once within a limit for each; None where no number does.
+
+    Example:
+        >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64)
+        >>> ranks_that_fit([shape], 130), ranks_that_fit([shape], 63)
+        (5, None)
+    """
     if sum(shape.row_bytes for shape in shapes) > limit:
         return None  # a table's last round of rows may need a row on every rank
     total = sum(shape.row_bytes * shape.num_rows for shape in shapes)

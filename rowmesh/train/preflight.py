@@ -1,0 +1,44 @@
+"""Preflight: whether the hosts of a run have the memory that its plan asks for, before any of it is taken."""
+
+from __future__ import annotations
+
+import platform
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.observe import memory
+from rowmesh.placement import Plan
+from rowmesh.placement.strategies.problem import ranks_that_fit
+from rowmesh.placement.text import bytes_text
+from rowmesh.train.checks import SETTING_UP
+
+
+def check_memory(plan: Plan, mesh: Mesh) -> None:
+    """Compares what the ranks of each host will hold with what the host has available. Collective and blocking.
+
+    Buffers and the network come on top and are not counted: a plan that passes may still not fit.
+
+    Raises:
+        ConfigurationError: on all ranks alike, where a host has less than the rows and optimizer state of its ranks.
+    """
+    found = gather_objects(mesh, (platform.node(), memory.available_bytes()), SETTING_UP)
+    for host in sorted(set(mesh.hosts)):
+        ranks = [rank for rank in range(mesh.world_size) if mesh.hosts[rank] == host]
+        needed = sum(plan.memory_bytes[rank] for rank in ranks)
+        available = min(found[rank][1] for rank in ranks)
+        if needed > available:
+            raise ConfigurationError(
+                f"host {found[ranks[0]][0]} (rank {', '.join(map(str, ranks))}) has {bytes_text(available)} of memory "
+                f"available, and the plan gives its ranks {bytes_text(needed)} of rows and optimizer state; "
+                + _way_out(plan, available // len(ranks))
+            )
+
+
+def _way_out(plan: Plan, limit: int) -> str:
+    shards = ranks_that_fit([table.shape for table in plan.tables], limit)
+    if shards is None:
+        return f"no number of ranks with {bytes_text(limit)} each holds one row of every table; free memory"
+    takes = f"a replica of all tables takes at least {shards} rank{'s'[: shards != 1]} with {bytes_text(limit)} each"
+    fewer = "form fewer replica groups (parallel.replicas, tables.….replicas), " if plan.replica_counts != (1,) else ""
+    return f"{takes}: start more, on more hosts, {fewer}free memory, or make tables.dim or tables.dtype smaller"
