@@ -25,9 +25,11 @@ class Windows(Protocol):
     """How windows travel.
 
     Attributes:
+        is_phased: whether by micro-batch.
         reason: why so.
     """
 
+    is_phased: bool
     reason: str
 
     def begin(self, number: int, cancelled: Event) -> None:
@@ -68,6 +70,7 @@ class WholeWindows:
     """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
 
     def __init__(self, part: Part, obstacle: str) -> None:
+        self.is_phased = False
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._part = part
         self._updated = FIRST - 1
@@ -114,6 +117,7 @@ class PhasedWindows:
     """Rows and gradients travel by micro-batch. Making one is collective."""
 
     def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
+        self.is_phased = True
         self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._part, self._form = part, form
         self._exchange = PhasedExchange(

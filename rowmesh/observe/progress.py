@@ -125,9 +125,13 @@ class Progress(_Display):
         if self._is_due or (self._is_live and step == self._total):
             self._show_step(step)
 
-    def update(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float) -> None:
+    def update(
+        self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float, exposed_share: float | None = None
+    ) -> None:  # fmt: skip
         """Like `advance`, with new facts about the last interval, which are shown until the next."""
         self._facts = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_bytes / 1e9:.2f} GB"
+        if exposed_share is not None:
+            self._facts += f", {exposed_share:.0%} exposed"
         if self._is_live or self._is_due or step == self._total:
             self._show_step(step)
 

@@ -167,7 +167,7 @@ class Pipeline(Generic[T]):
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._windows = embeddings.windows(exchange, finds_final=finds_final, verifies=verify)
-        self.recorder = Recorder(embeddings.mesh.rank)
+        self.recorder = Recorder()
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
         self._reader: Iterator[T] = iter(())
@@ -179,6 +179,11 @@ class Pipeline(Generic[T]):
     def reasons(self) -> list[str]:
         """How the rows of each part travel, and why so."""
         return [windows.reason for windows in self._windows]
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the rows of all tables can travel by micro-batch."""
+        return all(windows.is_phased for windows in self._windows)
 
     def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.

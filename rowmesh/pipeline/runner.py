@@ -85,10 +85,8 @@ class Runner:
         needed = list(self._schedule.before(task))
         self._await(lambda: all(each in self._done for each in needed))
 
-    def done(self, task: Task, start_s: float | None = None) -> None:
-        """Says that the driver has done a task, and when it began."""
-        if self._recorded and start_s is not None:
-            self._recorded(Span(task, COMPUTE, start_s, time.perf_counter()))
+    def done(self, task: Task) -> None:
+        """Says that the driver has done a task."""
         with self._changed:
             self._done.add(task)
             self._changed.notify_all()
@@ -153,10 +151,10 @@ class Runner:
     def _do(self, resource: str, task: Task) -> None:
         if self._disturb:
             self._disturb(task)
-        start_s = time.perf_counter()
+        start_s, cpu_s = time.perf_counter(), time.thread_time()
         self._actions[task.stage](task)
         if self._recorded:
-            self._recorded(Span(task, resource, start_s, time.perf_counter()))
+            self._recorded(Span(task, resource, start_s, time.perf_counter(), time.thread_time() - cpu_s))
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
         with self._changed:

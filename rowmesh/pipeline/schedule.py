@@ -153,12 +153,17 @@ def make_schedule(
 
 
 class Span(NamedTuple):
-    """When a task was done, in seconds."""
+    """When a task was done, in seconds.
+
+    Attributes:
+        cpu_s: of them, the processor time of its thread.
+    """
 
     task: Task
     resource: str
     start_s: float
     end_s: float
+    cpu_s: float = 0.0
 
 
 def play(schedule: Schedule, seconds: Callable[[Task], float], num_batches: int) -> list[Span]:

@@ -79,8 +79,8 @@ def window_ms(sizes: Sequence[int], work: WindowWork) -> float:
         >>> window_ms([100], work), window_ms([25, 25, 25, 25], work)
         (160.0, 115.0)
     """
-    fetches = [work.fetch_ms * share + work.latency_ms for share in _new_rows(sizes, work.rows_exponent)]
-    pushes = [work.push_ms * share + work.latency_ms for share in _new_rows(sizes[::-1], work.rows_exponent)]
+    fetches = [work.fetch_ms * share + work.latency_ms for share in new_rows(sizes, work.rows_exponent)]
+    pushes = [work.push_ms * share + work.latency_ms for share in new_rows(sizes[::-1], work.rows_exponent)]
     link_ms, computed_ms = sum(fetches), 0.0
     for size, arrived_ms, push_ms in zip(sizes, accumulate(fetches), reversed(pushes), strict=True):
         computed_ms = max(computed_ms, arrived_ms) + work.compute_ms * size / max(sum(sizes), 1)
@@ -88,10 +88,10 @@ def window_ms(sizes: Sequence[int], work: WindowWork) -> float:
     return link_ms
 
 
-def _new_rows(sizes: Sequence[int], exponent: float) -> list[float]:
+def new_rows(sizes: Sequence[int], exponent: float) -> list[float]:
     """The share of the batch's rows that each micro-batch has and none before it.
 
-    >>> _new_rows([25, 75], 0.5)
+    >>> new_rows([25, 75], 0.5)
     [0.5, 0.5]
     """
     bounds, batch_size = pairwise(accumulate(sizes, initial=0)), max(sum(sizes), 1)

@@ -249,6 +249,38 @@ class ParallelConfig(Section):
         return self
 
 
+class PipelineConfig(Section):
+    """What moves while a batch is computed. Every choice trains the same model.
+
+    Attributes:
+        depth: batches that are read, routed and told to the owners of their rows ahead; auto: as measured first steps
+            advise.
+        micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
+        exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them) or unsplit (all
+            with the first, gradients with the last).
+        final_rows: whether rows that the batch before does not touch come during it.
+        sizes: of micro-batches: even, or light_ends (small where nothing hides the exchange).
+        clustering: of samples into micro-batches: off, greedy (those that share rows meet) or light_ends (and those
+            whose rows most others have are in the first and the last).
+        verify: whether every row that is read must be the one that steps in turn would read.
+        trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto.
+    """
+
+    depth: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 0
+    micro_batches: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] = 1
+    exchange: Literal["delta", "naive", "unsplit"] = "delta"
+    final_rows: bool = True
+    sizes: Literal["even", "light_ends"] = "even"
+    clustering: Literal["off", "greedy", "light_ends"] = "off"
+    verify: bool = False
+    trace: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether steps are done in turn, whole."""
+        return self.depth == 0 and self.micro_batches == 1 and not (self.verify or self.trace)
+
+
 class DriftConfig(Section):
     """When a plan that recent traffic does not fit any more is replaced.
 
@@ -305,6 +337,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()
+    pipeline: PipelineConfig = PipelineConfig()
 
 
 def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

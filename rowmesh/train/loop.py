@@ -15,6 +15,7 @@ from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
 from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.pipeline import Flight
 from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.drift import configured_drift
@@ -24,6 +25,7 @@ from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.schedule import make_scheduler
+from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 
 
 @dataclass
@@ -69,37 +71,73 @@ class Trainer:
             naming_lost_peers(self.job.mesh, "training"),
             configured_drift(self.job) as drift,
         ):
+            steps = self._make_steps(drift is not None, log)
             interval = Interval()
-            for batch in self._batches():
-                interval.loss += self.train_step(batch)
+            for batch, loss in steps(self._batches(), self.total_steps - self.step):
+                interval.loss += loss
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
                 if drift is not None and (text := drift.after_step(batch.sparse)):
                     log.progress.say(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
-                    self._log(log, interval)
+                    self._log(log, interval, steps.record())
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
+                    steps.settle()
                     interval.started_s += self._validate(log)
+            steps.finish(run.trace)
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""
-        where = f"step {self.step + 1} on rank {self.job.mesh.rank}"
-        check_batch(batch, self.job.data.schema.dense, where)
-        logits = self.job.logits(batch)
-        total = F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.dtype), reduction="sum")
-        check_loss(total, where)
+        self._begin_step(batch)
+        total = self._backward(self.job.logits(batch), batch.labels)
+        self._end_step()
+        return total
+
+    def train_window(self, window: Flight[Batch]) -> float:
+        """One step by micro-batches; returns the same. Collective: every rank calls it."""
+        batch, total = window.item, 0.0
+        self._begin_step(batch)
+        for part in window:
+            vectors = part.embeddings.stacked()
+            logits = self.job.network(batch.dense[part.samples].to(vectors.dtype), vectors)
+            total += self._backward(logits, batch.labels[part.samples])
+        self._end_step()
+        return total
+
+    @property
+    def _where(self) -> str:
+        return f"step {self.step + 1} on rank {self.job.mesh.rank}"
+
+    def _begin_step(self, batch: Batch) -> None:
+        check_batch(batch, self.job.data.schema.dense, self._where)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
+
+    def _backward(self, logits: Tensor, labels: Tensor) -> float:
+        """Adds the gradients of some samples; returns the sum of their losses."""
+        total = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
+        check_loss(total, self._where)
         self.local_loss(total).backward()
-        self._gradients.average()
+        return float(total.detach())
+
+    def _end_step(self) -> None:
+        """Updates rows and network; rows first: under a pipeline they do so beside the rest."""
         self._lrs = self._current_lrs()
-        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
-            optimizer.step()
+        self._embedding_optimizer.step()
+        self._gradients.average()
+        self._dense_optimizer.step()
+        for scheduler in self._schedulers:
             scheduler.step()
         self.step += 1
-        return float(total.detach())
+
+    def _make_steps(self, can_migrate: bool, log: RunLog) -> Steps:
+        config = self.config
+        if config.pipeline.is_off:
+            return PlainSteps(self)
+        segment = config.placement.drift.check_every if can_migrate else None
+        return PipelinedSteps(self, self.job, segment, log.progress.say)
 
     def local_loss(self, total: Tensor) -> Tensor:
         """What a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
@@ -117,22 +155,20 @@ class Trainer:
         }
 
     def _batches(self) -> Iterator[Batch]:
-        while self.step < self.total_steps:
-            for batch in self._loader:
-                yield batch
-                if self.step == self.total_steps:
-                    return
+        """Epoch after epoch."""
+        while True:
+            yield from self._loader
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total_steps
 
-    def _log(self, log: RunLog, interval: Interval) -> None:
-        """Sums an interval over ranks and writes it."""
+    def _log(self, log: RunLog, interval: Interval, record: dict[str, float]) -> None:
+        """Sums an interval over ranks, takes the mean of what else is recorded, and writes it."""
         elapsed_s = time.perf_counter() - interval.started_s
         waited_s = interval.waited_s + self._loader.waited_s
-        own = (interval.loss, interval.samples, self._memory.read(), waited_s)
+        own = (interval.loss, interval.samples, self._memory.read(), waited_s, *record.values())
         everyone = gather_objects(self.job.mesh, own, "summing the losses of all ranks")
-        loss, samples, memory_bytes, all_waited_s = map(sum, zip(*everyone, strict=True))
+        loss, samples, memory_bytes, all_waited_s, *recorded = map(sum, zip(*everyone, strict=True))
         log.interval(
             self.step,
             loss=loss / samples,
@@ -140,6 +176,7 @@ class Trainer:
             memory_bytes=int(memory_bytes),
             waited_for_data_share=all_waited_s / (self.job.mesh.world_size * elapsed_s),
             **self._lrs,
+            **{name: value / self.job.mesh.world_size for name, value in zip(record, recorded, strict=True)},
         )
 
     def _current_lrs(self) -> dict[str, float]:

@@ -20,10 +20,11 @@ from rowmesh.observe.json_lines import naming
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
+TRACE = "trace.json"
 _PARTIAL = r"\..*\.partial"
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
-    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl"), ""),
+    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl", TRACE), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     "model": r"manifest\.json.*|[0-9a-f]{16}",
     "tensorboard": r"events\.out\..*",
@@ -36,6 +37,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         plan: the plan that the model was trained with, in the end.
+        trace: what every thread did in the last steps, where that was asked for.
         first_plan: where drift replaced it, the plan that the training began with.
 
     Example:
@@ -49,6 +51,7 @@ class RunFolder:
         self.plan, self.first_plan = path / PLAN, path / FIRST_PLAN
         self.metrics = path / "metrics.jsonl"
         self.counters = path / "counters.jsonl"
+        self.trace = path / TRACE
         self.tensorboard = path / "tensorboard"
         self.model = path / "model"
 

@@ -56,7 +56,7 @@ class RunLog:
         self._counters.flush()
         facts = {"loss": loss, "samples_per_s": samples_per_s, "memory_bytes": memory_bytes}
         self._write("train", step, {**facts, **record})
-        self.progress.update(step, **facts)
+        self.progress.update(step, exposed_share=record.get("exposed_share"), **facts)
 
     def evaluation(self, step: int, split: str, record: dict[str, Any]) -> None:
         """Writes the metrics of a split after `step`, and leaves its look-ups out of the counters."""

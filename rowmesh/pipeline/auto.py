@@ -1,0 +1,117 @@
+"""Auto: the depth and the number of micro-batches with which a step should take least, from measured stages.
+
+The schedule is played with durations that a model derives from those of steps done in turn:
+
+    compute     of a micro-batch: its share of the samples, and COST_S for being one more
+    rows        its share of the batch's distinct rows, by Heaps' law; with final rows, FINAL_SHARE of them come before
+    gradients   the same, from the end
+    all others  as measured
+
+Threads share the cores of a rank, so that no step takes less than its processor time over its cores. A choice has to
+gain LEAST_GAIN; the simplest of those that gain about as much is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rowmesh.pipeline.cutter import even_sizes
+from rowmesh.pipeline.schedule import Task, make_schedule, play, step_s
+from rowmesh.pipeline.sizes import new_rows
+
+DEPTHS, COUNTS = (0, 1), (1, 2, 4, 8)
+LEAST_GAIN = 0.03
+COST_S = 3e-4  # of one more micro-batch: small kernels, Python, autograd
+FINAL_SHARE = 0.65  # of a batch's rows, the one before does not touch: Criteo, Avazu and Zipf ids alike
+ROWS_EXPONENT = 0.77
+_NUM_BATCHES = 12
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do.
+
+    Attributes:
+        depth: K.
+        micro_batches: N.
+        step_s: what a step should take.
+        in_turn_s: what it takes when all is done in turn.
+    """
+
+    depth: int
+    micro_batches: int
+    step_s: float
+    in_turn_s: float
+
+    @property
+    def is_off(self) -> bool:
+        """Whether all is best done in turn."""
+        return self.depth == 0 and self.micro_batches == 1
+
+    def __str__(self) -> str:
+        if self.is_off:
+            return f"off: nothing would gain {LEAST_GAIN:.0%} on {1e3 * self.in_turn_s:.1f} ms a step"
+        return (
+            f"depth {self.depth}, {self.micro_batches} micro-batch(es): {1e3 * self.step_s:.1f} ms a step expected, "
+            f"{1e3 * self.in_turn_s:.1f} in turn"
+        )
+
+
+def choose(
+    stages: Mapping[str, float], cpu: Mapping[str, float], *, cores: float, can_split: bool,
+    depths: tuple[int, ...] = DEPTHS, counts: tuple[int, ...] = COUNTS,
+) -> Choice:  # fmt: skip
+    """The best depth and number of micro-batches.
+
+    Args:
+        stages: seconds of each stage of a step that was done in turn, "compute" among them.
+        cpu: of that, processor time; of "compute" all.
+        cores: of this rank.
+        can_split: whether rows can travel by micro-batch.
+        depths: to choose from, the simplest first.
+        counts: to choose from, the simplest first.
+
+    Example:
+        >>> stages = {"compute": 0.06, "rows": 0.02, "gradients": 0.02}
+        >>> choice = choose(stages, {}, cores=2, can_split=True)
+        >>> choice.depth, choice.step_s < 0.08
+        (1, True)
+    """
+    in_turn = sum(stages.values())
+    candidates = [
+        Choice(depth, count, predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split), in_turn)
+        for depth in depths
+        for count in (counts if can_split else counts[:1])
+    ]
+    best = min(candidates, key=lambda choice: choice.step_s)
+    if best.step_s > (1 - LEAST_GAIN) * in_turn:
+        return candidates[0]
+    return next(choice for choice in candidates if choice.step_s <= (1 + LEAST_GAIN) * best.step_s)
+
+
+def predicted_s(
+    stages: Mapping[str, float], cpu: Mapping[str, float], depth: int, count: int, *, cores: float, can_split: bool
+) -> float:  # fmt: skip
+    """Seconds of a step by the model."""
+    if depth == 0 and count == 1:
+        return sum(stages.values())
+    sizes = even_sizes(1000 * count, count)
+    arrive = new_rows(sizes, ROWS_EXPONENT) if can_split else [1.0, *([0.0] * (count - 1))]
+    leave = new_rows(sizes[::-1], ROWS_EXPONENT)[::-1] if can_split else [*([0.0] * (count - 1)), 1.0]
+    finds_final = depth > 0 and can_split
+    final = FINAL_SHARE if finds_final else 0.0
+
+    def seconds(task: Task) -> float:
+        whole = stages.get(task.stage, 0.0)
+        if task.stage == "compute":
+            return whole / count + COST_S * (count > 1)
+        if task.stage == "rows":
+            return whole * arrive[task.part] * (1 - final)
+        if task.stage == "gradients":
+            return whole * leave[task.part]
+        return final * stages.get("rows", 0.0) if task.stage == "final" else whole
+
+    schedule = make_schedule(depth, count, fetches_final=finds_final)
+    processor = sum(cpu.values()) + stages.get("compute", 0.0) + COST_S * (count if count > 1 else 0)
+    return max(step_s(play(schedule, seconds, _NUM_BATCHES), _NUM_BATCHES), processor / max(cores, 1e-9))

@@ -1,0 +1,180 @@
+"""Steps: how a trainer goes through batches: whole and in turn, or through a pipeline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from rowmesh.data import Batch
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.observe.trace import Event, write_trace
+from rowmesh.pipeline import Flight, Pipeline
+from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose
+from rowmesh.pipeline.recorder import Totals
+from rowmesh.train.config import PipelineConfig
+from rowmesh.train.job import Job
+
+WARM_UP_STEPS, MEASURED_STEPS = 8, 16
+
+
+class Trains(Protocol):
+    """What steps need of a trainer."""
+
+    def train_step(self, batch: Batch) -> float:
+        """One step; returns the sum of the losses of this rank's samples."""
+        ...
+
+    def train_window(self, window: Flight[Batch]) -> float:
+        """One step by micro-batches; returns the same."""
+        ...
+
+
+class Steps(Protocol):
+    """How batches are trained on."""
+
+    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+        """Trains on so many batches; gives each with the sum of the losses of this rank's samples."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until rows may be looked up otherwise."""
+        ...
+
+    def record(self) -> dict[str, float]:
+        """What there is to say of the time since it was said last, on this rank."""
+        ...
+
+    def finish(self, trace: Path) -> None:
+        """Writes what is to be written at the end. Collective."""
+        ...
+
+
+class PlainSteps:
+    """Whole batches, in turn."""
+
+    def __init__(self, trainer: Trains) -> None:
+        self._trainer = trainer
+
+    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+        """Trains on so many batches."""
+        for batch in islice(batches, count):
+            yield batch, self._trainer.train_step(batch)
+
+    def settle(self) -> None:
+        """Nothing is under way between steps."""
+
+    def record(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def finish(self, trace: Path) -> None:
+        """Nothing."""
+
+
+class PipelinedSteps:
+    """Batches of a pipeline, which is chosen after some steps in turn where the configuration says "auto".
+
+    Args:
+        trainer: does what is to be done for each batch.
+        job: what is trained.
+        segment: steps after which nothing is under way for a moment, if any: a plan may change then.
+        say: takes what was chosen.
+    """
+
+    def __init__(self, trainer: Trains, job: Job, segment: int | None, say: Callable[[str], None]) -> None:
+        self._trainer, self._job, self._segment, self._say = trainer, job, segment, say
+        self._pipeline: Pipeline[Batch] | None = None
+        self._pipelines: list[Pipeline[Batch]] = []
+
+    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+        """Trains on so many batches."""
+        config, left = self._job.config.pipeline, count
+        if "auto" in (config.depth, config.micro_batches):
+            in_turn = self._make(0, 1, overlap=False)
+            yield from self._run(in_turn, batches, min(WARM_UP_STEPS, left))
+            in_turn.recorder.take()
+            left -= min(WARM_UP_STEPS, left)
+            yield from self._run(in_turn, batches, min(MEASURED_STEPS, left))
+            left -= min(MEASURED_STEPS, left)
+            config = self._chosen(config)
+        assert config.depth != "auto"
+        assert config.micro_batches != "auto"
+        pipeline = self._make(config.depth, config.micro_batches)
+        self._say(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
+        while left:
+            steps = min(left, self._segment or left)
+            yield from self._run(pipeline, batches, steps)
+            left -= steps
+
+    def settle(self) -> None:
+        """Waits until the steps so far are done."""
+        if self._pipeline is not None:
+            self._pipeline.settle()
+
+    def record(self) -> dict[str, float]:
+        """The share of the time that computation waited for rows."""
+        assert self._pipeline
+        return {"exposed_share": self._pipeline.recorder.take().exposed_share}
+
+    def finish(self, trace: Path) -> None:
+        """Writes the trace of all ranks, where that was asked for. Collective."""
+        if not self._job.config.pipeline.trace:
+            return
+        shift_s = time.time() - time.perf_counter()  # ranks on several hosts have no other clock in common
+        spans = [span for pipeline in self._pipelines for span in pipeline.recorder.spans()]
+        mine = [
+            Event(task.stage, resource, task.batch, task.part, start_s + shift_s, end_s + shift_s)
+            for task, resource, start_s, end_s, _ in spans
+        ]
+        everyone = gather_objects(self._job.mesh, mine, "collecting the trace of all ranks")
+        if self._job.mesh.rank == 0:
+            write_trace(trace, everyone)
+
+    def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
+        config = self._job.config.pipeline
+        pipeline = Pipeline[Batch](
+            self._job.embeddings, depth=depth, micro_batches=micro_batches, exchange=config.exchange,
+            final_rows=config.final_rows, sizes=config.sizes, clustering=config.clustering, verify=config.verify,
+            overlap=overlap,
+        )  # fmt: skip
+        self._pipelines.append(pipeline)
+        return pipeline
+
+    def _run(self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+        """So many batches; the last is given when nothing is under way any more."""
+        self._pipeline, last = pipeline, None
+        for number, window in enumerate(pipeline.windows(islice(batches, count)), 1):
+            done = (window.item, self._trainer.train_window(window))
+            if number < count:
+                yield done
+            else:
+                last = done
+        if last is not None:
+            yield last
+
+    def _chosen(self, config: PipelineConfig) -> PipelineConfig:
+        """The configuration with what the measured steps advise; the same on all ranks."""
+        assert self._pipeline
+        pipeline, totals = self._pipeline, self._pipeline.recorder.take()
+        mine = _per_step(totals, MEASURED_STEPS)
+        everyone = gather_objects(self._job.mesh, mine, "comparing measured stages")
+        stages, cpu = ({name: max(rank[k].get(name, 0.0) for rank in everyone) for name in mine[k]} for k in (0, 1))
+        mesh = self._job.mesh
+        cores = (os.cpu_count() or 1) / mesh.hosts.count(mesh.hosts[mesh.rank])
+        choice = choose(
+            stages, cpu, cores=cores, can_split=pipeline.can_split,
+            depths=DEPTHS if config.depth == "auto" else (config.depth,),
+            counts=COUNTS if config.micro_batches == "auto" else (config.micro_batches,),
+        )  # fmt: skip
+        self._say(f"pipeline  {choice}")
+        return config.model_copy(update={"depth": choice.depth, "micro_batches": choice.micro_batches})
+
+
+def _per_step(totals: Totals, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each stage of a step, and of them those of the processor."""
+    stages = {name: seconds / steps for name, seconds in totals.stages.items()}
+    return {**stages, "compute": totals.compute_s / steps}, {name: s / steps for name, s in totals.cpu.items()}
