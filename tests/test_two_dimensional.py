@@ -251,6 +251,23 @@ def test_rows_read_straight_after_a_step_are_up_to_date(ranks, replicas):
             torch.testing.assert_close(value, expected[row])
 
 
+def views_after_a_barrier(mesh, replicas):
+    """What views that were given before a step show after it, and what they ought to."""
+    collection = EmbeddingCollection(AVERAGED, mesh=mesh, replicas=replicas)
+    (given,) = (piece.values for piece in collection.held_rows("item"))
+    step(collection, EmbeddingOptimizer(collection), *range(8))
+    collection.barrier()
+    seen = given.clone()
+    return seen, rows_of(collection)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_barrier_brings_rows_up_to_date(ranks, replicas):
+    for seen, expected in ranks.run(views_after_a_barrier, replicas, world_size=4):
+        assert torch.equal(seen, expected)
+        assert bool((seen != 0).all())
+
+
 def out_of_step(mesh):
     collection, optimizer = averaged(mesh, 1)
     step(collection, optimizer, 1)

@@ -28,12 +28,17 @@ class Finished:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run left: its output, metrics of the test split, the loss of each line, the counters' lines."""
+    """What a training run left: its output, metrics of the test split, and the lines of its metrics and counters."""
 
     out: str
     metrics: dict[str, float]
-    losses: list[float | None]
+    log: list[dict[str, Any]]
     counters: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Of each line of the metrics."""
+        return [line.get("loss") for line in self.log]
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +119,7 @@ def train(config_file, tmp_path, command):
         return Trained(
             done.out,
             {name: value for name, value in metrics.items() if isinstance(value, float)},
-            [line.get("loss") for line in _json_lines(folder / "metrics.jsonl")],
+            _json_lines(folder / "metrics.jsonl"),
             _json_lines(folder / "counters.jsonl"),
         )
 

@@ -29,8 +29,12 @@ def test_exact_replicas_train_the_same_model(train, tmp_path):
 
 
 def test_averaged_replicas_are_equal_where_they_are_evaluated_and_saved(train, tmp_path):
-    averaged = train("averaged", "parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=7")
+    """The last step, the eighth, is followed by an evaluation on two ranks; what is saved is evaluated on one."""
+    options = ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=7", "train.eval_every=8"]
+    averaged = train("averaged", *options)
     assert "average: rows and moments are averaged every 7 steps" in averaged.out
+    (between,) = (line for line in averaged.log if line["kind"] == "validation")
+    assert run_evaluation(tmp_path / "averaged", split="validation").auc == pytest.approx(between["auc"], abs=1e-9)
     assert run_evaluation(tmp_path / "averaged").auc == pytest.approx(averaged.metrics["auc"], abs=1e-9)
 
 
