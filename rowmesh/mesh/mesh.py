@@ -186,7 +186,7 @@ class Mesh:
         Example (on four ranks):
             mesh.device_mesh(Grid(4, replicas=2)).get_local_rank("shard")
         """
-        ranks = torch.tensor([list(group) for group in grid.groups])
+        ranks = torch.tensor([list(group) for group in grid.groups], device="cpu")
         return DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
 
     def name(self, rank: int) -> int:
