@@ -9,6 +9,7 @@ from pathlib import Path
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.grid import Together
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
@@ -19,7 +20,7 @@ from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.placement.unseen import smoothed
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, ParallelConfig
 from rowmesh.train.tables import table_specs
 
 # What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
@@ -60,18 +61,16 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
                 f"the plan {placement.plan} has its own replicas; leave parallel.replicas and tables.….replicas out, "
                 "or plan again with `rowmesh plan --replicas`"
             )
-        return Placement(_checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan), placement.plan)
+        plan = _checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan)
+        _check_replica_settings(config.parallel, plan.together if max(plan.replica_counts) > 1 else None)
+        return Placement(plan, placement.plan)
     if config.parallel.replicas == "auto" or set(replicas.values()) != {1}:
         return _replicated(config, mesh, data, replicas)
+    _check_replica_settings(config.parallel, None)
     if placement.strategy:
         topology = run_topology(config, mesh)
         comparison = compare(problem_of(config, data, topology), placement.strategy)
         return Placement(comparison.plan, f"made for topology {topology.name}")
-    if config.parallel.synchronization != "exact":
-        raise ConfigurationError(
-            f"parallel.synchronization={config.parallel.synchronization!r} is for replicas, and there are none; give "
-            "parallel.replicas too"
-        )
     return _dealt(shapes, mesh, "no plan is given")
 
 
@@ -185,6 +184,23 @@ def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, 
     if parallel.together != "auto":
         comparison = comparison.arranged(parallel.together)
     return Placement(comparison.plan, f"made for topology {problem.topology.name}")
+
+
+def _check_replica_settings(parallel: ParallelConfig, together: Together | None) -> None:
+    """Refuses settings that would do nothing; `together` is what a plan from a file says, None without replicas."""
+    if together is not None:
+        if parallel.together not in ("auto", together):
+            raise ConfigurationError(
+                f"parallel.together={parallel.together!r} cannot change a plan from a file, which puts {together} next "
+                "to each other; leave it out, or plan again"
+            )
+        return
+    for key, idle in (("synchronization", "exact"), ("together", "auto")):
+        if (value := getattr(parallel, key)) != idle:
+            raise ConfigurationError(
+                f"parallel.{key}={value!r} is for replicas, and there are none; give parallel.replicas too, or leave "
+                "it out"
+            )
 
 
 def _dealt(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:

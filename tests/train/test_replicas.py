@@ -6,7 +6,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
 from rowmesh.train.commands import run_evaluation
-from rowmesh.train.placement import configured_placement
+from rowmesh.train.placement import configured_placement, shapes_of
 from rowmesh.train.resolve import resolve
 
 OPTIONS = ["tables.dtype=float64", "train.epochs=1"]
@@ -59,6 +59,10 @@ def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
 def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
     table = clicks.tables[0].name
     Plan.dealt([], 4).save(tmp_path / "plan.json")
+    shapes = shapes_of(resolve(config_file, OPTIONS), clicks)
+    Plan.dealt(shapes, 4, 2).save(tmp_path / "single.json")
+    Plan.dealt(shapes, 4, 2, replicas=2, together="shards").save(tmp_path / "shards.json")
+    single, shards = (f"placement.plan={tmp_path}/{name}.json" for name in ("single", "shards"))
     for options, message in [
         (["parallel.replicas=3"], "4 ranks cannot form 3 replica groups .* 1, 2, 4"),
         ([f"tables.{table}.replicas=3"], "4 ranks cannot form 3 replica groups"),
@@ -66,10 +70,16 @@ def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
         ([f"tables.{table}.replicas=2", "placement.strategy=auto"], r"cannot go with placement\.strategy"),
         ([f"tables.{table}.replicas=2", "parallel.replicas=auto"], r"cannot be combined with parallel\.replicas"),
         (["parallel.synchronization=average"], "is for replicas, and there are none"),
+        (["parallel.synchronization=average", "placement.strategy=dealt"], "is for replicas, and there are none"),
+        (["parallel.synchronization=average", single], "is for replicas, and there are none"),
+        (["parallel.together=shards"], r"parallel\.together='shards' is for replicas, and there are none; give"),
+        (["parallel.together=replicas", shards], "cannot change a plan from a file, which puts shards next to"),
         (["parallel.sync_every=2"], "sync_every=2 is for synchronization='average'"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+    accepted = resolve(config_file, [*OPTIONS, shards, "parallel.together=shards", "parallel.synchronization=average"])
+    assert configured_placement(accepted, four_ranks(), clicks).plan.replica_counts == (2,)
 
 
 def test_drift_cannot_follow_replicas(config_file, command, tmp_path):
