@@ -1,0 +1,198 @@
+"""The tiered row store: what a lease costs, and what stays in a fast arena that is smaller than its table.
+
+    python -m benchmarks.tiered
+
+One process without ranks, row-wise AdaGrad. `--dim` are the dimensions, `--global-batch` the rows of a lease, `--rows`
+the table's; the file is in `--folder` (default: the system's temporary one), read and written past the page cache, by
+`--threads` threads.
+
+- *found*: rows are in the fast arena. `books` is its hash alone; `lease` and `release` are the calls.
+- *read*: none is. Leases over host memory and over the file, beside the store's own reads. Nothing is written back.
+- *ahead*: batches of `--samples` samples of a Zipf-distributed workload whose tables together are four times the fast
+  arena, each leased `--ahead` batches before its update. Rows are given up once they are written back, as in the
+  papers, or retained until their frames are needed. What is counted are rows; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.command import Options, Report, parse
+from benchmarks.measure import summarize
+from benchmarks.workload import Workload, make_batches
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.memory import Buffer
+from rowmesh.placement import Piece
+from rowmesh.tables import FileStore, Lease, MemoryStore, TableSpec, TieredArena, fuse
+from rowmesh.tables.backing import BackingStore, MakeStore
+
+TARGET_NS = 20.0  # the books of a row that is found
+TIMES_FRAMES = 4  # rows of all tables, over frames
+
+
+def make_arena(dim: int, num_rows: int, num_frames: int, make_store: MakeStore, retain: bool = True) -> TieredArena:
+    """An arena of one table."""
+    (group,) = fuse([TableSpec(name="table", num_rows=num_rows, dim=dim)])
+    arena = TieredArena(group, num_rows, num_frames, make_store, retain=retain)
+    arena.initialize(0, [[Piece(range(num_rows), range(num_rows))]])
+    return arena
+
+
+def lease(arena: TieredArena, slots: np.ndarray) -> Lease:
+    """A lease of uint32 slots."""
+    return arena.lease(slots.ctypes.data, len(slots))
+
+
+def draws(num_rows: int, count: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """Distinct slots, again and again."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield np.unique(generator.integers(0, num_rows, count + count // 8).astype(np.uint32))[:count]
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def run_found(report: Report, workload: Workload, num_rows: int, calls: tuple[int, int]) -> None:
+    """Leases of rows that are in the fast arena already: all of them are."""
+    count, seconds = workload.global_batch, {"books": [], "lease": [], "release": []}
+    with make_arena(workload.dim, num_rows, num_rows, MemoryStore) as arena:
+        everything = np.arange(num_rows, dtype=np.uint32)
+        arena.release(lease(arena, everything), changed=False)
+        generator, frames = draws(num_rows, count), np.empty(count, np.uint32)
+        for _ in range(sum(calls)):
+            slots = np.random.default_rng(1).permutation(next(generator))
+            held = lease(arena, slots)  # `frames_of` takes slots of live leases only
+            books = partial(arena.frames_of, slots.ctypes.data, count, frames.ctypes.data)
+            seconds["books"].append(seconds_of(books))
+            leases: list[Lease] = []
+            seconds["lease"].append(seconds_of(lambda slots=slots, to=leases: to.append(lease(arena, slots))))
+            arena.release(held, changed=True)
+            seconds["release"].append(seconds_of(partial(arena.release, leases[0], changed=True)))
+    for name, times in seconds.items():
+        timing = summarize(times[calls[0] :], "call")
+        nanoseconds = round(timing["call_ms"] * 1e6 / count, 1)
+        target = {"target_ns": TARGET_NS} if name == "books" else {}
+        report.line(case=f"found, dim {workload.dim}", contestant=name, rows=count, frames=num_rows,
+                    row_ns=nanoseconds, **target, **timing)  # fmt: skip
+        report.ratio(f"found, dim {workload.dim}, {count} rows: {name}, ns a row", nanoseconds)
+
+
+def fill(arena: TieredArena, num_rows: int) -> None:
+    """Writes every row once, so that there is a record of it."""
+    step = 1 << 16
+    for first in range(0, num_rows, step):
+        slots = np.arange(first, min(first + step, num_rows))
+        arena.write_rows(slots, *arena.read_rows(slots))
+
+
+def run_read(
+    report: Report, workload: Workload, num_rows: int, calls: tuple[int, int], name: str, make_store: MakeStore
+) -> None:  # fmt: skip
+    """Leases of rows none of which is in the fast arena."""
+    count = workload.global_batch
+    with make_arena(workload.dim, num_rows, count, make_store, retain=False) as arena:
+        fill(arena, num_rows)
+        generator, seconds = draws(num_rows, count), {"store alone": [], "lease": []}
+        records = Buffer(count * arena.store.stride).array(np.uint8, count, arena.store.stride)
+        for slots in (next(generator) for _ in range(sum(calls))):
+            seconds["store alone"].append(seconds_of(partial(arena.store.read, slots, records)))
+            slots = next(generator)
+            leases: list[Lease] = []
+            seconds["lease"].append(seconds_of(lambda slots=slots, to=leases: to.append(lease(arena, slots))))
+            arena.release(leases[0], changed=False)
+        for contestant, times in seconds.items():
+            timing = summarize(times[calls[0] :], "call")
+            microseconds = round(timing["call_ms"] * 1e3 / count, 3)
+            case = f"read, dim {workload.dim}, {name}"
+            report.line(case=case, contestant=contestant, rows=count, table_rows=num_rows,
+                        record_bytes=arena.store.stride, row_us=microseconds, **timing)  # fmt: skip
+            report.ratio(f"{case}, {count} rows: {contestant}, µs a row", microseconds)
+
+
+def distinct_slots(workload: Workload, count: int) -> list[np.ndarray]:
+    """The distinct slots of batches that all differ, of all tables together."""
+    bases = np.cumsum([0, *workload.table_rows[:-1]])[:, None, None]
+    batches = make_batches(workload, 0, 1, count)
+    return [np.unique(batch.ids.numpy() + bases).astype(np.uint32) for batch in batches]
+
+
+def run_ahead(report: Report, workload: Workload, num_batches: int, depth: int, retain: bool) -> None:
+    """A loop that leases batches before it releases earlier ones."""
+    num_rows = sum(workload.table_rows)
+    slots = distinct_slots(workload, num_batches)
+    with make_arena(workload.dim, num_rows, num_rows // TIMES_FRAMES, MemoryStore, retain) as arena:
+        live: list[Lease] = []
+        for batch in slots:
+            live.append(lease(arena, batch))
+            if len(live) > depth:
+                arena.release(live.pop(0))
+        while live:
+            arena.release(live.pop(0))
+        arena.flush()
+        counters, policy = arena.counters, "retained" if retain else "given up"
+        asked = sum(map(len, slots))
+        share = round(counters.rows_found / asked, 4)
+        written = round(counters.rows_written / asked, 4)
+        report.line(case="ahead", contestant=policy, ahead=depth, rows=asked // num_batches, batches=num_batches,
+                    table_rows=num_rows, frames=arena.num_frames, found_share=share, written_share=written,
+                    peak_frames=counters.peak_frames, rows_read=counters.rows_read,
+                    rows_first_read=counters.rows_initialized)  # fmt: skip
+        report.ratio(f"ahead by {depth}, {policy}: share of rows found", share)
+
+
+def stores(options: Options, folder: Path) -> Iterator[tuple[str, MakeStore]]:
+    """Every backing store, by name."""
+    yield "memory", MemoryStore
+    for number in map(int, options.extra["threads"].split(",")):
+
+        def make(num_records: int, record_bytes: int, threads: int = number) -> BackingStore:
+            path = folder / f"rows_{os.getpid()}"
+            return FileStore(num_records, record_bytes, path=path, num_threads=threads, direct=True)
+
+        yield f"file, {number} threads", make
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs every case asked for."""
+    options = parse(
+        (__doc__ or "").splitlines()[0], arguments, {"global_batch": [4096, 30000], "dim": [64], "ranks": 1},
+        rows=1_000_000, threads="1,2,4,8", ahead="0,1,4", samples=2048, batches=64, folder="",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    report, num_rows = Report("tiered", options.output), options.extra["rows"]
+    if options.quick:
+        num_rows = min(num_rows, 50_000)
+    for workload in options.workloads:
+        calls = (workload.warmup, options.repeats * workload.steps)
+        run_found(report, workload, num_rows, calls)
+        with tempfile.TemporaryDirectory(dir=options.extra["folder"] or None) as folder:
+            for name, make_store in stores(options, Path(folder)):
+                try:
+                    run_read(report, workload, num_rows, calls, name, make_store)
+                except ConfigurationError as error:
+                    report.line(case=f"read, {name}", unavailable=str(error))
+    samples = 256 if options.quick else options.extra["samples"]
+    zipf = replace(options.workloads[0], global_batch=samples)
+    for depth in map(int, options.extra["ahead"].split(",")):
+        for retain in (False, True):
+            run_ahead(report, zipf, 8 if options.quick else options.extra["batches"], depth, retain)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
