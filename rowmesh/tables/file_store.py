@@ -25,10 +25,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.ops.memory import round_up
+from rowmesh.ops.memory import Buffer, round_up
 from rowmesh.ops.simd import uncached_kernel
 
-SECTOR_BYTES = 512  # what direct reads and writes must be multiples of, on nearly all file systems
+_SECTORS = (512, 4096)  # what direct reads and writes must be multiples of, by disk
 _LEAST_A_THREAD = 32  # records that are worth waking a thread for
 
 
@@ -96,12 +96,12 @@ class FileStore:
         if num_threads < 1:
             raise ConfigurationError(f"file store {path}: num_threads must be 1 or more, got {num_threads}")
         self.path, self.num_threads = Path(path), num_threads
-        self.stride = round_up(record_bytes, SECTOR_BYTES) if direct else record_bytes
         self.num_bytes = 0
         self._num_records = num_records
         self._file = _open(self.path, direct)
         if not keep:
             self.path.unlink()
+        self.stride = round_up(record_bytes, _sector_of(self._file)) if direct else record_bytes
         # The calling thread does a part, too.
         self._readers = ThreadPoolExecutor(max(num_threads - 1, 1), "rowmesh-read")
         self._writers = ThreadPoolExecutor(max(num_threads - 1, 1), "rowmesh-write")
@@ -197,6 +197,18 @@ def _open(path: Path, direct: bool) -> int:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # else every record brings megabytes that follow it along
     return file
+
+
+def _sector_of(file: int) -> int:
+    """The least that can be written directly; leaves the file empty."""
+    for size in _SECTORS:
+        try:
+            os.pwrite(file, Buffer(size).bytes.data, 0)
+        except OSError:
+            continue
+        os.ftruncate(file, 0)
+        return size
+    return _SECTORS[-1]
 
 
 def _close(file: int, *pools: ThreadPoolExecutor) -> None:

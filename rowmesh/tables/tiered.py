@@ -475,8 +475,13 @@ class TieredArena:
             self.store.flush()
 
     def close(self) -> None:
-        """Stops the thread and closes the store, without writing what is left; may be called again."""
-        self._finalizer()
+        """Stops the thread and closes the store, without writing what is left; may be called again.
+
+        Whoever waits for frames gets a RowmeshError.
+        """
+        self._writer.stop()
+        with self._turn():
+            self._finalizer()
 
     def __enter__(self) -> TieredArena:
         return self

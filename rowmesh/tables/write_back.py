@@ -44,6 +44,8 @@ class WriteBack:
 
     def raise_failure(self) -> None:
         """Raises what went wrong since the last call; the lock is held. The rows in question are tried again."""
+        if self._stopping:
+            raise RowmeshError(f"group {self._tier.group.name}: the arena is closed")
         failure, self._failure = self._failure, None
         if failure is not None:
             self._tier.changed.notify_all()
@@ -56,7 +58,7 @@ class WriteBack:
             self.raise_failure()
             self._flushing = True
             tier.changed.notify_all()
-            tier.changed.wait_for(lambda: not self._flushing or self._failure)
+            tier.changed.wait_for(lambda: not self._flushing or self._failure or self._stopping)
             self._flushing = False
             self.raise_failure()
 

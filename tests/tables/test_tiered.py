@@ -380,6 +380,26 @@ def test_a_lease_waits_for_frames_and_lets_others_read_meanwhile():
         assert 0.05 < tiered.counters.waited_s < 10
 
 
+def test_a_lease_that_waits_hears_that_the_arena_is_closed():
+    arena, failures = make_tiered(make_group(), 10), []
+    lease_of(arena, range(8))
+
+    def wait():
+        with pytest.raises(RowmeshError, match="the arena is closed") as failure:
+            lease_of(arena, range(20, 26))
+        failures.append(failure)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    arena.close()
+    thread.join(10)
+    assert failures
+    for call in (partial(lease_of, arena, [1]), arena.flush):
+        with pytest.raises(RowmeshError, match="the arena is closed"):
+            call()
+
+
 def test_a_lease_is_released_once():
     with make_tiered(make_group(), 10) as tiered:
         lease = lease_of(tiered, [1])
