@@ -10,7 +10,8 @@ the table's; the file is in `--folder` (default: the system's temporary one), re
 - *read*: none is. Leases over host memory and over the file, beside the store's own reads. Nothing is written back.
 - *ahead*: batches of `--samples` samples of a Zipf-distributed workload whose tables together are four times the fast
   arena, each leased `--ahead` batches before its update. Rows are given up once they are written back, as in the
-  papers, or retained until their frames are needed. What is counted are rows; nothing is timed.
+  papers, or retained until their frames are needed. Rows are counted; `--step-ms` is the pause after each update, in
+  which a model would compute and rows are written back.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def distinct_slots(workload: Workload, count: int) -> list[np.ndarray]:
     return [np.unique(batch.ids.numpy() + bases).astype(np.uint32) for batch in batches]
 
 
-def run_ahead(report: Report, workload: Workload, num_batches: int, depth: int, retain: bool) -> None:
+def run_ahead(
+    report: Report, workload: Workload, num_batches: int, depth: int, retain: bool, step_s: float
+) -> None:  # fmt: skip
     """A loop that leases batches before it releases earlier ones."""
     num_rows = sum(workload.table_rows)
     slots = distinct_slots(workload, num_batches)
@@ -141,6 +144,7 @@ def run_ahead(report: Report, workload: Workload, num_batches: int, depth: int, 
             live.append(lease(arena, batch))
             if len(live) > depth:
                 arena.release(live.pop(0))
+                time.sleep(step_s)
         while live:
             arena.release(live.pop(0))
         arena.flush()
@@ -171,7 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs every case asked for."""
     options = parse(
         (__doc__ or "").splitlines()[0], arguments, {"global_batch": [4096, 30000], "dim": [64], "ranks": 1},
-        rows=1_000_000, threads="1,2,4,8", ahead="0,1,4", samples=2048, batches=64, folder="",
+        rows=1_000_000, threads="1,2,4,8", ahead="0,1,4", samples=2048, batches=64, step_ms=30,
+        folder="",
     )  # fmt: skip
     torch.set_num_threads(1)
     report, num_rows = Report("tiered", options.output), options.extra["rows"]
@@ -187,10 +192,11 @@ def main(arguments: list[str] | None = None) -> None:
                 except ConfigurationError as error:
                     report.line(case=f"read, {name}", unavailable=str(error))
     samples = 256 if options.quick else options.extra["samples"]
+    step_s = options.extra["step_ms"] * 1e-3
     zipf = replace(options.workloads[0], global_batch=samples)
     for depth in map(int, options.extra["ahead"].split(",")):
         for retain in (False, True):
-            run_ahead(report, zipf, 8 if options.quick else options.extra["batches"], depth, retain)
+            run_ahead(report, zipf, 8 if options.quick else options.extra["batches"], depth, retain, step_s)
     report.finish()
 
 

@@ -18,6 +18,7 @@ def test_lines(capsys, tmp_path):
     tiered.main([
         "--dim", "4", "--global-batch", "50", "--steps", "2", "--warmup", "1", "--repeats", "1", "--max-rows", "2000",
         "--rows", "500", "--threads", "2", "--ahead", "0,2", "--samples", "32", "--batches", "6",
+        "--step-ms", "1",
         "--folder", str(tmp_path),
     ])  # fmt: skip
     *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
