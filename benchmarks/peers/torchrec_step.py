@@ -26,6 +26,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 
 from benchmarks import rank as rank_side  # noqa: E402
+from benchmarks.tower import Tower  # noqa: E402
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches  # noqa: E402
 from rowmesh.models import DLRM  # noqa: E402
 
@@ -41,7 +42,7 @@ class CpuSharder(EmbeddingBagCollectionSharder):
 class Model(nn.Module):
     """Tables and the network above them, or the network alone where embeddings are given."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, hidden: int) -> None:
         super().__init__()
         self.dim = workload.dim
         self.tables = EmbeddingBagCollection(
@@ -51,7 +52,10 @@ class Model(nn.Module):
                 for i, rows in enumerate(workload.table_rows)
             ],
         )
-        self.network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
+        if hidden:
+            self.network: nn.Module = Tower(NUM_DENSE, NUM_TABLES, self.dim, hidden)
+        else:
+            self.network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor, given: Tensor | None = None) -> Tensor:
         """Logits. The look-up comes first, so that its backward comes last."""
@@ -59,10 +63,10 @@ class Model(nn.Module):
         return self.network(dense, vectors)
 
 
-def build(workload: Workload, sharding: str) -> DistributedModelParallel:
+def build(workload: Workload, sharding: str, hidden: int) -> DistributedModelParallel:
     """The sharded model."""
     torch.manual_seed(workload.seed)
-    model = Model(workload)
+    model = Model(workload, hidden)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": workload.lr, "eps": 1e-8})
     world_size = dist.get_world_size()
     constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
@@ -88,9 +92,9 @@ def keyed_jagged(ids: Tensor) -> KeyedJaggedTensor:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, sharding: str) -> None:
+    def __init__(self, workload: Workload, sharding: str, hidden: int) -> None:
         self._workload = workload
-        self._model = build(workload, sharding)
+        self._model = build(workload, sharding, hidden)
         sharded = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingBagCollection)]
         (self._tables,) = sharded
         dense = [p for name, p in self._model.named_parameters() if "network." in name]
@@ -136,7 +140,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     workload, options = rank_side.settings()
-    commands = Commands(workload, options["sharding"])
+    commands = Commands(workload, options["sharding"], options.get("hidden", 0))
     rank_side.serve(round=commands.round, train=commands.train)
     dist.destroy_process_group()
 

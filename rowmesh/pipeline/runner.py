@@ -82,15 +82,15 @@ class Runner:
         Raises:
             RowmeshError: a task failed; names rank, stage and batch.
         """
+        self._run_inline()
         needed = list(self._schedule.before(task))
         self._await(lambda: all(each in self._done for each in needed))
 
     def done(self, task: Task) -> None:
-        """Says that the driver has done a task."""
+        """Says that the driver has done a task; without threads, what follows is done when it waits again."""
         with self._changed:
             self._done.add(task)
             self._changed.notify_all()
-        self._run_inline()
 
     def settle(self) -> None:
         """Until all tasks of the turns so far are done; the driver's own must be.
@@ -98,6 +98,7 @@ class Runner:
         Raises:
             RowmeshError: a task failed.
         """
+        self._run_inline()
         self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
 
     def close(self) -> None:

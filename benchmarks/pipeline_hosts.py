@@ -1,0 +1,251 @@
+"""Overlap between two hosts: full steps of a model whose communication is a given share of a step done in turn.
+
+Each rank is in a network namespace of its own; they are joined by a cable of limited speed (`benchmarks.hosts`). The
+width of the model (`benchmarks.tower`) is chosen so that, in a step that does everything in turn, keys, rows, gradients
+and the averaging of the network's gradients take the share that is asked for.
+
+All pipelines share one collection and take turns. Each is also run without threads: the times of its tasks then, by
+which the schedule is played, are the model that the step is compared with.
+
+- speed-up: over the same micro-batches in turn (depth 0, no threads);
+- exposed: what a step takes beyond the computation of those, over their communication.
+
+Source: NestPipe §V, Table II (exposed 0.13 with 4 micro-batches on 1,536 workers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.command import Report
+from benchmarks.contestant import Contestant, ContestantError, connect_all
+from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError
+from benchmarks.measure import median, slowest
+from benchmarks.two_dimensional_hosts import bits_per_s
+from benchmarks.workload import Workload
+from rowmesh.pipeline.schedule import Task, make_schedule, play, step_s
+
+MODULE, PEER = "benchmarks.ranks.pipeline", "benchmarks.peers.torchrec_step"
+TARGETS = {20: 1.3, 40: 1.55, 60: 1.6}
+TARGET_EXPOSED, TARGET_MODEL = 0.15, 0.05
+START_S = 300.0
+NETWORK = ("open", "final", "rows", "gradients", "average")  # tasks that wait for the cable
+WIDTHS = (16, 160)
+_IN_TURN = ", in turn"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options of a pipeline."""
+
+    depth: int = 0
+    micro_batches: int = 1
+    exchange: str = "delta"
+    final_rows: bool = True
+    sizes: str = "even"
+    clustering: str = "off"
+    overlap: bool = True
+
+
+def variants(count: int) -> dict[str, Variant]:
+    """The pipelines with so many micro-batches; the first is what the others are compared with."""
+    light = Variant(1, count, sizes="light_ends", clustering="light_ends")
+    return {
+        "in turn": Variant(0, count, overlap=False),
+        "window": Variant(0, count),
+        "ahead": replace(light, final_rows=False),
+        "ahead, final rows": light,
+        "paper": Variant(1, count, exchange="naive", final_rows=False, clustering="greedy"),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this case."""
+    add = parser.add_argument
+    add("--hosts", type=int, default=0, choices=(0, 2), help="overlap between so many hosts, of one rank each")
+    add("--rate", type=bits_per_s, default="500mbit", help="of the cable in each direction, such as 100mbit")
+    add("--share", type=_integers, default=[20, 40, 60], help="per cent of a step that communication takes, by commas")
+    add("--micro-batches", type=_integers, default=[4, 8], help="how many, separated by commas")
+    add("--hosts-dim", type=int, default=64, help="dimension of the tables")
+    add("--hosts-batch", type=int, default=4096, help="samples a step, of both ranks together")
+    add("--hosts-max-rows", type=int, default=1_000_000, help="cap on rows per table")
+    add("--hosts-steps", type=int, default=10, help="steps of a timed loop")
+    add("--hosts-repeats", type=int, default=5, help="rounds; in each, every contestant runs once")
+
+
+def run(report: Report, options: argparse.Namespace) -> None:
+    """Every share; says so where hosts cannot be made."""
+    if options.quick:
+        options.share, options.micro_batches, options.hosts_repeats, options.hosts_steps = [40], [4], 1, 4
+        options.hosts_batch, options.hosts_max_rows, options.peer_python = 1024, 20_000, None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed then too
+    workload = Workload(
+        dim=options.hosts_dim, global_batch=options.hosts_batch, max_rows=options.hosts_max_rows,
+        steps=options.hosts_steps, warmup=2,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(None))
+        except HostsError as error:
+            report.line(hosts=options.hosts, unavailable=str(error))
+            return
+        ranks = stack.enter_context(Contestant("rowmesh", MODULE, workload, ranks=2, hosts=hosts))
+        _, absent = connect_all([ranks], time.monotonic() + START_S)
+        if absent:
+            raise ContestantError("; ".join(absent.values()))
+        hosts.limit(options.rate)
+        case = Case(report, options, workload, hosts, ranks)
+        for share in options.share:
+            case.run(share)
+
+
+class Case:
+    """One workload on two hosts."""
+
+    def __init__(
+        self, report: Report, options: argparse.Namespace, workload: Workload, hosts: Hosts, ranks: Contestant
+    ) -> None:
+        self._report, self._options, self._workload = report, options, workload
+        self._hosts, self._ranks = hosts, ranks
+
+    def run(self, share: int) -> None:
+        """One share of communication."""
+        hidden = self._width(share / 100)
+        with ExitStack() as stack:
+            peers = self._peers(stack, hidden)
+            for count in self._options.micro_batches:
+                self._compare(share, count, hidden, peers)
+
+    def _width(self, share: float) -> int:
+        """The width with which communication is this share of a step in turn: computation is linear in it."""
+        self._make("calibration", 64, Variant(overlap=False))
+        self._round("calibration")
+        tasks = self._round("calibration")[0]["tasks"]
+        wanted_s = sum(tasks.get(f"{stage}.0", 0.0) for stage in NETWORK) * (1 - share) / share
+        at = [statistics.median(slowest(self._ranks.ask("compute", hidden=width, steps=4), "step")) for width in WIDTHS]
+        beside_s = tasks["compute.0"] - statistics.median(
+            slowest(self._ranks.ask("compute", hidden=64, steps=4), "step")
+        )
+        slope = (at[1] - at[0]) / (WIDTHS[1] - WIDTHS[0])
+        return max(4, round(WIDTHS[0] + (wanted_s - beside_s - at[0]) / slope))
+
+    def _compare(self, share: int, count: int, hidden: int, peers: list[Contestant]) -> None:
+        """Rounds of all pipelines and of the peer, A B A B."""
+        chosen = variants(count)
+        modelled = {
+            f"{name}{_IN_TURN}": replace(variant, overlap=False) for name, variant in chosen.items() if variant.overlap
+        }
+        everyone = {**chosen, **modelled}
+        rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in everyone}
+        peer_s: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        for name, variant in everyone.items():
+            self._make(name, hidden, variant)
+        for _ in range(self._options.hosts_repeats):
+            for name in everyone:
+                rounds[name].append(self._round(name))
+            for peer in peers:
+                peer_s[peer.name] += slowest(peer.ask("train"), "full")
+        self._say(share, count, hidden, everyone, rounds, peer_s)
+
+    def _say(
+        self, share: int, count: int, hidden: int, everyone: dict[str, Variant], rounds: dict[str, Any],
+        peer_s: dict[str, list[float]],
+    ) -> None:  # fmt: skip
+        times = {name: median([slowest(each, "step")[0] * 1e3 for each in of]) for name, of in rounds.items()}
+        base = mean_tasks(rounds["in turn"])
+        communication = sum(1e3 * seconds for task, seconds in base.items() if task.split(".")[0] in NETWORK)
+        about = {
+            "share": share, "micro_batches": count, "hidden": hidden, "dim": self._workload.dim,
+            "global_batch": self._workload.global_batch, "rate_bits_per_s": self._options.rate,
+        }  # fmt: skip
+        case = f"share {share} %, N={count}"
+        for name, variant in everyone.items():
+            tasks, received = mean_tasks(rounds[name]), median([r[0]["received_bytes"] for r in rounds[name]], 0)
+            line = {
+                "contestant": name, "step_ms": times[name], "received_bytes": received,
+                "cable_floor_ms": round(received / (self._options.rate / 8 * PAYLOAD_SHARE) * 1e3, 2),
+                "tasks_ms": by_stage(tasks),
+            }  # fmt: skip
+            if name == "in turn":
+                line |= {"communication_ms": round(communication, 2), "share": round(communication / times[name], 3)}
+            elif variant.overlap:
+                exposed = (times[name] - times["in turn"] + communication) / communication
+                model = predicted_ms(variant, mean_tasks(rounds[f"{name}{_IN_TURN}"]))
+                line |= {"exposed": round(exposed, 3), "model_ms": round(model, 2)}
+                self._report.ratio(f"{case}: in turn / {name}", round(times["in turn"] / times[name], 3))
+                self._report.ratio(f"{case}: exposed, {name}", round(exposed, 3))
+                self._report.ratio(f"{case}: step / model, {name}", round(times[name] / model, 3))
+            self._report.line(**about | line)
+        for name, seconds in peer_s.items():
+            step_ms = median([1e3 * second for second in seconds])
+            self._report.line(**about, contestant=name, step_ms=step_ms)
+            best = min(times[each] for each, variant in everyone.items() if variant.overlap)
+            self._report.ratio(f"{case}: {name} / best", round(step_ms / best, 3))
+
+    def _make(self, name: str, hidden: int, variant: Variant) -> None:
+        self._ranks.ask("make", name=name, hidden=hidden, **asdict(variant))
+
+    def _round(self, name: str) -> list[dict[str, Any]]:
+        return self._ranks.ask("round", name=name, warmup=self._workload.warmup, steps=self._workload.steps)
+
+    def _peers(self, stack: ExitStack, hidden: int) -> list[Contestant]:
+        """TorchRec by both ways of cutting tables, where there is one."""
+        if not self._options.peer_python:
+            return []
+        peers = [
+            stack.enter_context(
+                Contestant(
+                    f"torchrec {sharding}", PEER, self._workload, ranks=2, hosts=self._hosts, hidden=hidden,
+                    python=self._options.peer_python, sharding=sharding,
+                )
+            )
+            for sharding in ("table_wise", "row_wise")
+        ]  # fmt: skip
+        ready, absent = connect_all(peers, time.monotonic() + START_S)
+        for name, why in absent.items():
+            self._report.line(contestant=name, unavailable=why)
+        return ready
+
+
+def mean_tasks(rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """Task → seconds of a step: the median over rounds of the mean over ranks."""
+    names = rounds[0][0]["tasks"]
+    return {
+        name: statistics.median(statistics.mean(rank["tasks"].get(name, 0.0) for rank in each) for each in rounds)
+        for name in names
+    }
+
+
+def by_stage(tasks: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of each stage, micro-batches added up."""
+    stages: dict[str, float] = {}
+    for name, seconds in tasks.items():
+        stage = name.split(".")[0]
+        stages[stage] = stages.get(stage, 0.0) + 1e3 * seconds
+    return {stage: round(ms, 2) for stage, ms in stages.items()}
+
+
+def predicted_ms(variant: Variant, tasks: dict[str, float]) -> float:
+    """What a step should take, given what its tasks take in turn; the cable carries one thing at a time."""
+    finds_final = variant.final_rows and variant.depth > 0 and variant.exchange == "delta"
+    schedule = make_schedule(variant.depth, variant.micro_batches, fetches_final=finds_final)
+
+    def seconds(task: Task) -> float:
+        if task.stage == "step":
+            return tasks["average.0"]
+        return tasks.get(f"{task.stage}.{task.part}", 0.0)
+
+    count = 12
+    network = sum(time_s for name, time_s in tasks.items() if name.split(".")[0] in NETWORK)
+    return 1e3 * max(step_s(play(schedule, seconds, count), count), network)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

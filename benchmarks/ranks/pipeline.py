@@ -1,0 +1,120 @@
+"""One rank of rowmesh: full steps through pipelines of one collection, which take turns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.ranks.setup import serve, sparse_batch, table_specs
+from benchmarks.tower import Tower
+from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.pipeline import Flight, Pipeline
+from rowmesh.sparse import take
+from rowmesh.train.gradients import SharedGradients
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a loader gives."""
+
+    dense: Tensor
+    sparse: SparseBatch
+    labels: Tensor
+
+    def take(self, samples: Tensor) -> Item:
+        """The given samples."""
+        return Item(self.dense[samples], take(self.sparse, samples), self.labels[samples])
+
+
+class Commands:
+    """What the benchmark may ask for."""
+
+    def __init__(self, workload: Workload, mesh: Mesh) -> None:
+        self._workload, self._mesh, tables = workload, mesh, table_specs(workload)
+        self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective")
+        self._optimizer = EmbeddingOptimizer(self._embeddings)
+        self._loss = nn.BCEWithLogitsLoss(reduction="sum")
+        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches)
+        self._items = [Item(batch.dense, sparse_batch(tables, batch), batch.labels) for batch in batches]
+        self._pipelines: dict[str, Pipeline[Item]] = {}
+        self._build(64)
+
+    def _build(self, hidden: int) -> None:
+        torch.manual_seed(self._workload.seed)
+        self._network: Tower = Tower(NUM_DENSE, NUM_TABLES, self._workload.dim, hidden)
+        self._gradients = SharedGradients(self._network, self._mesh)
+        self._dense = torch.optim.SGD(self._network.parameters(), lr=self._workload.lr)
+
+    def compute(self, hidden: int, steps: int) -> dict[str, Any]:
+        """Seconds of forward and backward of a network of this width, embeddings given."""
+        self._build(hidden)
+        item, seconds = self._items[0], []
+        samples = len(item.labels)
+        given = torch.randn(samples, NUM_TABLES, self._workload.dim, requires_grad=True)
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            self._loss(self._network(item.dense, given), item.labels).backward()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": {"step": seconds[1:]}, "parameters": sum(p.numel() for p in self._network.parameters())}
+
+    def make(self, name: str, hidden: int, **options: Any) -> dict[str, Any]:
+        """Makes a pipeline, and the network anew."""
+        self._build(hidden)
+        self._pipelines[name] = Pipeline[Item](self._embeddings, **options)
+        return {"reasons": self._pipelines[name].reasons}
+
+    def round(self, name: str, warmup: int, steps: int) -> dict[str, Any]:
+        """Seconds of a step of a loop, after some that are not timed, and of its tasks by stage and micro-batch."""
+        pipeline, averaged_s, before, began = self._pipelines[name], 0.0, 0, 0.0
+        elapsed_s = 0.0
+        items = (self._items[number % len(self._items)] for number in range(warmup + steps))
+        for number, window in enumerate(pipeline.windows(items)):
+            if number == warmup:
+                averaged_s, before, began = 0.0, self._received, time.perf_counter()
+            averaged_s += self._step(window)
+            if number == warmup + steps - 1:
+                pipeline.settle()
+                elapsed_s = time.perf_counter() - began
+        tasks: dict[str, float] = {"average.0": averaged_s / steps}
+        for span in pipeline.recorder.spans():
+            if span.start_s >= began:
+                key = f"{span.task.stage}.{span.task.part}"
+                tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
+        received = (self._received - before) / steps
+        return {"seconds": {"step": [elapsed_s / steps]}, "tasks": tasks, "received_bytes": received}
+
+    @property
+    def _received(self) -> int:
+        return sum(counters.bytes_received for counters in self._embeddings.counters)
+
+    def _step(self, window: Flight[Item]) -> float:
+        """One step; returns the seconds of averaging the network's gradients."""
+        self._gradients.zero()
+        item, scale = window.item, 1 / len(window.item.labels)
+        for part in window:
+            logits = self._network(item.dense[part.samples], part.embeddings.stacked())
+            (self._loss(logits, item.labels[part.samples]) * scale).backward()
+        self._optimizer.step()
+        began = time.perf_counter()
+        self._gradients.average()
+        averaged_s = time.perf_counter() - began
+        self._dense.step()
+        return averaged_s
+
+    def close(self) -> None:
+        """Lets go of shared memory."""
+        self._embeddings.close()
+
+
+def main() -> None:
+    """Serves until the benchmark hangs up."""
+    serve(Commands, "compute", "make", "round")
+
+
+if __name__ == "__main__":
+    main()
