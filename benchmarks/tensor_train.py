@@ -30,8 +30,8 @@ from benchmarks.measure import summarize
 from benchmarks.peers.tensor_train import make
 from benchmarks.workload import Zipf
 from rowmesh.optim import SGD
+from rowmesh.tables.tensor_train import factor_dim, factor_rows
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
-from rowmesh.tensor_train.shapes import factor_dim, factor_rows
 
 ROW_FACTORS = {1_000_000: [100, 100, 100], 10_000_000: [200, 250, 200]}  # those of the peers' own benchmark
 TARGETS = {"forward": {16: 3.0, 64: 10.0}, "train": {16: 4.0, 64: 8.0}}

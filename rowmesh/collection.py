@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from rowmesh.embeddings import Embeddings, JaggedRows, LocalRows
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
 from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.core_part import CoreExchange
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pooling import GroupPooling, PoolFunction, Pooling, compress
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
 from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.mesh import Mesh
@@ -35,6 +37,7 @@ from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
 from rowmesh.tables.spec import check_tables, with_moment_scale
+from rowmesh.tensor_train.arena import Cores
 
 logger = logging.getLogger("rowmesh")
 
@@ -65,7 +68,7 @@ class _LookUp:
 
 
 class EmbeddingCollection(nn.Module):
-    """Embedding tables, their rows spread over the ranks.
+    """Embedding tables, their rows spread over the ranks, or computed on every rank from cores (`TableSpec.storage`).
 
     Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
     them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
@@ -79,7 +82,7 @@ class EmbeddingCollection(nn.Module):
         transport: how rows travel: "one_sided" (shared memory, ranks of one host), "collective"
             (torch.distributed), or "auto": one-sided where that is possible.
         plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
-            same model.
+            same model. Tensor-train tables are in none: every rank has their cores.
         replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks, between which no
             row travels to be looked up; one number for all tables, or one for each by name. It must divide the number
             of ranks.
@@ -143,7 +146,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def _shapes(self) -> list[TableShape]:
-        return [TableShape.of(table) for table in self.tables]
+        return [TableShape.of(table) for table in self.tables if table.storage == "dense"]
 
     def _planned(self, plan: Plan | None, replicas: int | Mapping[str, int]) -> Plan:
         check_tables(self.tables)
@@ -256,8 +259,9 @@ class EmbeddingCollection(nn.Module):
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if not refused and self.traffic is not None and torch.is_grad_enabled():
             for exchange, group in zip(self._exchanges, route.groups, strict=True):
-                outbox = group.workspace.outbox
-                self.traffic.add(exchange.address_map, outbox.segment_offsets, outbox.accesses)
+                if exchange.group.storage == "dense":
+                    outbox = group.workspace.outbox
+                    self.traffic.add(exchange.address_map, outbox.segment_offsets, outbox.accesses)
         if refused:
             raise IdRangeError(
                 f"rank {self.mesh.rank}: {'; '.join(refused)}; correct the data, raise num_rows, or set "
@@ -500,8 +504,9 @@ class EmbeddingCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
+            ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
-        part, exchange, number = self._parts.find(table)
+        part, exchange, number = self._found_rows(table)
         return [_view(exchange.arena, part.share(piece)) for piece in exchange.address_map.homed(number)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
@@ -512,9 +517,40 @@ class EmbeddingCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
+            ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
+        """
+        _, exchange, number = self._found_rows(table)
+        return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
+
+    def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
+        part, exchange, number = self._parts.find(table)
+        if not isinstance(part, Part):
+            raise ConfigurationError(
+                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
+                f"nowhere; cores({table!r}) gives what they are computed from"
+            )
+        return part, exchange, number
+
+    def cores(self, table: str) -> Cores:
+        """The cores of a tensor-train table and their optimizer state, as views; equal on all ranks.
+
+        Who sets their values, on all ranks alike, calls `forget_differences` before. `Cores.rows` computes rows.
+
+        Raises:
+            KeyError: there is no such table.
+            ConfigurationError: it is a dense table, see `held_rows`.
+
+        Example:
+            >>> from rowmesh import AdaGrad
+            >>> table = TableSpec(name="item", num_rows=1000, dim=8, storage="tensor_train", optimizer=AdaGrad())
+            >>> cores = EmbeddingCollection([table]).cores("item")
+            >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
+            ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
         _, exchange, number = self._parts.find(table)
-        return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
+        if not isinstance(exchange, CoreExchange):
+            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
+        return exchange.arena.tables[number]
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""

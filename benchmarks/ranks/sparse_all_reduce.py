@@ -14,6 +14,7 @@ from benchmarks import rank as rank_side
 from benchmarks.ranks.setup import serve
 from benchmarks.workload import Workload
 from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
+from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.transport import Update
 from rowmesh.ops.simd import kernel
@@ -105,7 +106,9 @@ class Homes:
         """The transport's own messages, slots included; no row is fetched."""
         assert self._route is not None
         self._steps += 1
-        transport = self._collection._parts.parts[0].transport
+        part = self._collection._parts.parts[0]
+        assert isinstance(part, Part)
+        transport = part.transport
         transport.fetch(self._route, lambda _: None)
         transport.push([self._route], [Update(self._lr, 1.0, self._steps)])
         self._route = None

@@ -80,7 +80,7 @@ class Printer:
 
     def levels(self, plan: Plan, profile: Profile) -> None:
         """Prints the levels of each table, and its replicas where there are any."""
-        replicated = plan.replica_counts != (1,)
+        replicated = plan.is_replicated
         heads = [head for name in LEVELS for head in (f"{name} rows", "accesses")]
         table = self.table("table", "rows", *["replicas"][: int(replicated)], *heads, "two hops")
         for planned, counted in zip(plan.tables, profile.tables, strict=True):

@@ -15,8 +15,8 @@ from rowmesh.mesh.shared_memory import is_supported
 TransportName = Literal["auto", "collective", "one_sided"]
 
 
-def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:
-    """The transport for a mesh, and why.
+def transport_for(name: TransportName, mesh: Mesh) -> tuple[str, str]:
+    """The name of the transport for a mesh, and why.
 
     Raises:
         ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work.
@@ -24,7 +24,7 @@ def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[
     if name not in ("auto", "collective", "one_sided"):
         raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
     if mesh.world_size == 1:
-        return LocalTransport(), "there is one rank"
+        return "local", "there is one rank"
     obstacle = None
     if not mesh.is_one_host:
         obstacle = f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
@@ -33,6 +33,17 @@ def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[
     if name == "one_sided" and obstacle:
         raise ConfigurationError(f"transport 'one_sided' cannot work: {obstacle}; use 'collective' or 'auto'")
     if name == "one_sided" or (name == "auto" and obstacle is None):
-        reason = "asked for" if name == "one_sided" else f"all {mesh.world_size} ranks share a host's memory"
-        return OneSidedTransport(mesh, num_groups), reason
-    return CollectiveTransport(mesh), "asked for" if name == "collective" else str(obstacle)
+        return "one_sided", "asked for" if name == "one_sided" else f"all {mesh.world_size} ranks share a host's memory"
+    return "collective", "asked for" if name == "collective" else str(obstacle)
+
+
+def choose_transport(name: TransportName, mesh: Mesh, num_groups: int) -> tuple[Transport, str]:
+    """The transport for a mesh, and why.
+
+    Raises:
+        ConfigurationError: as `transport_for`.
+    """
+    chosen, reason = transport_for(name, mesh)
+    if chosen == "local":
+        return LocalTransport(), reason
+    return OneSidedTransport(mesh, num_groups) if chosen == "one_sided" else CollectiveTransport(mesh), reason

@@ -11,6 +11,7 @@ from functools import partial
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.transport import Transport
@@ -98,6 +99,20 @@ class Part:
         self.transport.connect(self.exchanges)
         if self._column is not None:
             self.synchronizer = Synchronizer(self._setting, self.exchanges, self._column, self._second)
+
+    @property
+    def title(self) -> str:
+        """What it holds, for people."""
+        return f"tables of {self.replicas} replica(s)"
+
+    @property
+    def transport_name(self) -> str:
+        """Of the transport."""
+        return self.transport.name
+
+    def fill_from(self, before: Part) -> Moved:
+        """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
+        return move_rows(before.exchanges, self.exchanges, self.mesh)
 
     @property
     def scaling(self) -> float:

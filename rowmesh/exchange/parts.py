@@ -1,12 +1,14 @@
-"""Parts: all tables of a collection under one plan, by how many replicas they have."""
+"""Parts: all tables of a collection, by how many replicas they have under one plan, or as cores under none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.mesh import Mesh
@@ -17,13 +19,15 @@ from rowmesh.tables import TableGroup
 
 
 class Parts:
-    """A `Part` for each number of replicas. Making them is collective, as are `allocate` and `connect`, which follow.
+    """A `Part` for each number of replicas, and a `CorePart` for all tensor-train tables.
+
+    Making them is collective, as are `allocate` and `connect`, which follow.
 
     Args:
         mesh: all ranks.
-        plan: of all tables.
-        groups: of tables that have equally many replicas.
-        transport: how rows travel within a replica group.
+        plan: of all tables with rows.
+        groups: of tables that have equally many replicas, or are tensor-train tables.
+        transport: how rows travel within a replica group, and gradients of cores between all ranks.
         synchronization: how replicas are kept together.
         common: counts what serves all groups.
     """
@@ -40,13 +44,17 @@ class Parts:
         self._mesh, self._plan = mesh, plan
         indices: dict[int, list[int]] = {count: [] for count in plan.replica_counts}
         replicas = plan.replicas
+        of_cores: list[int] = []
         for index, group in enumerate(groups):
-            indices[replicas[group.tables[0].name]].append(index)
+            is_dense = group.storage == "dense"
+            (indices[replicas[group.tables[0].name]] if is_dense else of_cores).append(index)
         how = (transport, synchronization, common)
-        self.parts: list[Part] = []
+        self.parts: list[Part | CorePart] = []
         try:
             for count, chosen in indices.items():
                 self.parts.append(Part(mesh, plan, count, groups, chosen, *how))
+            if of_cores:
+                self.parts.append(CorePart(mesh, groups, of_cores, transport, common))
         except BaseException:
             self.close()
             raise
@@ -81,8 +89,7 @@ class Parts:
 
     def fill_from(self, old: Parts) -> list[Moved]:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
-        pairs = zip(old.parts, self.parts, strict=True)
-        return [move_rows(before.exchanges, after.exchanges, after.mesh) for before, after in pairs]
+        return [after.fill_from(cast("Any", before)) for before, after in zip(old.parts, self.parts, strict=True)]
 
     @property
     def exchanges(self) -> list[GroupExchange]:
@@ -93,14 +100,14 @@ class Parts:
     @property
     def transport(self) -> str:
         """The transport's name; several joined by "+"."""
-        return "+".join(dict.fromkeys(part.transport.name for part in self.parts))
+        return "+".join(dict.fromkeys(part.transport_name for part in self.parts))
 
     @property
     def reason(self) -> str:
         """Why that one."""
-        if len(self.parts) == 1:
+        if len({part.reason for part in self.parts}) == 1:
             return self.parts[0].reason
-        return "; ".join(f"tables of {part.replicas} replica(s): {part.reason}" for part in self.parts)
+        return "; ".join(f"{part.title}: {part.reason}" for part in self.parts)
 
     @property
     def averages(self) -> bool:
@@ -112,7 +119,7 @@ class Parts:
         """Memory of all buffers."""
         return sum(part.num_bytes for part in self.parts)
 
-    def find(self, table: str) -> tuple[Part, GroupExchange, int]:
+    def find(self, table: str) -> tuple[Part | CorePart, GroupExchange, int]:
         """Where a table is: its part, its group, its number there; what this rank holds of it is up to date.
 
         Raises:
@@ -124,7 +131,8 @@ class Parts:
                     if spec.name == table:
                         part.settle_own()
                         return part, exchange, number
-        raise KeyError(f"no table {table!r}; there are {list(self._plan.replicas)}")
+        names = [spec.name for exchange in self.exchanges for spec in exchange.group.tables]
+        raise KeyError(f"no table {table!r}; there are {names}")
 
     def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Brings the rows of a route within reach. Collective."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from rowmesh.errors import RowmeshError
+from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
@@ -69,7 +70,7 @@ class Windows(Protocol):
 class WholeWindows:
     """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
 
-    def __init__(self, part: Part, obstacle: str) -> None:
+    def __init__(self, part: Part | CorePart, obstacle: str) -> None:
         self.is_phased = False
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._part = part
@@ -165,8 +166,10 @@ class PhasedWindows:
         return self._exchange.num_bytes
 
 
-def make_windows(part: Part, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
+def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
     """How the windows of a part travel. Collective."""
+    if isinstance(part, CorePart):
+        return WholeWindows(part, "tensor-train rows are computed where they are looked up")
     kinds = [kind for exchange in part.exchanges for kind in exchange.address_map.kinds]
     if obstacle := phased_obstacle(part.transport.name, kinds, part.replicas):
         return WholeWindows(part, obstacle)

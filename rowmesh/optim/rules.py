@@ -65,6 +65,20 @@ class UpdateRule:
         """What kernels multiply √v by: c^-½; 1 without moment scaling."""
         return (getattr(self, "moment_scale", None) or 1.0) ** -0.5
 
+    def numbers(self, lr: float, scaling: float, step: int) -> tuple[float, ...]:
+        """What kernels take: learning rate, factor of gradients, eps, β₁, β₂ and what √v is multiplied by.
+
+        Args:
+            lr: the learning rate now.
+            scaling: what gradients are multiplied by.
+            step: which update this is, from 1 (for bias corrections).
+
+        Example:
+            >>> AdaGrad().numbers(lr=0.1, scaling=0.5, step=1)
+            (0.1, 0.5, 1e-10, 0.0, 0.0, 1.0)
+        """
+        return lr, scaling, *self.hyperparameters, self.root_factor
+
     @property
     def initial_state(self) -> dict[str, float]:
         """The value every state tensor starts with."""
@@ -147,6 +161,11 @@ class Adam(UpdateRule):
     def hyperparameters(self) -> tuple[float, float, float]:
         """eps, β₁, β₂."""
         return (self.eps, self.beta1, self.beta2)
+
+    def numbers(self, lr: float, scaling: float, step: int) -> tuple[float, ...]:
+        """With the bias corrections of both moments."""
+        corrected = lr / (1.0 - self.beta1**step), scaling, *self.hyperparameters
+        return *corrected, self.root_factor * (1.0 - self.beta2**step) ** -0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

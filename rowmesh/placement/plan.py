@@ -219,6 +219,11 @@ class Plan:
         """The Ms of the tables, each once, ascending."""
         return tuple(sorted({table.replicas for table in self.tables}))
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether any table has several replicas."""
+        return any(table.replicas > 1 for table in self.tables)
+
     def grid(self, replicas: int) -> Grid:
         """How the ranks form so many replica groups."""
         return Grid(self.world_size, replicas, self.together)
@@ -327,7 +332,7 @@ class Plan:
             "format": FORMAT, "strategy": self.strategy, "world_size": self.world_size,
             "ranks_per_node": self.ranks_per_node, "notes": dict(self.notes),
         }  # fmt: skip
-        if self.replica_counts != (1,):
+        if self.is_replicated:
             head["together"] = self.together
         tables = ",\n".join(
             f'  {{"shape": {json.dumps(asdict(table.shape))}{_replicas(table)}, "ranges": [\n'

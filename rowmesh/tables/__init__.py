@@ -6,6 +6,7 @@ from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup, fuse
 from rowmesh.tables.initializer import Constant, Initializer, Normal, Uniform
 from rowmesh.tables.spec import TableSpec
+from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
 from rowmesh.tables.tiered import Lease, TieredArena
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Normal",
     "TableGroup",
     "TableSpec",
+    "TensorTrain",
+    "TensorTrainShape",
     "TieredArena",
     "Uniform",
     "fuse",

@@ -13,7 +13,6 @@ from rowmesh.ops.initialize import initialize
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.merge_update import update_kernels
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
-from rowmesh.optim import Adam
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import table_key
 
@@ -113,16 +112,11 @@ class DenseArena:
             step: which update this is, from 1 (Adam's bias corrections).
             part: which of the distinct slots, first and one past the last; default: all.
         """
-        eps, beta1, beta2 = self.group.optimizer.hyperparameters
-        correction = self.group.optimizer.root_factor
-        if isinstance(self.group.optimizer, Adam):
-            lr = lr / (1.0 - beta1**step)
-            correction *= (1.0 - beta2**step) ** -0.5
         addresses = [memory.address for memory in self._state_memory] + [0, 0]
         self._update.update_merged(
             merged.merged_slots, merged.heads, merged.nexts, merged.addresses, *(part or (0, merged.num_merged)),
-            merged.node_ends, merged.num_nodes, self.address, addresses[0], addresses[1], lr, scaling, eps, beta1,
-            beta2, correction,
+            merged.node_ends, merged.num_nodes, self.address, addresses[0], addresses[1],
+            *self.group.optimizer.numbers(lr, scaling, step),
         )  # fmt: skip
 
 

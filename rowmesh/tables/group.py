@@ -9,15 +9,15 @@ import torch
 
 from rowmesh.optim import UpdateRule
 from rowmesh.tables.initializer import Initializer
-from rowmesh.tables.spec import TableSpec, check_tables
+from rowmesh.tables.spec import Storage, TableSpec, check_tables
 
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Tables with the same (dim, optimizer, initializer, dtype); a table is a segment of the group.
+    """Tables with the same (dim, optimizer, initializer, dtype, storage); a table is a segment of the group.
 
-    Source: FusedRec §3 "Embedding Fusion", equation (1). Differs: the storage dtype belongs to the specification, and
-    tables that return one vector an id (pooling "none") do not mix with pooled ones.
+    Source: FusedRec §3 "Embedding Fusion", equation (1). Differs: the storage and its dtype belong to the
+    specification, and tables that return one vector an id (pooling "none") do not mix with pooled ones.
     """
 
     name: str
@@ -42,6 +42,11 @@ class TableGroup:
     def initializer(self) -> Initializer:
         """What rows start from."""
         return self.tables[0].initializer
+
+    @property
+    def storage(self) -> Storage:
+        """What rows are kept as."""
+        return self.tables[0].storage
 
     @property
     def is_sequence(self) -> bool:
@@ -72,8 +77,9 @@ def fuse(tables: Sequence[TableSpec], replicas: Mapping[str, int] | None = None)
     check_tables(tables)
     groups: dict[tuple[object, ...], list[TableSpec]] = {}
     for table in tables:
-        count = replicas[table.name] if replicas else 1
-        key = (table.dim, table.optimizer, table.initializer, table.dtype, table.pooling == "none", count)
+        count = replicas.get(table.name, 1) if replicas else 1
+        is_sequence = table.pooling == "none"
+        key = (table.dim, table.optimizer, table.initializer, table.dtype, is_sequence, table.storage, count)
         groups.setdefault(key, []).append(table)
     names: set[str] = set()
     fused = []
@@ -88,6 +94,8 @@ def _describe(table: TableSpec) -> str:
     parts = [f"dim{table.dim}", table.optimizer.name]
     if table.dtype != torch.float32:
         parts.append(str(table.dtype).removeprefix("torch."))
+    if table.storage != "dense":
+        parts.append(table.storage)
     if table.pooling == "none":
         parts.append("sequence")
     return "_".join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -12,8 +12,10 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.optim import RowWiseAdaGrad, UpdateRule
 from rowmesh.tables.bag_config import fields_of
 from rowmesh.tables.initializer import Initializer, Uniform
+from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
 
 Pooling = Literal["sum", "mean", "none"]
+Storage = Literal["dense", "tensor_train"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MAX_DIM = 1024
 
@@ -34,6 +36,9 @@ class TableSpec:
         dtype: storage of the rows. bfloat16 rows are pooled in and updated from float32 state.
         out_of_range: what to do with an id below 0 or past the table: "error", or the row to read
             instead; either is counted by feature.
+        storage: "dense" rows, spread over the ranks, or "tensor_train": every rank computes rows from three small
+            cores, which are what is trained.
+        tensor_train: how big the cores may be, where there are any; default: of rank 16.
 
     Example:
         >>> TableSpec(name="item", num_rows=1_000_000, dim=64).features
@@ -49,6 +54,8 @@ class TableSpec:
     optimizer: UpdateRule = field(default_factory=RowWiseAdaGrad)
     dtype: torch.dtype = torch.float32
     out_of_range: Literal["error"] | int = "error"
+    storage: Storage = "dense"
+    tensor_train: TensorTrain | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
@@ -81,6 +88,44 @@ class TableSpec:
                 f"table {self.name!r}: out_of_range must be 'error' or a row below {self.num_rows}, "
                 f"got {self.out_of_range!r}"
             )
+        self._check_storage()
+
+    def _check_storage(self) -> None:
+        if self.storage not in get_args(Storage):
+            raise ConfigurationError(
+                f"table {self.name!r}: storage must be one of {get_args(Storage)}, got {self.storage!r}"
+            )
+        if self.storage == "dense":
+            if self.tensor_train is not None:
+                raise ConfigurationError(
+                    f"table {self.name!r} is dense and has no cores for {self.tensor_train}; give "
+                    "storage='tensor_train' too, or leave it out"
+                )
+            return
+        if self.dtype == torch.bfloat16:
+            raise ConfigurationError(
+                f"table {self.name!r}: cores of tensor-train tables are float32 or float64, not bfloat16"
+            )
+        if strangers := [name for name, extent in self.optimizer.state.items() if extent == "row"]:
+            raise ConfigurationError(
+                f"table {self.name!r}: {self.optimizer.name} keeps {strangers[0]!r} by row, and a tensor-train table "
+                "has no rows of its own, only the cores that they are computed from; take the optimizer adagrad, sgd "
+                "or adam, or storage='dense'"
+            )
+        _ = self.tensor_train_shape
+
+    @property
+    def tensor_train_shape(self) -> TensorTrainShape:
+        """The shape of the cores, for `storage="tensor_train"`.
+
+        Raises:
+            ConfigurationError: the table cannot have cores like that; says what fits.
+        """
+        try:
+            wanted = self.tensor_train or TensorTrain()
+            return wanted.shape(self.num_rows, self.dim, self.dtype.itemsize)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"table {self.name!r}: {error}") from None
 
     @classmethod
     def from_embedding_bag_config(cls, config: Any, **changes: Any) -> TableSpec:

@@ -3,9 +3,9 @@
 `TensorTrainEmbeddingBag` takes the place of `nn.EmbeddingBag`; `TensorTrainOptimizer` is its fused update.
 """
 
+from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train.decompose import tt_svd
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 from rowmesh.tensor_train.optimizer import TensorTrainOptimizer
-from rowmesh.tensor_train.shapes import TensorTrainShape
 
 __all__ = ["TensorTrainEmbeddingBag", "TensorTrainOptimizer", "TensorTrainShape", "tt_svd"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.tensor_train.shapes import TensorTrainShape
+from rowmesh.tables.tensor_train import TensorTrainShape
 
 
 def tt_svd(table: Tensor, shape: TensorTrainShape) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.initialize import initialize
 from rowmesh.tables.initializer import Initializer, table_key
-from rowmesh.tensor_train.shapes import TensorTrainShape
+from rowmesh.tables.tensor_train import TensorTrainShape
 
 
 def standard_deviation(initializer: Initializer, num_rows: int) -> float:

@@ -16,7 +16,7 @@ from rowmesh.ops.memory import Buffer, Scratch
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.simd import STORAGE
 from rowmesh.ops.tensor_train import ARRANGED, Constants, arrange, backward_kernel, forward_kernel
-from rowmesh.tensor_train.shapes import TensorTrainShape
+from rowmesh.tables.tensor_train import TensorTrainShape
 
 _MAX_IDLE = 8
 _LONGS, _WORDS = 4, 13  # arrays as long as the ids: int64 and uint32
@@ -63,6 +63,12 @@ class Workspace(threading.local):
             self._identity = np.arange(2 * count, dtype=np.uint32)
         return self._identity.ctypes.data
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that no look-up uses now."""
+        idle = [*self.scratch.values(), *self.index, *self.floats]
+        return self._identity.nbytes + sum(memory.num_bytes for memory in idle)
+
     def __reduce__(self) -> Any:
         return (Workspace, ())
 
@@ -75,6 +81,7 @@ class Lookup:
         dtype: of its cores.
         ids: int64 `[N]`, contiguous.
         workspace: where memory comes from.
+        distinct: whether the ids are known to differ; `inverse` and `counts` are then not made.
 
     Attributes:
         num_ids, num_unique, num_prefixes, num_groups: N, U, distinct (i₁, i₂), distinct i₂.
@@ -86,14 +93,29 @@ class Lookup:
         IdRangeError: an id is below 0 or past the table.
     """
 
-    def __init__(self, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor, workspace: Workspace) -> None:
+    def __init__(
+        self, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor, workspace: Workspace, *, distinct: bool = False
+    ) -> None:  # fmt: skip
         self.shape, self.dtype, self._workspace = shape, dtype, workspace
         self._constants = Constants(shape.dim_factors, shape.ranks, STORAGE[dtype])
         self.num_ids = ids.numel()
         self._reserve(self.num_ids)
-        self.num_unique = self._find_unique(ids)
+        self.num_unique = self._copy(ids) if distinct else self._find_unique(ids)
         self._arrange()
         self._products: _Loan | None = None
+
+    @classmethod
+    def merged(cls, taken: Sequence[tuple[Lookup, Tensor]]) -> tuple[Lookup, Tensor]:
+        """Several look-ups in one table, with the gradients of their rows, as one: those of equal ids are summed.
+
+        The sums are in the order of the look-ups.
+        """
+        first = taken[0][0]
+        ids = torch.cat([lookup.unique_ids for lookup, _ in taken])
+        lookup = cls(first.shape, first.dtype, ids, first._workspace)
+        gradients = torch.zeros(lookup.num_unique, first.shape.dim, dtype=first.dtype, device="cpu")
+        gradients.index_add_(0, lookup.inverse_ids(), torch.cat([gradient for _, gradient in taken]))
+        return lookup, gradients
 
     def _reserve(self, num_ids: int) -> None:
         count = num_ids + 1
@@ -104,6 +126,10 @@ class Lookup:
             self.inverse, self.counts, self._order, self._arranged, self._lasts, self._last_slots, self._starts,
             self._firsts, self._first_slots, self._group_starts, self._keys, _, _,
         ) = range(first_word, first_word + 4 * _WORDS * count, 4 * count)  # fmt: skip
+
+    def _copy(self, ids: Tensor) -> int:
+        self._long_view(self.unique, self.num_ids)[:] = ids.numpy()
+        return self.num_ids
 
     def _find_unique(self, ids: Tensor) -> int:
         bounds, found = np.array([0, self.num_ids], np.int64), np.zeros(2, np.int64)
@@ -192,22 +218,27 @@ class Lookup:
             row_gradients: `[U, D]`, of the rows of the distinct ids, contiguous.
             sparse: like `nn.EmbeddingBag`'s.
         """
-        sizes = self._num_touched if sparse else [core.shape[0] for core in cores]
-        found = [
-            torch.zeros(size, *core.shape[1:], dtype=self.dtype, device="cpu")
-            for size, core in zip(sizes, cores, strict=True)
-        ]
+        if not sparse:
+            found = [torch.zeros_like(core) for core in cores]
+            self.fill_gradients(cores, row_gradients, found)
+            return tuple(found)
+        pairs = zip(self._num_touched, cores, strict=True)
+        found = [torch.zeros(size, *core.shape[1:], dtype=self.dtype, device="cpu") for size, core in pairs]
         stride2 = found[1][0].numel() * self.dtype.itemsize if self.num_groups else 0
         addresses = [gradient.data_ptr() for gradient in found]
-        self._backward(cores, row_gradients.data_ptr(), addresses, sparse, stride2, None, [0] * 6, (0.0,) * 6)
-        if not sparse:
-            return tuple(found)
+        self._backward(cores, row_gradients.data_ptr(), addresses, True, stride2, None, [0] * 6, (0.0,) * 6)
         return tuple(
             torch.sparse_coo_tensor(
                 self.touched(k).unsqueeze(0), found[k], core.shape, is_coalesced=True, check_invariants=False
             )
             for k, core in enumerate(cores)
         )
+
+    def fill_gradients(self, cores: Sequence[Tensor], row_gradients: Tensor, out: Sequence[Tensor]) -> None:
+        """Writes the gradients of the cores into contiguous tensors of their shapes, which are zero."""
+        stride2 = out[1][0].numel() * self.dtype.itemsize
+        addresses = [gradient.data_ptr() for gradient in out]
+        self._backward(cores, row_gradients.data_ptr(), addresses, False, stride2, None, [0] * 6, (0.0,) * 6)
 
     def update(
         self, cores: Sequence[Tensor], row_gradients: Tensor, rule: str, states: Sequence[int],

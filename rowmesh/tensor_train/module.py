@@ -13,12 +13,12 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.ops.tensor_train import reference
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
+from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train.bags import MODES, Bags, Pooling
 from rowmesh.tensor_train.decompose import tt_svd
 from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
 from rowmesh.tensor_train.initialize import draw_cores
 from rowmesh.tensor_train.lookup import Lookup, Workspace
-from rowmesh.tensor_train.shapes import TensorTrainShape
 
 DTYPES = (torch.float32, torch.float64)
 

@@ -83,11 +83,11 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for bag, pending, group in zip(self.bags, self._pending, self.param_groups, strict=True):
+        for pending, group in zip(self._pending, self.param_groups, strict=True):
             group["steps"] += 1
             taken, pending.taken = pending.taken, []
             if taken:
-                lookup, gradients = taken[0] if len(taken) == 1 else _merged(bag, taken)
+                lookup, gradients = taken[0] if len(taken) == 1 else Lookup.merged(taken)
                 self._update(lookup, gradients, group)
         return loss
 
@@ -102,28 +102,12 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         names = list(self.rule.state)
         kept = [self.state[core][name].data_ptr() for core in cores for name in names]
         states = [kept[len(names) * (k // 2) + k % 2] if k % 2 < len(names) else 0 for k in range(2 * len(cores))]
-        lookup.update(cores, row_gradients, self.rule.name, states, self._numbers(group))
+        numbers = self.rule.numbers(float(group["lr"]), 1.0, group["steps"])
+        lookup.update(cores, row_gradients, self.rule.name, states, numbers)
         lookup.release_products()  # the graph may live on with a loss that somebody keeps
         for core in cores:
             torch.autograd.graph.increment_version(core)
 
-    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        eps, beta1, beta2 = self.rule.hyperparameters
-        lr, correction = float(group["lr"]), self.rule.root_factor
-        if self.rule.name == "adam":
-            lr /= 1.0 - beta1 ** group["steps"]
-            correction /= (1.0 - beta2 ** group["steps"]) ** 0.5
-        return lr, 1.0, eps, beta1, beta2, correction
-
 
 def _keeps_state_by_row(rule: UpdateRule | type[UpdateRule]) -> bool:
     return "row" in rule.state.values()
-
-
-def _merged(bag: TensorTrainEmbeddingBag, taken: list[tuple[Lookup, Tensor]]) -> tuple[Lookup, Tensor]:
-    """Several look-ups as one: the gradients of ids that they share, summed in their order."""
-    ids = torch.cat([lookup.unique_ids for lookup, _ in taken])
-    lookup = bag.look_up(ids)
-    gradients = torch.zeros(lookup.num_unique, bag.embedding_dim, dtype=lookup.dtype, device="cpu")
-    gradients.index_add_(0, lookup.inverse_ids(), torch.cat([gradient for _, gradient in taken]))
-    return lookup, gradients

@@ -143,7 +143,7 @@ def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or (config.enabled == "auto" and not has_copies(plan)):
         return None
-    if plan.replica_counts != (1,):
+    if plan.is_replicated:
         if config.enabled == "auto":
             return None
         raise ConfigurationError(

@@ -40,5 +40,5 @@ def _way_out(plan: Plan, limit: int) -> str:
     if shards is None:
         return f"no number of ranks with {bytes_text(limit)} each holds one row of every table; free memory"
     takes = f"a replica of all tables takes at least {shards} rank{'s'[: shards != 1]} with {bytes_text(limit)} each"
-    fewer = "form fewer replica groups (parallel.replicas, tables.….replicas), " if plan.replica_counts != (1,) else ""
+    fewer = "form fewer replica groups (parallel.replicas, tables.….replicas), " if plan.is_replicated else ""
     return f"{takes}: start more, on more hosts, {fewer}free memory, or make tables.dim or tables.dtype smaller"

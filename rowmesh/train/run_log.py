@@ -39,7 +39,7 @@ class RunLog:
         if "collective" in job.embeddings.transport:  # under the others no message serves all groups
             names.append(ALL_GROUPS)
             counters.append(job.embeddings.common_counters)
-        if job.embeddings.plan.replica_counts != (1,):
+        if job.embeddings.plan.is_replicated:
             names += [f"{group.name}, {REPLICAS}" for group in job.embeddings.groups]
             counters += [of_group.synchronization for of_group in job.embeddings.counters]
         self._counters = CounterLog(names, counters, lines, job.mesh.group)

@@ -21,6 +21,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
+from tests.support.cores import ReferenceCores, joined_cores
 from tests.support.scenario import Scenario
 
 HEAD_LR = 0.1
@@ -33,7 +34,8 @@ class Trained:
     Attributes:
         losses: the global loss of every backward pass.
         outputs: the looked-up vectors of every pass, of this rank's samples (of all samples in the reference).
-        rows, state: table → the rows and each of their states, whole tables once merged.
+        rows, state: table → the rows and each of their states, whole tables once merged; of tensor-train tables the
+            cores', one after the other.
         copies: table → which rows this rank holds, copies included, and their values and states.
         owned: table → which rows this rank holds.
         head: the dense layers' parameters.
@@ -203,6 +205,12 @@ def _sum(value: Tensor, mesh: Mesh) -> Tensor:
 
 def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None:
     for table in collection.tables:
+        if table.storage == "tensor_train":
+            cores = collection.cores(table.name)
+            trained.rows[table.name] = joined_cores(cores.cores)
+            trained.state[table.name] = {name: joined_cores(kept) for name, kept in cores.state.items()}
+            trained.copies[table.name] = ([], {})
+            continue
         pieces = collection.local_rows(table.name)
         trained.owned[table.name] = [row for piece in pieces for row in piece.rows]
         trained.rows[table.name] = joined(pieces, "values", table)
@@ -231,6 +239,9 @@ def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
     whole = Trained(losses=parts[0].losses, head=parts[0].head, transport=parts[0].transport)
     whole.outputs = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
     for table in scenario.tables:
+        if table.storage == "tensor_train":
+            _merge_cores(table.name, whole, parts)
+            continue
         order = torch.tensor([row for part in parts for row in part.owned[table.name]], dtype=torch.int64)
         assert order.sort().values.tolist() == list(range(table.num_rows)), "every row has one owner"
         whole.rows[table.name] = torch.cat([part.rows[table.name] for part in parts])[order.argsort()]
@@ -239,6 +250,13 @@ def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
             for name in table.optimizer.state
         }
     return whole
+
+
+def _merge_cores(table: str, whole: Trained, parts: list[Trained]) -> None:
+    whole.rows[table], whole.state[table] = parts[0].rows[table], parts[0].state[table]
+    for part in parts[1:]:
+        assert torch.equal(part.rows[table], whole.rows[table]), "cores are equal on all ranks"
+        assert all(torch.equal(part.state[table][name], kept) for name, kept in whole.state[table].items())
 
 
 # The reference: torch alone, one process, the whole global batch.
@@ -275,7 +293,8 @@ class ReferenceTable:
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """One vector a bag, as torch computes it; weights of a mean are divided by the bag's size."""
-        self.touched[ids] = True
+        if torch.is_grad_enabled():
+            self.touched[ids] = True
         if self.table.pooling == "none":
             values = F.embedding(ids, self.bag.weight)
             return sum_sequence(values if weights is None else values * weights[:, None], offsets)
@@ -310,6 +329,11 @@ class ReferenceTable:
         self.bag.weight.grad = None
         self.touched[:] = False
 
+    @property
+    def values(self) -> Tensor:
+        """All rows."""
+        return self.bag.weight.data
+
     def _lazy_adam(self, rule: Adam, gradient: Tensor, lr: float, number: int) -> None:
         g, m, v, at = gradient[self.touched], self.state["m"], self.state["v"], self.touched
         m[at] = rule.beta1 * m[at] + (1 - rule.beta1) * g
@@ -320,7 +344,8 @@ class ReferenceTable:
 
 def train_reference(scenario: Scenario) -> Trained:
     """Runs a job as one torch process on the whole global batch."""
-    tables = {table.name: ReferenceTable(table, scenario.seed, scenario.dtype) for table in scenario.tables}
+    kinds = {"dense": ReferenceTable, "tensor_train": ReferenceCores}
+    tables = {table.name: kinds[table.storage](table, scenario.seed, scenario.dtype) for table in scenario.tables}
     head, trained = Head(scenario), Trained(transport="reference")
     dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
     for step in range(scenario.num_steps):
@@ -338,15 +363,15 @@ def train_reference(scenario: Scenario) -> Trained:
         if scenario.evaluates:
             with torch.no_grad():
                 trained.outputs.append(_look_up_reference(tables, scenario, step + 1, 0))
-            for table in tables.values():
-                table.touched[:] = False
     for name, table in tables.items():
-        trained.rows[name], trained.state[name] = table.bag.weight.data, table.state
+        trained.rows[name], trained.state[name] = table.values, table.state
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
     return trained
 
 
-def _look_up_reference(tables: dict[str, ReferenceTable], scenario: Scenario, step: int, part: int) -> Tensor:
+def _look_up_reference(
+    tables: dict[str, ReferenceTable | ReferenceCores], scenario: Scenario, step: int, part: int
+) -> Tensor:
     """The vectors of the global batch: the samples of rank 0, then those of rank 1, …"""
     batches = [scenario.local_batch(step, part, rank).sparse for rank in range(scenario.world_size)]
     vectors = []

@@ -15,6 +15,6 @@ a buffer as long as p₁·p₂, so that results do not depend on the order of th
 cache once; equation (6) is evaluated from the last core inwards, with partial products shared by all three gradients.
 """
 
-from rowmesh.ops.tensor_train.cpu import ARRANGED, Constants, arrange, backward_kernel, forward_kernel
+from rowmesh.ops.tensor_train.cpu import ARRANGED, Constants, arrange, backward_kernel, forward_kernel, update_kernel
 
-__all__ = ["ARRANGED", "Constants", "arrange", "backward_kernel", "forward_kernel"]
+__all__ = ["ARRANGED", "Constants", "arrange", "backward_kernel", "forward_kernel", "update_kernel"]

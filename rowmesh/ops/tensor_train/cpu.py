@@ -24,6 +24,7 @@ from rowmesh.ops.simd import (
     kernel,
     load_i64,
     load_row,
+    load_scalar,
     load_u32,
     scale,
     store_i64,
@@ -33,6 +34,7 @@ from rowmesh.ops.tensor_train.tile import copy_bytes, lanes, multiply, multiply_
 
 NO_RULE = -1
 ARRANGED = 5  # int64 values that `arrange` counts
+_UPDATED = 16  # elements that an update alone changes at a time
 _MOST_CHUNK = 64  # elements that an update changes at a time
 
 
@@ -339,3 +341,39 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
             )  # fmt: skip
 
     return backward
+
+
+@functools.cache
+def update_kernel(storage: int, rule: str) -> Any:
+    """The update of cores whose gradients are there already, compiled at its first call.
+
+    To the bit what `backward_kernel` does with a rule.
+    """
+    STORAGE, RULE, ELEMENT = storage, RULES[rule], STORAGE_BYTES[storage]
+    SCALAR = np.float64 if STORAGE == FLOAT64 else np.float32
+    CHUNK, CHUNK_BYTES = _UPDATED, ELEMENT * _UPDATED
+
+    @kernel
+    def update(
+        gradients, touched, num_slices, slice_bytes, core, state1, state2,
+        lr_, scaling_, eps_, beta1_, beta2_, correction_,
+    ):  # fmt: skip
+        """Updates the slices of one core whose element of `touched` is not 0; `gradients` is laid out like the core."""
+        lr, scaling, eps, beta1, beta2 = SCALAR(lr_), SCALAR(scaling_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
+        rest1, rest2, correction = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_), SCALAR(correction_)
+        whole = slice_bytes - slice_bytes % CHUNK_BYTES
+        for t in range(num_slices):
+            if load_scalar(touched + t * ELEMENT, STORAGE) == 0:
+                continue
+            at = t * slice_bytes
+            _change_slice(
+                gradients + at, core + at, state1 + at, state2 + at, whole, CHUNK_BYTES,
+                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK, STORAGE, RULE,
+            )  # fmt: skip
+            at += whole
+            _change_slice(
+                gradients + at, core + at, state1 + at, state2 + at, slice_bytes - whole, ELEMENT,
+                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, 1, STORAGE, RULE,
+            )  # fmt: skip
+
+    return update

@@ -23,7 +23,8 @@ def rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
     last = ids % third.shape[0]
     prefix = ids // third.shape[0]
     slices = first[prefix // second.shape[0]], second[prefix % second.shape[0]], third[last]
-    return torch.einsum("nar,nrbs,ncs->nabc", *slices).reshape(ids.numel(), -1)
+    dim = first.shape[1] * second.shape[2] * third.shape[1]
+    return torch.einsum("nar,nrbs,ncs->nabc", *slices).reshape(ids.numel(), dim)
 
 
 def dense(cores: Sequence[Tensor]) -> Tensor:

@@ -134,6 +134,39 @@ class TensorTrainShape:
         return TensorTrainShape(self.num_rows, self.dim, self.row_factors, self.dim_factors, ranks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorTrain:
+    """How big the cores of a table may be; what is left out is chosen, as in `TensorTrainShape.choose`.
+
+    Attributes:
+        rank: of both bonds, or of each.
+        memory_bytes: instead of a rank: the largest at which the cores fit into so much.
+        compression: instead of a rank: the largest at which the table is so many times smaller.
+        row_factors, dim_factors: how rows and columns are factorized.
+
+    Example:
+        >>> TensorTrain(memory_bytes=1 << 20).shape(1_000_000, 64).ranks
+        (24, 24)
+    """
+
+    rank: int | tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    compression: float | None = None
+    row_factors: Factors | None = None
+    dim_factors: Factors | None = None
+
+    def shape(self, num_rows: int, dim: int, element_bytes: int = 4) -> TensorTrainShape:
+        """The shape of a table.
+
+        Raises:
+            ConfigurationError: it cannot have such a shape; says what fits.
+        """
+        return TensorTrainShape.choose(
+            num_rows, dim, rank=self.rank, memory_bytes=self.memory_bytes, compression=self.compression,
+            row_factors=self.row_factors, dim_factors=self.dim_factors, element_bytes=element_bytes,
+        )  # fmt: skip
+
+
 def factor_rows(num_rows: int) -> Factors:
     """Three factors, ascending, whose product is `num_rows` or a little more, with the least possible sum.
 

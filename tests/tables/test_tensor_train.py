@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.tables.tensor_train import factor_dim, factor_rows
 from rowmesh.tensor_train import TensorTrainShape
-from rowmesh.tensor_train.shapes import factor_dim, factor_rows
 
 
 @given(st.integers(1, 10**10))

@@ -1,0 +1,281 @@
+"""CorePart: the tensor-train tables of a collection, whose cores every rank holds.
+
+Nothing travels to look rows up: each rank computes those of its own distinct ids from the cores. Their gradients become
+gradients of the cores, which all ranks add up in one fused vector for all tables (`rowmesh.exchange.core_sums`); then
+every rank makes the same update. Plans and replicas do not concern them.
+
+Source: EL-Rec §III (look-up, gradients, fused update) and §V (cores on every worker, data-parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.choice import TransportName, transport_for
+from rowmesh.exchange.core_sums import CollectiveSums, CoreSums, SharedSums
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.workspace import private_outbox
+from rowmesh.mesh import Mesh
+from rowmesh.ops.memory import array_at, round_up
+from rowmesh.placement import AddressMap, Plan, TableShape
+from rowmesh.placement.address_map import MAX_KEY
+from rowmesh.tables import TableGroup
+from rowmesh.tensor_train.arena import CoreArena, Cores
+from rowmesh.tensor_train.lookup import Lookup
+
+_ALIGNMENT = 16  # elements: a cache line of float32
+
+
+class CoreExchange(GroupExchange):
+    """A group of tensor-train tables, routed as if one rank held all their rows; slots are row numbers."""
+
+    arena: CoreArena  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, group: TableGroup) -> None:
+        names = [table.name for table in group.tables]
+        if (rows := sum(table.num_rows for table in group.tables)) > MAX_KEY:
+            raise ConfigurationError(
+                f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
+                "told apart; give some of them another optimizer or initializer, which makes a group of their own"
+            )
+        plan = Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1)
+        address_map = AddressMap(plan, names, rank=0)
+        super().__init__(
+            group, address_map, cast("Any", CoreArena(group)), partial(private_outbox, 1, address_map.num_segments)
+        )
+        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(names))]
+
+    def fetch(self, group: RouteGroup, version: int) -> None:
+        """Computes the rows of a batch's distinct ids."""
+        workspace, outbox = group.workspace, group.workspace.outbox
+        rows = workspace.received.reserve(group.num_unique * self.row_bytes)
+        addresses = array_at(workspace.addresses.reserve(8 * group.num_unique), np.int64, group.num_unique)
+        addresses[:] = rows + self.row_bytes * np.arange(group.num_unique)
+        slots = outbox.lists.array(np.uint32, group.num_unique, offset=outbox.slots_offset).astype(np.int64)
+        keep, lookups = torch.is_grad_enabled(), []
+        for table, first in enumerate(self._first_slots):
+            begin, end = outbox.segment_offsets[0, table : table + 2].tolist()
+            ids = torch.from_numpy(slots[begin:end] - first)
+            lookups.append(self.arena.look_up(table, ids, rows + begin * self.row_bytes, keep=keep))
+        group.incoming = _Fetched(lookups, version)
+
+    def gradients(self, groups: Sequence[RouteGroup], table: int, version: int) -> tuple[Lookup, Tensor] | None:
+        """The distinct ids of a table in all batches, and the gradients of their rows; None where there are none."""
+        taken = []
+        for group in groups:
+            fetched: _Fetched = group.incoming
+            outbox = group.workspace.outbox
+            begin, end = outbox.segment_offsets[0, table : table + 2].tolist()
+            if end == begin:
+                continue
+            lookup = fetched.lookups[table]
+            if fetched.version != version:
+                lookup.release_products()  # gradients go through the cores as they are now
+            dtype, dim = self.group.dtype, self.group.dim
+            at = begin * self.gradient_bytes
+            taken.append((lookup, outbox.gradients.tensor(dtype, end - begin, dim, offset=at)))
+        if len(taken) < 2:
+            return taken[0] if taken else None
+        return Lookup.merged(taken)
+
+    def count(self, groups: Sequence[RouteGroup]) -> None:
+        """Counts what this rank's batches asked for, distinct within each."""
+        for group in groups:
+            outbox = group.workspace.outbox
+            self.counters.count_tables(outbox.accesses[0], outbox.segment_offsets[0])
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """What a batch looked up, table by table, and after how many updates of the cores."""
+
+    lookups: list[Lookup]
+    version: int
+
+
+class CorePart:
+    """Groups of tensor-train tables on one rank. Takes part in a collection as `rowmesh.exchange.part.Part` does.
+
+    Args:
+        mesh: all ranks.
+        groups: of the collection.
+        indices: numbers of those with tensor-train tables.
+        transport: how gradients travel.
+        common: counts the messages.
+
+    Attributes:
+        mesh: all ranks.
+        transport_name: "local", "one_sided" or "collective".
+        reason: why that.
+        exchanges: of the groups, in their order; made by `allocate`.
+        indices: their numbers in the collection.
+    """
+
+    replicas, averages = 1, False  # the cores of all ranks are equal
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        groups: Sequence[TableGroup],
+        indices: Sequence[int],
+        transport: TransportName,
+        common: CommonCounters,
+    ) -> None:
+        self.mesh, self.indices = mesh, list(indices)
+        self.transport_name, self.reason = transport_for(transport, mesh)
+        self.exchanges: list[CoreExchange] = []
+        self._groups, self._common = [groups[index] for index in indices], common
+        self._sums: CoreSums | None = None
+        self._version = 0  # of the cores
+
+    @property
+    def title(self) -> str:
+        """What it holds, for people."""
+        return "tensor-train tables"
+
+    def allocate(self) -> None:
+        """Makes room for the cores."""
+        self.exchanges = [CoreExchange(group) for group in self._groups]
+
+    def connect(self) -> None:
+        """Makes ranks known to each other. Collective."""
+        self._layout = _Layout([cores for exchange in self.exchanges for cores in exchange.arena.tables])
+        size, dtype = self._layout.size, self._groups[0].dtype
+        if self.transport_name == "one_sided":
+            self._sums = SharedSums(self.mesh, size, dtype)
+        elif self.transport_name == "collective":
+            self._sums = CollectiveSums(self.mesh, size, dtype, self._common)
+
+    def fill_from(self, before: CorePart) -> Moved:
+        """Takes the cores and states of another part for the same tables; nothing moves between ranks."""
+        for mine, theirs in zip(self.exchanges, before.exchanges, strict=True):
+            mine.arena.copy_from(theirs.arena)
+        return Moved(rows=0, num_bytes=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        own = 0 if self._sums is None else self._sums.num_bytes
+        return own + sum(exchange.num_bytes + exchange.arena.buffer_bytes for exchange in self.exchanges)
+
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Computes the rows of this rank's distinct ids; no communication."""
+        for exchange, index in zip(self.exchanges, self.indices, strict=True):
+            exchange.fetch(route.groups[index], self._version)
+
+    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+        """Updates the cores by the gradients of all ranks. Collective.
+
+        Args:
+            routes: with gradients.
+            lrs: of all groups of the collection.
+            step: which update this is, from 1.
+        """
+        groups = [[route.groups[index] for route in routes] for index in self.indices]
+        scaling = 1.0 / self.mesh.world_size
+        numbers = [
+            exchange.group.optimizer.numbers(lrs[index], scaling, step)
+            for exchange, index in zip(self.exchanges, self.indices, strict=True)
+        ]
+        if self._sums is None:
+            for exchange, table, found, index in self._found(groups):
+                exchange.arena.update(table, *found, numbers[index])
+        else:
+            self._update_together(self._sums, groups, numbers)
+        self._version += 1
+        for exchange, pushed in zip(self.exchanges, groups, strict=True):
+            exchange.count(pushed)
+            for group in pushed:
+                group.incoming = None
+
+    def _found(
+        self, groups: Sequence[Sequence[RouteGroup]]
+    ) -> Iterator[tuple[CoreExchange, int, tuple[Lookup, Tensor], int]]:
+        """Tables with gradients here: exchange, number of the table there, the gradients, number of the exchange."""
+        for index, (exchange, pushed) in enumerate(zip(self.exchanges, groups, strict=True)):
+            for table in range(len(exchange.arena.tables)):
+                found = exchange.gradients(pushed, table, self._version)
+                if found is not None:
+                    yield exchange, table, found, index
+
+    def _update_together(
+        self, sums: CoreSums, groups: Sequence[Sequence[RouteGroup]], numbers: Sequence[tuple[float, ...]]
+    ) -> None:  # fmt: skip
+        views = self._layout.views(sums.begin())
+        for exchange, table, (lookup, gradients), _ in self._found(groups):
+            cores = exchange.arena.tables[table]
+            view = views[cores.table]
+            lookup.fill_gradients(cores.cores, gradients, view.gradients)
+            for number, touched in enumerate(view.touched):
+                touched.numpy()[lookup.touched(number).numpy()] = 1
+        totals = self._layout.views(sums.finish())
+        for exchange, of_group in zip(self.exchanges, numbers, strict=True):
+            for table, cores in enumerate(exchange.arena.tables):
+                total = totals[cores.table]
+                exchange.arena.apply(table, total.gradients, total.touched, of_group)
+
+    def synchronize(self) -> None:
+        """Cores are always equal."""
+
+    def forget(self) -> None:
+        """Somebody sets the cores."""
+        self._version += 1
+
+    def settle_own(self) -> None:
+        """Cores are always up to date."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self._sums is not None:
+            self._sums.barrier()
+
+    def close(self) -> None:
+        """Gives back what is held for other ranks."""
+        if self._sums is not None:
+            self._sums.close()
+
+
+@dataclass(frozen=True)
+class _View:
+    """One table in the fused vector: gradients of its cores, and an element a slice, not 0 where a rank read it."""
+
+    gradients: list[Tensor]
+    touched: list[Tensor]
+
+
+class _Layout:
+    """Where the gradients of each table are in the fused vector."""
+
+    def __init__(self, tables: Sequence[Cores]) -> None:
+        self.size = 0
+        self._places = {cores.table: [self._place(tuple(core.shape)) for core in cores.cores] for cores in tables}
+        self._touched = {cores.table: [self._place((len(core),)) for core in cores.cores] for cores in tables}
+        self._views: dict[int, dict[str, _View]] = {}
+
+    def _place(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        begin = self.size
+        self.size += round_up(int(np.prod(shape)), _ALIGNMENT)
+        return begin, shape
+
+    def views(self, vector: Tensor) -> dict[str, _View]:
+        """The parts of a vector, by table; vectors come again and again."""
+        if vector.data_ptr() not in self._views:
+            self._views[vector.data_ptr()] = {
+                table: _View(_cut(vector, places), _cut(vector, self._touched[table]))
+                for table, places in self._places.items()
+            }
+        return self._views[vector.data_ptr()]
+
+
+def _cut(vector: Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
+    return [vector[begin : begin + int(np.prod(shape))].view(shape) for begin, shape in places]

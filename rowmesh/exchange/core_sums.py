@@ -1,0 +1,202 @@
+"""Sums of core gradients: one fused all-reduce for all tensor-train tables, in the order of the ranks.
+
+Every rank gets the same bits, so that cores stay equal without ever being compared, and transports differ in speed
+alone. Two ways lead there, chosen by size:
+
+    gathered    every rank gets the gradients of all others, and adds: one round, (W − 1) · n received
+    scattered   every rank adds its part of the gradients of all, and gathers the parts: two rounds, 2 · (W − 1) / W · n
+
+A library's all-reduce would promise neither the order nor equal bits. Gradients of cores are dense, since a batch reads
+most slices: at 1 M rows about a hundred of each core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.barrier import Barrier
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.messages import Channel
+from rowmesh.mesh import Mesh, SharedBuffer
+from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.ops.memory import round_up
+
+SCATTERED_BYTES = 256 << 10  # from here on, with three ranks or more, a second round costs less than what it saves
+_ALIGNMENT = 64  # elements; also makes parts of equal size of any number of ranks that divides it
+_FLAG_BYTES = 64
+USE = "cores"  # what the process group is for
+
+
+class CoreSums(Protocol):
+    """Adds equally long vectors of all ranks. All calls are collective, in the same order on every rank."""
+
+    def begin(self) -> Tensor:
+        """Zeros, for this rank's vector; valid until `finish`."""
+        ...
+
+    def finish(self) -> Tensor:
+        """The sum of the vectors of all ranks, valid until the next `finish`; blocks."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        ...
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what is held."""
+        ...
+
+
+def is_scattered(num_bytes: int, world_size: int) -> bool:
+    """Whether every rank adds a part of the sum for all.
+
+    >>> is_scattered(1 << 20, 2), is_scattered(1 << 20, 4), is_scattered(1 << 10, 4)
+    (False, True, False)
+    """
+    return world_size > 2 and num_bytes >= SCATTERED_BYTES
+
+
+class CollectiveSums:
+    """By torch.distributed.
+
+    Args:
+        mesh: the ranks.
+        count: elements of a vector.
+        dtype: of the elements.
+        common: counts the messages.
+    """
+
+    def __init__(self, mesh: Mesh, count: int, dtype: torch.dtype, common: CommonCounters) -> None:
+        self._mesh, self._common = mesh, common
+        # A group of its own: other threads may send those of the network meanwhile.
+        group = mesh.subgroup([range(mesh.world_size)], USE)
+        self._channel = Channel(mesh, group, mesh.rank, mesh.world_size)
+        size = round_up(count, _ALIGNMENT * mesh.world_size)
+        self._own, self._total = (torch.zeros(size, dtype=dtype, device="cpu") for _ in range(2))
+        self._is_scattered = is_scattered(self._own.nbytes, mesh.world_size)
+        columns = size // mesh.world_size if self._is_scattered else size
+        self._everyone = torch.zeros(mesh.world_size, columns, dtype=dtype, device="cpu")
+
+    def begin(self) -> Tensor:
+        """Zeros, for this rank's vector."""
+        return self._own.zero_()
+
+    def finish(self) -> Tensor:
+        """The sum of all vectors; one round of messages, or two."""
+        if not self._is_scattered:
+            self._channel.gather(self._own, list(self._everyone), self._common, "summing gradients of cores")
+            return add_in_order(self._everyone, self._total)
+        parts = self._own.view(self._mesh.world_size, -1)
+        received = self._channel.exchange_equal(parts, self._common, "scattering gradients of cores")
+        sums = add_in_order(received, self._everyone[0])
+        totals = list(self._total.view(self._mesh.world_size, -1))
+        self._channel.gather(sums, totals, self._common, "gathering sums of core gradients")
+        return self._total
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all vectors."""
+        return self._own.nbytes + self._total.nbytes + self._everyone.nbytes
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        barrier(self._mesh, "waiting at a barrier")
+
+    def close(self) -> None:
+        """Nothing is held that does not go with this."""
+
+
+class SharedSums:
+    """In the shared memory of a host: ranks read each other's vectors where they are.
+
+    There are two vectors a rank, used in turns: who writes one has passed a barrier since the others read it.
+
+    Args:
+        mesh: the ranks.
+        count: elements of a vector.
+        dtype: of the elements.
+    """
+
+    def __init__(self, mesh: Mesh, count: int, dtype: torch.dtype) -> None:
+        self._mesh, self._turn = mesh, 0
+        size = round_up(count, _ALIGNMENT * mesh.world_size)
+        self._is_scattered = is_scattered(size * dtype.itemsize, mesh.world_size)
+        part = size // mesh.world_size if self._is_scattered else 0
+        self._total = torch.zeros(size, dtype=dtype, device="cpu")
+        num_bytes = _FLAG_BYTES + 2 * (size + part) * dtype.itemsize
+        self._buffers = _share(mesh, num_bytes)
+        self._vectors, self._sums = (
+            [[self._view(b, turn * n + begin, n, dtype) for b in self._buffers] for turn in range(2)]
+            for begin, n in ((0, size), (2 * size, part))
+        )
+        self._flags = np.array([buffer.address for buffer in self._buffers], np.int64)
+        self._barrier = Barrier(mesh, self._flags.ctypes.data)
+
+    @staticmethod
+    def _view(buffer: SharedBuffer, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+        return buffer.tensor(dtype, count, offset=_FLAG_BYTES + begin * dtype.itemsize)
+
+    def begin(self) -> Tensor:
+        """Zeros, for this rank's vector."""
+        self._turn = 1 - self._turn
+        return self._vectors[self._turn][self._mesh.rank].zero_()
+
+    def finish(self) -> Tensor:
+        """The sum of all vectors; one barrier, or two."""
+        self._barrier.wait()
+        vectors, sums, rank = self._vectors[self._turn], self._sums[self._turn], self._mesh.rank
+        if not self._is_scattered:
+            return add_in_order(vectors, self._total)
+        size = len(sums[rank])
+        add_in_order([vector[rank * size : (rank + 1) * size] for vector in vectors], sums[rank])
+        self._barrier.wait()
+        return torch.cat(sums, out=self._total)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's vectors."""
+        return self._total.nbytes + self._buffers[self._mesh.rank].num_bytes
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self._barrier.wait()
+
+    def close(self) -> None:
+        """No further rank can map the vectors; they are freed with the last view."""
+        self._buffers[self._mesh.rank].close()
+
+
+def add_in_order(vectors: Sequence[Tensor] | Tensor, out: Tensor) -> Tensor:
+    """The sum of vectors, the first ones first.
+
+    >>> add_in_order([torch.tensor([1.0]), torch.tensor([2.0])], torch.zeros(1))
+    tensor([3.])
+    """
+    torch.add(vectors[0], vectors[1], out=out)
+    for vector in vectors[2:]:
+        out += vector
+    return out
+
+
+def _share(mesh: Mesh, num_bytes: int) -> list[SharedBuffer]:
+    """A buffer of every rank, each mapped here. Collective."""
+    own = SharedBuffer.create(num_bytes)
+    own.settle()
+    descriptors = gather_objects(mesh, own.descriptor, "mapping shared memory")
+    buffers = [
+        own if rank == mesh.rank else SharedBuffer.attach(mesh.pids[rank], descriptor, num_bytes, mesh.name(rank))
+        for rank, descriptor in enumerate(descriptors)
+    ]
+    barrier(mesh, "mapping shared memory")  # all have mapped it
+    own.close()
+    return buffers
