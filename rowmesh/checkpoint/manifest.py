@@ -9,6 +9,8 @@
         C1.0.values.npy        rows of table C1 that rank 0 wrote, in the order the manifest gives
         C1.0.sum.npy           a state of their optimizer
         C1.1.values.npy        …
+        C2.0.core1.npy         a core of tensor-train table C2, which rank 0 alone writes
+        C2.0.core1.sum.npy     a state of its optimizer
 """
 
 from __future__ import annotations
@@ -69,14 +71,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class CoresEntry:
+    """The cores of a tensor-train table.
+
+    Attributes:
+        row_factors, dim_factors, ranks: as in `TensorTrainShape`.
+        files: "core1" … "core3", and "core1.sum" for a state → file name.
+    """
+
+    row_factors: tuple[int, ...]
+    dim_factors: tuple[int, ...]
+    ranks: tuple[int, ...]
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
 class TableEntry:
-    """One table: its shape, its update rule and its parts."""
+    """One table: its shape, its update rule, and its parts, or its cores where it is a tensor-train table."""
 
     num_rows: int
     dim: int
     dtype: str
     optimizer: str
     parts: tuple[Part, ...]
+    cores: CoresEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -127,4 +145,7 @@ def _table_entry(values: dict[str, Any]) -> TableEntry:
         Part(part["rank"], tuple(RowRange(**bounds) for bounds in part["ranges"]), part["files"])
         for part in values.pop("parts")
     )
-    return TableEntry(**values, parts=parts)
+    if (cores := values.pop("cores", None)) is not None:
+        files = cores.pop("files")
+        cores = CoresEntry(**{name: tuple(numbers) for name, numbers in cores.items()}, files=files)
+    return TableEntry(**values, parts=parts, cores=cores)

@@ -15,13 +15,14 @@ from rowmesh.checkpoint.manifest import (
     DENSE,
     MANIFEST,
     CheckpointError,
+    CoresEntry,
     Manifest,
     Part,
     TableEntry,
     as_numpy,
     dtype_name,
 )
-from rowmesh.checkpoint.write import CHUNK_ROWS, LocalRows, RowHolder
+from rowmesh.checkpoint.write import CHUNK_ROWS, Cores, LocalRows, RowHolder
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -66,7 +67,10 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
     for table in embeddings.tables:
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)
-        _fill(table.name, embeddings.held_rows(table.name), entry, files, optimizer_state)
+        if entry.cores is not None:
+            _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files, optimizer_state)
+        else:
+            _fill(table.name, embeddings.held_rows(table.name), entry, files, optimizer_state)
     return _load_dense(files / DENSE)
 
 
@@ -78,10 +82,16 @@ def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Pat
             targets = {"values": piece.values, **(piece.state if optimizer_state else {})}
             for kind, target in targets.items():
                 if kind not in sources:
-                    sources[kind] = _map(files, table, kind, part, target)
+                    sources[kind] = _map(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
             missing -= _fill_piece(piece.rows, targets, part, sources)
     if missing:
         raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files}")
+
+
+def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: Path, optimizer_state: bool) -> None:
+    for name, target in cores.tensors.items():
+        if optimizer_state or "." not in name:
+            as_numpy(target)[:] = _map(files, table, name, entry.files, target, tuple(target.shape))
 
 
 def _fill_piece(
@@ -132,11 +142,13 @@ def _intersect(saved: range, wanted: range) -> tuple[range, range] | None:
     )
 
 
-def _map(files: Path, table: str, kind: str, part: Part, target: torch.Tensor) -> npt.NDArray[Any]:
+def _map(
+    files: Path, table: str, kind: str, names: Mapping[str, str], target: torch.Tensor, shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
     """The file of one kind, mapped; its shape and dtype checked against where it goes."""
-    if kind not in part.files:
+    if kind not in names:
         raise CheckpointError(f"table {table!r}: the checkpoint in {files.parent} has no state {kind!r}")
-    path = files / part.files[kind]
+    path = files / names[kind]
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -144,7 +156,6 @@ def _map(files: Path, table: str, kind: str, part: Part, target: torch.Tensor) -
     except (OSError, ValueError) as error:
         raise CheckpointError(f"table {table!r}: {path} cannot be read ({error})") from None
     wanted = as_numpy(target)
-    shape = (part.count, *wanted.shape[1:])
     if values.shape != shape or values.dtype != wanted.dtype:
         raise CheckpointError(
             f"table {table!r}: {path} holds {values.dtype} {values.shape}, expected {wanted.dtype} {shape}"
@@ -161,12 +172,32 @@ def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> Non
         )
 
 
+def _check_storage(table: TableSpec, entry: TableEntry) -> None:
+    name = table.name
+    if entry.cores is not None and table.storage == "dense":
+        raise CheckpointError(
+            f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and dense here; use "
+            f'the configuration it was trained with (tables.{name}.storage = "tensor_train"), or fill a dense table '
+            "with the rows that its cores give (EmbeddingCollection.cores(…).rows)"
+        )
+    if entry.cores is None and table.storage == "tensor_train":
+        raise CheckpointError(
+            f"table {name!r} is dense in the checkpoint and a tensor-train table here; use the configuration it was "
+            f'trained with (tables.{name}.storage = "dense"), or make cores of its rows with '
+            "rowmesh.tensor_train.tt_svd"
+        )
+
+
 def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> None:
-    pairs = {
+    _check_storage(table, entry)
+    pairs: dict[str, tuple[Any, Any]] = {
         "num_rows": (entry.num_rows, table.num_rows),
         "dim": (entry.dim, table.dim),
         "dtype": (entry.dtype, dtype_name(table.dtype)),
     }
+    if entry.cores is not None:
+        for name in ("row_factors", "dim_factors", "ranks"):
+            pairs[name] = getattr(entry.cores, name), getattr(table.tensor_train_shape, name)
     if optimizer_state:
         pairs["optimizer"] = (entry.optimizer, table.optimizer.name)
     for name, (saved, wanted) in pairs.items():

@@ -22,6 +22,7 @@ from rowmesh.checkpoint.manifest import (
     DENSE,
     MANIFEST,
     CheckpointError,
+    CoresEntry,
     Manifest,
     Part,
     RowRange,
@@ -50,6 +51,13 @@ class LocalRows(Protocol):
     def state(self) -> Mapping[str, Tensor]: ...
 
 
+class Cores(Protocol):
+    """The cores of a tensor-train table and their optimizer state, by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
 class RowHolder(Protocol):
     """What can be checkpointed: an `EmbeddingCollection`."""
 
@@ -59,6 +67,7 @@ class RowHolder(Protocol):
     def forget_differences(self) -> None: ...
     def local_rows(self, table: str) -> Sequence[LocalRows]: ...
     def held_rows(self, table: str) -> Sequence[LocalRows]: ...
+    def cores(self, table: str) -> Cores: ...
 
 
 def save(
@@ -112,6 +121,10 @@ def _prepare(folder: Path, target: Path) -> None:
 def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> dict[str, Part]:
     parts = {}
     for table in embeddings.tables:
+        if table.storage == "tensor_train":
+            files = _write_cores(target, table.name, embeddings.cores(table.name)) if rank == 0 else {}
+            parts[table.name] = Part(rank, (), files)
+            continue
         pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
         files = {}
         for kind in ("values", *pieces[0].state) if pieces else ():
@@ -123,6 +136,14 @@ def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], r
         _write_file(target / DENSE, partial(torch.save, dict(dense)))
     _synchronize(target)
     return parts
+
+
+def _write_cores(target: Path, table: str, cores: Cores) -> dict[str, str]:
+    files = {}
+    for name, tensor in cores.tensors.items():
+        files[name] = file_name(table, 0, name)
+        _write_file(target / files[name], partial(_write_arrays, arrays=[as_numpy(tensor)]))
+    return files
 
 
 def _write_arrays(file: IO[bytes], arrays: Sequence[npt.NDArray[Any]]) -> None:
@@ -140,11 +161,17 @@ def _manifest(
 ) -> Manifest:
     entries = {}
     for table in tables:
+        facts = (table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name)
+        if table.storage == "tensor_train":
+            shape, files = table.tensor_train_shape, parts[0][table.name].files
+            cores = CoresEntry(shape.row_factors, shape.dim_factors, shape.ranks, files)
+            entries[table.name] = TableEntry(*facts, (), cores)
+            continue
         own = tuple(by_table[table.name] for by_table in parts if by_table[table.name].count)
         covered = sum(part.count for part in own)
         if covered != table.num_rows:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
-        entries[table.name] = TableEntry(table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name, own)
+        entries[table.name] = TableEntry(*facts, own)
     return Manifest(token, len(parts), entries, metadata)
 
 

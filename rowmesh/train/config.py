@@ -113,6 +113,28 @@ class InitializerConfig(Section):
     value: Number | None = None
 
 
+class TensorTrainConfig(Section):
+    """What tensor-train tables are like; rank, memory_bytes and compression each say how big their cores are.
+
+    Attributes:
+        min_rows: tables at least so large are tensor-train tables, where their `storage` is auto.
+        rank: of both bonds between cores or of each; without any of the three 16, or the largest a table can have.
+        memory_bytes: the largest rank at which the cores fit into so much.
+        compression: the largest rank at which the table is so many times smaller.
+        row_factors: three factors of the rows; chosen if not given.
+        dim_factors: three factors of the dim; chosen if not given.
+        optimizer: the update rule of cores, where not that of the table.
+    """
+
+    min_rows: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    rank: Positive | Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    memory_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    compression: Factor | None = None
+    row_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
+    dim_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
+    optimizer: UpdateRuleConfig | None = None
+
+
 class TableConfig(Section):
     """One table, or the defaults of all tables.
 
@@ -124,6 +146,9 @@ class TableConfig(Section):
         optimizer: the update rule.
         initializer: the distribution that rows start from.
         replicas: of this table, where not as many as `parallel.replicas`.
+        storage: dense rows, spread over the ranks, or tensor_train, computed on each from small cores; auto: dense, but
+            for tables of `tensor_train.min_rows` rows or more.
+        tensor_train: what the cores are like.
     """
 
     dim: Positive = 16
@@ -133,6 +158,8 @@ class TableConfig(Section):
     optimizer: UpdateRuleConfig = UpdateRuleConfig()
     initializer: InitializerConfig = InitializerConfig()
     replicas: Positive | None = None
+    storage: Literal["auto", "dense", "tensor_train"] = "auto"
+    tensor_train: TensorTrainConfig = TensorTrainConfig()
 
 
 class TablesConfig(TableConfig):

@@ -59,7 +59,8 @@ class Drift:
         self._check_every, self._sample_every = check_every, sample_every
         self._shares = (min_coverage, min_balance)
         self._traffic = collection.traffic = Traffic(collection.mesh.world_size)
-        self._tables = {feature: table.name for table in collection.tables for feature in table.features}
+        dense = [table for table in collection.tables if table.storage == "dense"]
+        self._tables = {feature: table.name for table in dense for feature in table.features}
         self._reason = ""
         self._step = 0
 
@@ -80,6 +81,8 @@ class Drift:
         ids = batch.ids.numpy()
         parts: dict[str, list[np.ndarray]] = {}
         for number, feature in enumerate(batch.features):
+            if feature not in self._tables:
+                continue
             begin, end = batch.feature_range(number)
             parts.setdefault(self._tables[feature], []).append(ids[begin:end])
         return {name: np.concatenate(arrays) for name, arrays in parts.items()}
@@ -141,7 +144,9 @@ def configured_drift(job: Job) -> Iterator[Drift | None]:
 
 def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
-    if config.enabled == "off" or mesh.world_size == 1 or (config.enabled == "auto" and not has_copies(plan)):
+    if config.enabled == "off" or mesh.world_size == 1 or not plan.tables:
+        return None
+    if config.enabled == "auto" and not has_copies(plan):
         return None
     if plan.is_replicated:
         if config.enabled == "auto":

@@ -56,15 +56,17 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
     placement, shapes = config.placement, shapes_of(config, data)
     replicas = wanted_replicas(config, data)
     if placement.plan:
-        if config.parallel.replicas != 1 or set(replicas.values()) != {1}:
+        if config.parallel.replicas != 1 or max(replicas.values(), default=1) > 1:
             raise ConfigurationError(
                 f"the plan {placement.plan} has its own replicas; leave parallel.replicas and tables.….replicas out, "
                 "or plan again with `rowmesh plan --replicas`"
             )
         plan = _checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan)
-        _check_replica_settings(config.parallel, plan.together if max(plan.replica_counts) > 1 else None)
+        _check_replica_settings(config.parallel, plan.together if plan.is_replicated else None)
         return Placement(plan, placement.plan)
-    if config.parallel.replicas == "auto" or set(replicas.values()) != {1}:
+    if not shapes:
+        return _dealt(shapes, mesh, "all tables are tensor-train cores, which every rank has")
+    if config.parallel.replicas == "auto" or max(replicas.values()) > 1:
         return _replicated(config, mesh, data, replicas)
     _check_replica_settings(config.parallel, None)
     if placement.strategy:
@@ -135,8 +137,8 @@ def request_of(config: Config, world_size: int) -> Request:
 
 
 def shapes_of(config: Config, data: Prepared) -> list[TableShape]:
-    """The run's tables."""
-    return [TableShape.of(table) for table in table_specs(config.tables, data)]
+    """The run's tables with rows; tensor-train tables are on every rank, and in no plan."""
+    return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage == "dense"]
 
 
 def run_topology(config: Config, mesh: Mesh) -> Topology:
@@ -153,9 +155,20 @@ def run_topology(config: Config, mesh: Mesh) -> Topology:
 
 
 def wanted_replicas(config: Config, data: Prepared) -> dict[str, int]:
-    """Of each table, as configured; 1 where prediction is to choose."""
-    of_all = 1 if config.parallel.replicas == "auto" else config.parallel.replicas
-    return {table.name: config.tables.of(table.name).replicas or of_all for table in table_specs(config.tables, data)}
+    """Of each table with rows, as configured; 1 where prediction is to choose.
+
+    Raises:
+        ConfigurationError: replicas are asked for of a tensor-train table.
+    """
+    tables, of_all = config.tables, 1 if config.parallel.replicas == "auto" else config.parallel.replicas
+    specs = table_specs(tables, data)
+    for table in specs:
+        own = tables.of(table.name).replicas
+        if table.storage == "tensor_train" and own is not None and own != tables.replicas:
+            raise ConfigurationError(
+                f"tables.{table.name}.replicas = {own}: every rank has the cores of a tensor-train table; leave it out"
+            )
+    return {table.name: tables.of(table.name).replicas or of_all for table in specs if table.storage == "dense"}
 
 
 def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, int]) -> Placement:

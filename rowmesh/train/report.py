@@ -62,6 +62,8 @@ def warn_of_space(job: Job, folder: Path) -> list[str]:
 def model_bytes(job: Job) -> int:
     """About what the model takes on disk: every row once with its state, and the network with two moments at most."""
     rows = sum(table.shape.num_rows * table.shape.row_bytes for table in job.placement.plan.tables)
+    cored = [table.name for table in job.embeddings.tables if table.storage == "tensor_train"]
+    rows += sum(sum(job.embeddings.cores(name).num_bytes) for name in cored)
     return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 
 
@@ -133,6 +135,20 @@ def _group(group: Any) -> str:
     return (
         f"{group.name}: {len(group.tables)} tables, {rows:,} rows × {group.dim} {dtype}, "
         f"{group.optimizer.name} lr {group.optimizer.lr:g}"
+    ) + (_cores(group) if group.storage == "tensor_train" else "")
+
+
+def _cores(group: Any) -> str:
+    """How big the cores of a group are, beside the rows that they stand for."""
+    shapes = [table.tensor_train_shape for table in group.tables]
+    cores = group.dtype.itemsize * sum(shape.num_parameters for shape in shapes)
+    rows = group.dtype.itemsize * sum(shape.num_rows * shape.dim for shape in shapes)
+    ranks = sorted({shape.ranks for shape in shapes})
+    shown = " to ".join(str(each) for each in dict.fromkeys((ranks[0], ranks[-1])))
+    names = ", ".join(table.name for table in group.tables)
+    return (
+        f"; tensor-train cores of ranks {shown} on every rank, {bytes_text(cores)} in place of {bytes_text(rows)} of "
+        f"rows: {names}"
     )
 
 

@@ -11,11 +11,11 @@ from pydantic import BaseModel
 
 from rowmesh.data.prepared import Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim.rules import RULES
+from rowmesh.optim.rules import RULES, UpdateRule
 from rowmesh.suggest import hint
-from rowmesh.tables import TableSpec
+from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
-from rowmesh.train.config import TablesConfig
+from rowmesh.train.config import TablesConfig, TensorTrainConfig
 
 
 def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
@@ -46,6 +46,9 @@ def common_dim(tables: Sequence[TableSpec]) -> int:
 
 def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
     config = tables.of(name)
+    is_cored = config.storage == "tensor_train" or (
+        config.storage == "auto" and num_rows >= (config.tensor_train.min_rows or num_rows + 1)
+    )
     try:
         return TableSpec(
             name=name,
@@ -54,11 +57,34 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             pooling=config.pooling,
             dtype=getattr(torch, config.dtype),
             out_of_range=config.out_of_range,
-            optimizer=_choose(_key(tables, name, "optimizer"), RULES, config.optimizer),
+            optimizer=_optimizer(name, tables, is_cored),
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
+            storage="tensor_train" if is_cored else "dense",
+            tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
         )
     except TypeError as error:
         raise ConfigurationError(f"table {name!r}: {error}") from None
+
+
+def _optimizer(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
+    config = tables.of(name)
+    key, chosen = _key(tables, name, "optimizer"), config.optimizer
+    if is_cored and config.tensor_train.optimizer is not None:
+        key, chosen = f"{_key(tables, name, 'tensor_train')}.optimizer", config.tensor_train.optimizer
+    rule = _choose(key, RULES, chosen)
+    if is_cored and "row" in rule.state.values():
+        raise ConfigurationError(
+            f"table {name!r} has tensor-train cores, and {rule.name} keeps state by row, which cores do not have; give "
+            f'tables.tensor_train.optimizer.name = "adagrad" (or sgd, adam), or tables.{name}.storage = "dense"'
+        )
+    return rule
+
+
+def _tensor_train(config: TensorTrainConfig) -> TensorTrain:
+    options: dict[str, Any] = config.model_dump(exclude_none=True, exclude={"min_rows", "optimizer"})
+    for key, value in options.items():
+        options[key] = tuple(value) if isinstance(value, list) else value
+    return TensorTrain(**options)
 
 
 def _key(tables: TablesConfig, name: str, section: str) -> str:
