@@ -47,7 +47,7 @@ class Options:
 
 def parse(
     description: str, arguments: list[str] | None = None, defaults: dict[str, Any] | None = None,
-    **extra: int | str,
+    **extra: bool | int | str,
 ) -> Options:  # fmt: skip
     """Parses a command line.
 
@@ -55,7 +55,8 @@ def parse(
         description: of the benchmark.
         arguments: default: the process's own.
         defaults: of this benchmark, where they differ from the workload's.
-        extra: options of this benchmark alone, and their defaults, which say whether they are numbers or text.
+        extra: options of this benchmark alone, and their defaults, which say whether they are switches, numbers or
+            text.
     """
     parser = _parser(description, extra)
     parser.set_defaults(**(defaults or {}))
@@ -84,7 +85,7 @@ def parse(
     )
 
 
-def _parser(description: str, extra: dict[str, int | str]) -> argparse.ArgumentParser:
+def _parser(description: str, extra: dict[str, bool | int | str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     workload = Workload()
     add = parser.add_argument
@@ -103,7 +104,8 @@ def _parser(description: str, extra: dict[str, int | str]) -> argparse.ArgumentP
     add("--quick", action="store_true", help=f"a small case that ends within {QUICK_S:.0f} s")
     add("--output", type=Path, help="also append the lines to this file")
     for name, default in extra.items():
-        add(f"--{name.replace('_', '-')}", type=type(default), default=default)
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        add(f"--{name.replace('_', '-')}", default=default, **kind)
     return parser
 
 

@@ -2,13 +2,15 @@
 
     python -m benchmarks.train_step --dim 16,64 --peer-python PEER/bin/python
 
-Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone.
+Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone. With `--tensor-train`
+instead: the same step with large tables as tensor-train cores, beside the step with all of them dense.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import train_step_tensor_train
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import Answers, contestants, take_turns
 from benchmarks.contestant import Contestant
@@ -65,10 +67,14 @@ def report_memory(report: Report, workload: Workload, contestant: Contestant, pa
 
 def main() -> None:
     """Runs every case asked for."""
-    options = parse((__doc__ or "").splitlines()[0], defaults={"dim": [16, 64]}, memory_steps=500)
+    options = parse(
+        (__doc__ or "").splitlines()[0], defaults={"dim": [16, 64]}, memory_steps=500, tensor_train=False,
+        tensor_train_rank=16, tensor_train_rows=100_000,
+    )  # fmt: skip
     report = Report("train_step", options.output)
+    run = train_step_tensor_train.run_case if options.extra["tensor_train"] else run_case
     for workload in options.workloads:
-        run_case(options, report, workload)
+        run(options, report, workload)
     report.finish()
 
 

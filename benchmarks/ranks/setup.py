@@ -9,14 +9,24 @@ import torch
 
 from benchmarks import rank
 from benchmarks.workload import Workload, WorkloadBatch
-from rowmesh import Mesh, RowWiseAdaGrad, SparseBatch, TableSpec
+from rowmesh import AdaGrad, Mesh, RowWiseAdaGrad, SparseBatch, TableSpec
+from rowmesh.tables import TensorTrain
 
 
-def table_specs(workload: Workload) -> list[TableSpec]:
-    """One table a feature, all of one spec, so that they fuse into one group."""
-    optimizer = RowWiseAdaGrad(lr=workload.lr)
+def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[TableSpec]:
+    """One table a feature, all of one spec, so that they fuse into one group.
+
+    Args:
+        workload: says how large they are.
+        cored_rows: tables of so many rows or more are tensor-train tables; 0: none.
+        rank: of those.
+    """
+    dense: dict[str, Any] = {"optimizer": RowWiseAdaGrad(lr=workload.lr)}
+    cored: dict[str, Any] = {
+        "optimizer": AdaGrad(lr=workload.lr), "storage": "tensor_train", "tensor_train": TensorTrain(rank=rank),
+    }  # fmt: skip
     return [
-        TableSpec(name=f"t{i}", num_rows=rows, dim=workload.dim, optimizer=optimizer)
+        TableSpec(name=f"t{i}", num_rows=rows, dim=workload.dim, **(cored if 0 < cored_rows <= rows else dense))
         for i, rows in enumerate(workload.table_rows)
     ]
 

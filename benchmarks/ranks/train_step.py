@@ -19,9 +19,11 @@ from rowmesh.observe.memory import resident_bytes
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, mesh: Mesh, transport: Any) -> None:
+    def __init__(
+        self, workload: Workload, mesh: Mesh, transport: Any, cored_rows: int = 0, tensor_train_rank: int = 0
+    ) -> None:  # fmt: skip
         self._workload = workload
-        tables = table_specs(workload)
+        tables = table_specs(workload, cored_rows, tensor_train_rank)
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
         self._embedding_optimizer = EmbeddingOptimizer(self._embeddings)
         torch.manual_seed(workload.seed)
@@ -39,6 +41,13 @@ class Commands:
         """Seconds of full steps, and of the same steps with the embeddings given."""
         variants = {"full": self._full_step, "given": self._given_step}
         return {"seconds": rank_side.alternate(variants, self._workload, self._embeddings.barrier)}
+
+    def parts(self) -> dict[str, Any]:
+        """Seconds of full steps and of their sparse part alone, and bytes of tables and optimizer state."""
+        variants = {"full": self._full_step, "sparse": self._sparse_step}
+        seconds = rank_side.alternate(variants, self._workload, self._embeddings.barrier)
+        memory = self._embeddings.memory_bytes
+        return {"seconds": seconds, "table_bytes": memory["rows"] + memory["optimizer state"]}
 
     def memory(self, part: str, steps: int) -> dict[str, Any]:
         """Resident bytes of this rank before, halfway through and after so many steps, "full" or "sparse" ones."""
@@ -78,7 +87,7 @@ class Commands:
 
 def main() -> None:
     """Serves until the benchmark hangs up."""
-    serve(Commands, "train", "memory")
+    serve(Commands, "train", "parts", "memory")
 
 
 if __name__ == "__main__":

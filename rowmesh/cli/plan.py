@@ -29,6 +29,7 @@ def plan(
     replicas: str | None = None,
     synchronization: Literal["exact", "average"] | None = None,
     sync_every: int | None = None,
+    tensor_train: str | None = None,
     explain: str | None = None,
     out: Path | None = None,
     report: Path | None = None,
@@ -75,6 +76,9 @@ def plan(
         How replicas are kept together: exact (gradients are summed, the default) or average (rows are averaged).
     sync_every
         Steps between two averages.
+    tensor_train
+        Say too what tensor-train cores in place of large tables would save, at ranks such as 16,32,64, and what they
+        cost a step on this machine.
     explain
         Say why a table's rows, or one row, are where they are, as in C3 or C3:17; prints nothing else.
     out
@@ -86,10 +90,11 @@ def plan(
     """
     from rowmesh.cli.plan_command import Links, Outputs, Wish, run_plan
     from rowmesh.cli.plan_replicas import Replication
+    from rowmesh.cli.plan_tensor_train import parse_ranks
     from rowmesh.train.resolve import resolve
 
     links = Links(ranks, ranks_per_node, topology, measure)
     wish = Wish(strategy, mode, objective, memory, extra_memory, max_hops, fetch_weight, count_batches)
-    outputs = Outputs(explain, out, report, topology_out)
+    outputs = Outputs(explain, out, report, topology_out, () if tensor_train is None else parse_ranks(tensor_train))
     replication = Replication(replicas, synchronization, sync_every)
     run_plan(resolve(config, overrides), config.stem, links, wish, outputs, replication)

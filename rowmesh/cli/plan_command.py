@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rowmesh.cli.plan_replicas import Replication, explain_replicas, print_replicas
 from rowmesh.cli.plan_report import Printer
+from rowmesh.cli.plan_tensor_train import cores_bytes
+from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
@@ -18,12 +20,14 @@ from rowmesh.placement.explain import explain
 from rowmesh.placement.measure import measure_topology
 from rowmesh.placement.report import write_report
 from rowmesh.placement.request import Mode, Objective, Request
-from rowmesh.placement.text import parse_bytes
+from rowmesh.placement.text import bytes_text, parse_bytes
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import ReplicaComparison, compare_replicas
 from rowmesh.placement.two_dimensional_report import write_replica_report
+from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
 from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
+from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
 
@@ -80,8 +84,8 @@ class Wish:
     fetch_weight: float = 1.0
     count_batches: bool = False
 
-    def request(self, config: Config, world_size: int) -> Request:
-        """The request for as many ranks."""
+    def request(self, config: Config, world_size: int, tables: Sequence[TableSpec] = ()) -> Request:
+        """The request for as many ranks; the cores of tensor-train tables take their part of a rank's memory."""
         request = request_of(config, world_size)
         if self.memory is not None and self.extra_memory is not None:
             raise ConfigurationError("--memory and --extra-memory both limit a rank's memory; give one of them")
@@ -89,11 +93,21 @@ class Wish:
             request,
             mode=self.mode,
             objective=self.objective or request.objective,
-            memory_limit_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
+            memory_limit_bytes=None if self.memory is None else self._limit(self.memory, cores_bytes(tables)),
             extra_memory=request.extra_memory if self.extra_memory is None else self.extra_memory,
             max_hops=self.max_hops,
             fetch_weight=self.fetch_weight,
         )
+
+    @staticmethod
+    def _limit(memory: str, cores: int) -> int:
+        limit = parse_bytes(memory, "--memory")
+        if limit <= cores:
+            raise ConfigurationError(
+                f"--memory {memory} does not hold the {cores:,} bytes of tensor-train cores and their optimizer state "
+                "that every rank has; give more, or make tables.….tensor_train.rank smaller"
+            )
+        return limit - cores
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class Outputs:
     plan: Path | None = None
     report: Path | None = None
     topology: Path | None = None
+    tensor_train: tuple[int, ...] = ()
 
     def give(self, comparison: Comparison, title: str, printer: Printer) -> None:
         """Writes and prints what was asked for.
@@ -162,21 +177,49 @@ def run_plan(
     links.check(config)
     replication = replication or Replication()
     replication.check()
-    data = Prepared.open(config.data.folder)
-
-    def answer(topology: Topology) -> None:
-        request = wish.request(config, topology.world_size)
-        problem = problem_of(config, data, topology, request, count_batches=wish.count_batches)
-        strategy = wish.strategy or config.placement.strategy or "auto"
-        if replication.counts is None:
-            outputs.give(compare(problem, strategy), title, Printer())
-        else:
-            comparison = compare_replicas(problem, strategy, replication.sync, replication.wanted)
-            outputs.give_replicas(comparison, title, Printer())
-
+    question = _Question(config, title, wish, outputs, replication, Prepared.open(config.data.folder))
     if not links.measure:
-        answer(links.stated(config))
+        question.answer(links.stated(config))
         return
     with Mesh.connect(config.parallel.timeout_s) as mesh:
         topology = measure_topology(mesh, ranks_per_node=links.ranks_per_node)
-        on_rank_0(mesh, "searching for a plan", lambda: answer(topology))
+        on_rank_0(mesh, "searching for a plan", lambda: question.answer(topology))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Everything but the topology."""
+
+    config: Config
+    title: str
+    wish: Wish
+    outputs: Outputs
+    replication: Replication
+    data: Prepared
+
+    def answer(self, topology: Topology) -> None:
+        """Places rows, and says what cores would save, if that was asked."""
+        tables, printer = table_specs(self.config.tables, self.data), Printer()
+        request = self.wish.request(self.config, topology.world_size, tables)
+        cored = [table for table in tables if table.storage == "tensor_train"]
+        if cored:
+            printer.say(
+                f"cores     {bytes_text(cores_bytes(cored))} of cores and optimizer state on every rank, of "
+                f"{len(cored)} tensor-train table(s), which are not placed: {', '.join(table.name for table in cored)}"
+            )
+        if len(cored) < len(tables):
+            self._place(topology, request, printer)
+        else:
+            printer.say("all tables are tensor-train tables: there is nothing to place, and no plan to write")
+        if self.outputs.tensor_train and not self.outputs.explain:
+            report_cores(self.config, self.data, request.batch_size, self.outputs.tensor_train, printer)
+
+    def _place(self, topology: Topology, request: Request, printer: Printer) -> None:
+        config, replication = self.config, self.replication
+        problem = problem_of(config, self.data, topology, request, count_batches=self.wish.count_batches)
+        strategy = self.wish.strategy or config.placement.strategy or "auto"
+        if replication.counts is None:
+            self.outputs.give(compare(problem, strategy), self.title, printer)
+        else:
+            comparison = compare_replicas(problem, strategy, replication.sync, replication.wanted)
+            self.outputs.give_replicas(comparison, self.title, printer)

@@ -21,10 +21,10 @@ def specs(config_file, clicks, *overrides):
 
 def test_large_tables_become_cores(config_file, clicks):
     """Those of min_rows rows or more; a table's own storage comes first, and so do its ranks."""
-    tables = specs(
-        config_file, clicks, "tables.tensor_train.min_rows=40", ADAGRAD, "tables.tensor_train.rank=2",
-        'tables.C4.storage="dense"', "tables.C3.tensor_train.rank=[2, 3]", 'tables.C5.storage="tensor_train"',
-    )  # fmt: skip
+    own = ["tables.C3.tensor_train.rank=[2, 3]", 'tables.C4.storage="dense"']
+    small = ['tables.C5.storage="tensor_train"', "tables.C5.tensor_train.rank=1"]
+    all_of_them = ["tables.tensor_train.min_rows=40", ADAGRAD, "tables.tensor_train.rank=2"]
+    tables = specs(config_file, clicks, *all_of_them, *own, *small)
     rows = {name: table.num_rows for name, table in tables.items()}
     storage = {name: table.storage for name, table in tables.items()}
     expected = {name: "tensor_train" if count >= 40 else "dense" for name, count in rows.items()}

@@ -1,0 +1,47 @@
+"""`rowmesh plan` and tensor-train tables: what cores would save and cost, and plans beside them."""
+
+import re
+
+import pytest
+
+from rowmesh.placement import Plan
+
+ADAGRAD = "tables.tensor_train.optimizer.name=adagrad"
+
+
+def test_it_says_what_cores_save_and_cost(run):
+    out = run("--ranks", 2, "--tensor-train", "2,4", "tables.tensor_train.min_rows=1000000", "tables.C1.storage=dense")
+    assert "tensor-train: no table has 1,000,000 rows or more" in out
+    out = run("--ranks", 2, "--tensor-train", "2,4", "tables.tensor_train.min_rows=1", ADAGRAD)
+    heads = re.search(r"^ *tensor-train +rows +dense, all ranks +distinct ids +rank 2: cores", out, re.MULTILINE)
+    assert heads, out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.count(" ms") == 2}
+    assert set(lines) == {"C1", "C2", "C3", "all"}
+    assert len(re.findall(r" ×", lines["all"])) == 2
+    assert re.search(r"ranks add up gradients of [\d.,]+ \w+ at rank 2, [\d.,]+ \w+ at rank 4", " ".join(out.split()))
+
+
+def test_plans_leave_cores_out(run, tmp_path):
+    path = tmp_path / "plan.json"
+    out = run("--ranks", 4, "--out", path, "tables.C1.storage=tensor_train", ADAGRAD)
+    assert re.search(r"^cores     [\d.,]+ \w+ of cores .* of 1 tensor-train table\(s\), .*: C1$", out, re.MULTILINE)
+    assert [table.name for table in Plan.load(path).tables] == ["C2", "C3"]
+
+
+def test_nothing_to_place(run, tmp_path):
+    out = run("--ranks", 4, "tables.storage=tensor_train", ADAGRAD, "--replicas", "auto")
+    assert "there is nothing to place, and no plan to write" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tensor-train", "0"], "--tensor-train: '0' are no ranks; write 16 or 16,32,64"),
+        (
+            ["tables.storage=tensor_train", ADAGRAD, "--memory", "1kB"],
+            r"--memory 1kB does not hold the [\d,]+ bytes of tensor-train cores",
+        ),
+    ],
+)
+def test_mistakes(run, arguments, message):
+    assert re.search(message, run("--ranks", 2, *arguments, status=2))
