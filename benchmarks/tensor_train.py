@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import tensor_train_ablation
+from benchmarks import tensor_train_ablation, tensor_train_footprint, tensor_train_versus_dense
 from benchmarks.command import Report
 from benchmarks.measure import summarize
 from benchmarks.peers.tensor_train import make
@@ -188,6 +188,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--t3nsor", default="", help="checkout of KhrulkovV/tt-pytorch")
     add("--recsys-benchmark", default="", help="checkout of chenxing1999/recsys-benchmark")
     add("--ablation", action="store_true", help="instead: what reuse, aggregation and the fused update give")
+    add("--footprint", action="store_true", help="instead: sizes of three data sets' tables, beside the paper's")
+    add("--versus-dense", action="store_true", help="instead: a 40 M × 128 table beside a dense one that fits")
+    add("--dense-bytes", type=int, default=4 << 30, help="of that")
     add("--quick", action="store_true", help="a small case that ends within 30 s")
     add("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args(arguments)
@@ -209,6 +212,17 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     tune_malloc()
     report = Report("tensor_train", options.output)
+    if options.footprint:
+        tensor_train_footprint.run(report, options)
+    elif options.versus_dense:
+        tensor_train_versus_dense.run(report, options, measure)
+    else:
+        run_cases(report, options)
+    report.finish()
+
+
+def run_cases(report: Report, options: argparse.Namespace) -> None:
+    """Every combination of rows, batch, dim and rank."""
     for num_rows in options.rows:
         for batch in options.batch:
             batches = draw(num_rows, batch, options)
@@ -219,7 +233,6 @@ def main(arguments: list[str] | None = None) -> None:
                         tensor_train_ablation.run_case(report, case, batches, options, measure)
                     else:
                         run_case(report, case, batches, options)
-    report.finish()
 
 
 if __name__ == "__main__":
