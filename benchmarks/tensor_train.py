@@ -1,7 +1,9 @@
 """Tensor-train look-ups and training steps on one thread, beside what others have.
 
     python -m benchmarks.tensor_train
-    python -m benchmarks.tensor_train --ablation    what each part of it gives
+    python -m benchmarks.tensor_train --ablation        what each part of it gives
+    python -m benchmarks.tensor_train --footprint       sizes of the tables of three data sets
+    python -m benchmarks.tensor_train --versus-dense    a table of 40 M rows, beside a dense one that fits
 
 One bag an id, Zipf-distributed and scattered over the table; cores of the same shapes for everyone. Forward is without
 gradients; a training step is forward, backward and an SGD update. `rowmesh` updates through TensorTrainOptimizer,
