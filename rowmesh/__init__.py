@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
     from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
-    from rowmesh.tables import Constant, Normal, TableSpec, Uniform
+    from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
@@ -29,7 +29,7 @@ _HOMES = {
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),
     "rowmesh.placement": ("Plan",),
     "rowmesh.sparse": ("SparseBatch",),
-    "rowmesh.tables": ("Constant", "Normal", "TableSpec", "Uniform"),
+    "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -51,6 +51,7 @@ __all__ = [
     "SparseBatch",
     "Synchronization",
     "TableSpec",
+    "TensorTrain",
     "TensorTrainEmbeddingBag",
     "TensorTrainOptimizer",
     "Uniform",

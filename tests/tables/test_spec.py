@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.tables import TableSpec
+from rowmesh.optim import AdaGrad, RowWiseAdaGrad
+from rowmesh.tables import TableSpec, TensorTrain
 
 
 def test_defaults():
@@ -37,3 +38,29 @@ def test_refuses(change, message):
 def test_features_are_names_not_letters():
     with pytest.raises(ConfigurationError, match=r"table 'item': features must be a tuple.*\('user',\)"):
         TableSpec(name="item", num_rows=3, dim=4, features="user")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": "hashed"}, r"storage must be one of \('dense', 'tensor_train'\), got 'hashed'"),
+        ({"storage": "dense"}, r"is dense and has no cores for TensorTrain\(rank=4.*storage='tensor_train' too"),
+        ({"optimizer": RowWiseAdaGrad()}, r"row_wise_adagrad keeps 'sum' by row.*take the optimizer adagrad, sgd or"),
+        ({"dtype": torch.bfloat16}, "cores of tensor-train tables are float32 or float64, not bfloat16"),
+        ({"tensor_train": TensorTrain(rank=99)}, r"ranks \(99, 99\) are larger than .* at most \(\d+, \d+\)"),
+        (
+            {"tensor_train": TensorTrain(memory_bytes=1)},
+            "no rank meets memory_bytes = 1 for .* at rank 1",
+        ),
+    ],
+)
+def test_tensor_train_tables_that_cannot_be(changes, message):
+    cored = {"storage": "tensor_train", "tensor_train": TensorTrain(rank=4), "optimizer": AdaGrad()}
+    with pytest.raises(ConfigurationError, match=f"table 'item'.*{message}"):
+        TableSpec(name="item", num_rows=100, dim=8, **(cored | changes))
+
+
+def test_the_shape_of_cores():
+    table = TableSpec(name="item", num_rows=100, dim=8, storage="tensor_train", optimizer=AdaGrad())
+    assert table.tensor_train_shape == TensorTrain().shape(100, 8)
+    assert table.tensor_train_shape.row_factors == (4, 5, 5)

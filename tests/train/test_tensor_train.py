@@ -85,10 +85,11 @@ def test_one_rank_trains_and_evaluates(config_file, storage, capsys):
     assert run_evaluation(config_file.parent / "run") == trained
 
 
-def test_two_ranks_train_and_one_evaluates(config_file, command):
+@pytest.mark.parametrize("pipeline", [[], ["pipeline.depth=2", "pipeline.micro_batches=2"]], ids=["loop", "pipeline"])
+def test_two_ranks_train_and_one_evaluates(config_file, command, pipeline):
     run = config_file.parent / "run"
     overrides = ["tables.tensor_train.min_rows=40", ADAGRAD]
-    done = command(["train", str(config_file), *overrides], ranks=2)
+    done = command(["train", str(config_file), *overrides, *pipeline], ranks=2)
     assert done.status == 0, done.err
     assert "group     dim4_adagrad_tensor_train" in done.out
     trained = json.loads((run / "evaluation" / "test.json").read_text())
