@@ -8,10 +8,10 @@ the table's; the file is in `--folder` (default: the system's temporary one), re
 
 - *found*: rows are in the fast arena. `books` is its hash alone; `lease` and `release` are the calls.
 - *read*: none is. Leases over host memory and over the file, beside the store's own reads. Nothing is written back.
-- *ahead*: batches of `--samples` samples of a Zipf-distributed workload whose tables together are four times the fast
-  arena, each leased `--ahead` batches before its update. Rows are given up once they are written back, as in the
-  papers, or retained until their frames are needed. Rows are counted; `--step-ms` is the pause after each update, in
-  which a model would compute and rows are written back.
+- *ahead*: batches of `--samples` samples of a Zipf-distributed workload that touch four times as many rows as the fast
+  arena has frames (fewer, where batches in sight would not fit), each leased `--ahead` batches before its update. Rows
+  are given up once they are written back, as in the papers, or retained until their frames are needed. Rows are
+  counted; `--step-ms` is the pause after each update, in which a model would compute and rows are written back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rowmesh.tables import FileStore, Lease, MemoryStore, TableSpec, TieredArena
 from rowmesh.tables.backing import BackingStore, MakeStore
 
 TARGET_NS = 20.0  # the books of a row that is found
-TIMES_FRAMES = 4  # rows of all tables, over frames
+TIMES_FRAMES = 4  # rows that batches touch, over frames
 
 
 def make_arena(dim: int, num_rows: int, num_frames: int, make_store: MakeStore, retain: bool = True) -> TieredArena:
@@ -52,6 +52,13 @@ def make_arena(dim: int, num_rows: int, num_frames: int, make_store: MakeStore, 
 def lease(arena: TieredArena, slots: np.ndarray) -> Lease:
     """A lease of uint32 slots."""
     return arena.lease(slots.ctypes.data, len(slots))
+
+
+def warm_up(dim: int) -> None:
+    """Compiles what the thread that writes back calls."""
+    with make_arena(dim, 2, 2, MemoryStore, retain=False) as arena:
+        arena.release(lease(arena, np.array([0], np.uint32)))
+        arena.flush()
 
 
 def draws(num_rows: int, count: int, seed: int = 0) -> Iterator[np.ndarray]:
@@ -132,13 +139,19 @@ def distinct_slots(workload: Workload, count: int) -> list[np.ndarray]:
     return [np.unique(batch.ids.numpy() + bases).astype(np.uint32) for batch in batches]
 
 
+def most_in_sight(slots: list[np.ndarray], depth: int) -> int:
+    """The most distinct slots that as many batches and one more in a row have."""
+    windows = (slots[first : first + depth + 1] for first in range(len(slots)))
+    return max(len(np.unique(np.concatenate(window))) for window in windows)
+
+
 def run_ahead(
-    report: Report, workload: Workload, num_batches: int, depth: int, retain: bool, step_s: float
+    report: Report, workload: Workload, slots: list[np.ndarray], depth: int, retain: bool, step_s: float
 ) -> None:  # fmt: skip
     """A loop that leases batches before it releases earlier ones."""
-    num_rows = sum(workload.table_rows)
-    slots = distinct_slots(workload, num_batches)
-    with make_arena(workload.dim, num_rows, num_rows // TIMES_FRAMES, MemoryStore, retain) as arena:
+    num_rows, touched = sum(workload.table_rows), len(np.unique(np.concatenate(slots)))
+    num_frames = max(touched // TIMES_FRAMES, most_in_sight(slots, depth) * 5 // 4)
+    with make_arena(workload.dim, num_rows, num_frames, MemoryStore, retain) as arena:
         live: list[Lease] = []
         for batch in slots:
             live.append(lease(arena, batch))
@@ -152,10 +165,10 @@ def run_ahead(
         asked = sum(map(len, slots))
         share = round(counters.rows_found / asked, 4)
         written = round(counters.rows_written / asked, 4)
-        report.line(case="ahead", contestant=policy, ahead=depth, rows=asked // num_batches, batches=num_batches,
-                    table_rows=num_rows, frames=arena.num_frames, found_share=share, written_share=written,
-                    peak_frames=counters.peak_frames, rows_read=counters.rows_read,
-                    rows_first_read=counters.rows_initialized)  # fmt: skip
+        report.line(case="ahead", contestant=policy, ahead=depth, rows=asked // len(slots), batches=len(slots),
+                    table_rows=num_rows, touched_rows=touched, frames=num_frames, found_share=share,
+                    read_share=round(counters.rows_read / asked, 4), written_share=written,
+                    peak_frames=counters.peak_frames)  # fmt: skip
         report.ratio(f"ahead by {depth}, {policy}: share of rows found", share)
 
 
@@ -194,9 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
     samples = 256 if options.quick else options.extra["samples"]
     step_s = options.extra["step_ms"] * 1e-3
     zipf = replace(options.workloads[0], global_batch=samples)
+    slots = distinct_slots(zipf, 8 if options.quick else options.extra["batches"])
+    warm_up(options.workloads[0].dim)
     for depth in map(int, options.extra["ahead"].split(",")):
         for retain in (False, True):
-            run_ahead(report, zipf, 8 if options.quick else options.extra["batches"], depth, retain, step_s)
+            run_ahead(report, zipf, slots, depth, retain, step_s)
     report.finish()
 
 
