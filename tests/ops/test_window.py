@@ -1,0 +1,320 @@
+"""The kernels of a frozen window against plain Python and NumPy: every mask, every phase, every dim and storage."""
+
+from itertools import accumulate, pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh.ops import window as ops
+from rowmesh.ops.merge_update.cpu import END
+from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.ops.window import reference
+from tests.support.memory import Poisoned
+
+DIMS = [1, 3, 17, 64, 130]
+CASES = [(dim, torch.float32) for dim in DIMS] + [
+    (dim, dtype) for dtype in (torch.float64, torch.bfloat16) for dim in (1, 17, 130)
+]
+FINAL = ops.FINAL
+
+
+def u32(values):
+    return np.array(values, np.uint32)
+
+
+def read_u32(poisoned):
+    return poisoned.result().numpy().view(np.uint32)
+
+
+def at(array):
+    return array.ctypes.data
+
+
+@st.composite
+def masks(draw, num_parts, max_size=40):
+    """Uses of rows: of at least one micro-batch each."""
+    return u32(draw(st.lists(st.integers(1, 2**num_parts - 1), max_size=max_size)))
+
+
+@st.composite
+def cut_masks(draw):
+    """Masks of any phases, FINAL included, and the members whose they are; members may have none."""
+    values = u32(draw(st.lists(st.integers(0, 2**32 - 1), max_size=40)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(values)), min_size=0, max_size=3)))
+    bounds = np.array([0, *cuts, len(values)], np.int64)
+    return values, bounds, draw(st.integers(0, len(bounds) - 2))
+
+
+@given(data=st.data(), num_parts=st.integers(1, ops.MAX_PARTS), form=st.sampled_from([*ops.FORMS]))
+def test_phases_are_the_reference(data, num_parts, form):
+    uses = data.draw(masks(num_parts))
+    fetches, pushes = (Poisoned(torch.int32, len(uses)) for _ in range(2))
+    ops.choose_phases(at(uses), len(uses), ops.FORMS[form], num_parts, fetches.address, pushes.address)
+    expected = reference.choose_phases(uses.tolist(), form, num_parts)
+    assert (read_u32(fetches).tolist(), read_u32(pushes).tolist()) == expected
+
+
+@given(num_parts=st.integers(1, 31), data=st.data())
+def test_delta_moves_each_row_once(num_parts, data):
+    """Fetched before anybody uses it, pushed after everybody has."""
+    uses = data.draw(masks(num_parts))
+    fetches, pushes = (Poisoned(torch.int32, len(uses)) for _ in range(2))
+    ops.choose_phases(at(uses), len(uses), ops.FORMS["delta"], num_parts, fetches.address, pushes.address)
+    for mask, fetch, push in zip(uses.tolist(), read_u32(fetches).tolist(), read_u32(pushes).tolist(), strict=True):
+        assert fetch.bit_count() == push.bit_count() == 1
+        assert fetch <= push
+        assert fetch & mask
+        assert push & mask
+        assert mask & (fetch - 1) == 0
+        assert mask < 2 * push
+
+
+@given(cut=cut_masks())
+def test_entries_by_phase(cut):
+    values, bounds, own = cut
+    num_members = len(bounds) - 1
+    out = Poisoned(torch.int64, FINAL + 1, num_members)
+    ops.count_phases(at(values), at(bounds), num_members, own, FINAL + 1, out.address)
+    expected = [
+        [
+            0 if member == own else int((values[bounds[member] : bounds[member + 1]] >> np.uint32(phase) & 1).sum())
+            for member in range(num_members)
+        ]
+        for phase in range(FINAL + 1)
+    ]
+    assert out.result().tolist() == expected
+
+
+@st.composite
+def merged_slots(draw):
+    """Entries at a stop, the distinct slots they name, and the chain of entries of each."""
+    slots = draw(st.lists(st.integers(0, 15), max_size=40))
+    distinct = draw(st.permutations(sorted(set(slots))))
+    heads, nexts = [], [END] * len(slots)
+    for slot in distinct:
+        chain = [entry for entry, other in enumerate(slots) if other == slot]
+        heads.append(chain[0])
+        for entry, following in pairwise(chain):
+            nexts[entry] = following
+    return slots, u32(distinct), u32(heads), u32(nexts)
+
+
+@given(
+    merged=merged_slots(),
+    data=st.data(),
+    touched=st.lists(st.integers(0, 9), min_size=16, max_size=16),
+    number=st.integers(2, 10),
+)
+def test_final_rows_are_those_that_the_window_before_does_not_touch(merged, data, touched, number):
+    slots, distinct, heads, nexts = merged
+    fetches = u32([1 << data.draw(st.integers(0, 30)) for _ in slots])
+    expected = reference.mark_final(slots, fetches.tolist(), dict(enumerate(touched)), number)
+    before, after = Poisoned(torch.int32, len(distinct)), u32(touched)
+    ops.note_touched(at(distinct), len(distinct), at(after), number, before.address)
+    assert read_u32(before).tolist() == [touched[slot] for slot in distinct]
+    assert after.tolist() == [number if slot in distinct else old for slot, old in enumerate(touched)]
+    ops.mark_final(before.address, at(heads), at(nexts), len(distinct), number, at(fetches))
+    assert fetches.tolist() == expected
+    entries = Poisoned(torch.int32, len(slots))
+    ops.spread(before.address, at(heads), at(nexts), len(distinct), entries.address)
+    assert read_u32(entries).tolist() == [touched[slot] for slot in slots]
+
+
+@given(values=st.lists(st.integers(0, 2**32 - 1), max_size=50), data=st.data())
+def test_final_bits_come_back(values, data):
+    """Packed by the stop of some entries, unpacked where they were asked for, at another place."""
+    begin = data.draw(st.integers(0, len(values)))
+    end = data.draw(st.integers(begin, len(values)))
+    there = u32(values)
+    packed = Poisoned(torch.int8, -(-(end - begin) // 8))
+    ops.pack_bits(at(there), begin, end, packed.address)
+    bits = np.unpackbits(packed.result().numpy().view(np.uint8), bitorder="little")
+    is_final = [value >> FINAL for value in values[begin:end]]
+    assert bits[: end - begin].tolist() == is_final
+    assert not bits[end - begin :].any()
+    ahead = data.draw(st.integers(0, 5))
+    here = u32([7] * (ahead + end - begin + 2))
+    keep = packed.result().contiguous()
+    ops.unpack_bits(keep.data_ptr(), ahead, ahead + end - begin, at(here))
+    assert here.tolist() == [7] * ahead + [1 << FINAL if bit else 7 for bit in is_final] + [7] * 2
+
+
+@given(data=st.data(), num_features=st.integers(0, 4), part=st.integers(0, 30))
+def test_cells_and_uses_are_counted(data, num_features, part):
+    num_unique = data.draw(st.integers(1, 9))
+    inverse = u32(data.draw(st.lists(st.integers(0, num_unique - 1), max_size=60)))
+    features, counted = np.zeros((num_features, DESCRIPTOR), np.int64), []
+    for feature in features:
+        feature[0] = data.draw(st.integers(0, len(inverse)))
+        feature[1] = data.draw(st.integers(int(feature[0]), len(inverse)))
+        counted += inverse[feature[0] : feature[1]].tolist()
+    counts, uses = np.zeros(num_unique, np.uint32), u32(data.draw(st.lists(
+        st.integers(0, 2**31 - 1), min_size=num_unique, max_size=num_unique
+    )))  # fmt: skip
+    before = uses.tolist()
+    ops.count_cells(at(features), num_features, at(inverse), part, at(counts), at(uses))
+    assert counts.tolist() == [counted.count(u) for u in range(num_unique)]
+    assert uses.tolist() == [mask | ((u in counted) << part) for u, mask in enumerate(before)]
+    uniques = u32(data.draw(st.permutations(range(num_unique))))
+    out = Poisoned(torch.int32, num_unique)
+    ops.order_uses(at(uses), at(uniques), num_unique, out.address)
+    assert read_u32(out).tolist() == uses[uniques].tolist()
+
+
+@given(cut=cut_masks(), phase=st.integers(0, FINAL), row_bytes=st.sampled_from([4, 34, 512]))
+def test_rows_of_a_phase_lie_packed(cut, phase, row_bytes):
+    values, bounds, own = cut
+    uniques = u32(np.random.default_rng(len(values)).permutation(len(values)))
+    out, rows, expected = Poisoned(torch.int64, len(values)), 10**12, [-7] * len(values)
+    ops.place_rows(
+        at(values), at(bounds), len(bounds) - 1, own, phase, at(uniques), rows, row_bytes, out.address
+    )  # fmt: skip
+    for member, (begin, end) in enumerate(pairwise(bounds.tolist())):
+        for p in range(begin, end):
+            if member != own and values[p] >> np.uint32(phase) & 1:
+                expected[uniques[p]] = rows
+                rows += row_bytes
+    assert out.result().tolist() == expected
+
+
+def chosen(values, bounds, own, phase):
+    """The entries of other members that travel in a phase."""
+    return [
+        e
+        for member, (begin, end) in enumerate(pairwise(bounds.tolist()))
+        for e in range(begin, end)
+        if member != own and values[e] >> np.uint32(phase) & 1
+    ]
+
+
+def check_packing(dim, dtype, cut, phase, generator):
+    values, bounds, own = cut
+    kernels, compute = ops.kernels(dim, STORAGE[dtype]), COMPUTE_DTYPE[STORAGE[dtype]]
+    picked = chosen(values, bounds, own, phase)
+    arena = torch.randn(11, dim, generator=generator).to(dtype)
+    slots = torch.randint(11, (len(values),), generator=generator, dtype=torch.int32)
+    where = at(values), at(bounds), len(bounds) - 1, own, phase
+    out = Poisoned(dtype, len(picked), dim)
+    kernels.take_rows(arena.data_ptr(), slots.data_ptr(), *where, out.address)
+    assert torch.equal(out.result(), arena[slots[picked].long()])
+    gradients = torch.randn(len(values), dim, generator=generator).to(compute)
+    packed = Poisoned(compute, len(picked), dim)
+    kernels.take_gradients(gradients.data_ptr(), *where, packed.address)
+    assert torch.equal(packed.result(), gradients[picked])
+    check_adding(kernels, packed.result().contiguous(), gradients, cut, phase)
+
+
+def check_adding(kernels, packed, gradients, cut, phase):
+    """Entries that came in an earlier phase are added to, others written, the rest left alone."""
+    values, bounds, own = cut
+    picked, into = chosen(values, bounds, own, phase), Poisoned(gradients.dtype, *gradients.shape)
+    earlier = [e for e in picked if values[e] & np.uint32((1 << phase) - 1)]
+    into._tensor[earlier] = gradients.flip(0)[earlier]
+    kernels.add_gradients(
+        packed.data_ptr(), at(values), at(bounds), len(bounds) - 1, own, phase, into.address
+    )  # fmt: skip
+    expected = torch.full_like(gradients, float("nan"))
+    expected[picked] = gradients[picked]
+    expected[earlier] = gradients.flip(0)[earlier] + gradients[earlier]
+    torch.testing.assert_close(into.result(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim, dtype", CASES)
+def test_rows_and_gradients_of_a_phase(dim, dtype):
+    generator = torch.Generator().manual_seed(dim)
+    random = np.random.default_rng(dim)
+    for phase, cuts, own in ((0, [0, 9, 9, 40], 1), (5, [0, 13, 20, 40], 0), (30, [0, 40], 0), (31, [0, 1, 40], 1)):
+        values = random.integers(0, 2**32, 40, dtype=np.uint32)
+        check_packing(dim, dtype, (values, np.array(cuts, np.int64), own), phase, generator)
+
+
+@settings(max_examples=60)
+@given(cut=cut_masks(), phase=st.integers(0, FINAL), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_any_entries_of_a_phase(cut, phase, dtype):
+    check_packing(17, dtype, cut, phase, torch.Generator().manual_seed(phase))
+
+
+class Sums:
+    """Micro-batches of random cells over some rows, whose gradients are summed one after the other.
+
+    The rows are two tables of two owners; `uniques` is their order in the outbox.
+    """
+
+    def __init__(self, dim, dtype, cells, num_cells, *, is_weighted=False, kept=None):
+        self.dim, self.compute, self.cells = dim, COMPUTE_DTYPE[STORAGE[dtype]], cells
+        self.num_rows, self.num_cells = len(cells[0]), num_cells
+        self.kernels, self.kept = ops.kernels(dim, STORAGE[dtype]), kept or (0, self.num_rows)
+        self.generator = torch.Generator().manual_seed(dim)
+        self.uniques = torch.randperm(self.num_rows, generator=self.generator).to(torch.int32)
+        self.weights = [
+            torch.rand(sum(map(len, rows)), generator=self.generator).to(self.compute) if is_weighted else None
+            for rows in cells
+        ]
+        self.grads = [
+            torch.randn(num_cells, dim, generator=self.generator, dtype=self.compute) for _ in cells
+        ]  # fmt: skip
+
+    @property
+    def uses(self):
+        by_row = [sum(bool(rows[u]) << k for k, rows in enumerate(self.cells)) for u in range(self.num_rows)]
+        return u32([by_row[u] for u in self.uniques.tolist()])
+
+    def run(self):
+        sink, uses, total = Poisoned(self.compute, self.num_rows, self.dim), self.uses, self.num_rows
+        bounds = torch.tensor([[0, total // 4, total // 2], [total // 2, total - total // 8, total]])
+        for k, rows in enumerate(self.cells):
+            pointers = u32([*accumulate(map(len, rows), initial=0)])
+            cells = u32([cell * self.dim for row in rows for cell in row])
+            weights = self.weights[k]
+            self.kernels.backward(
+                self.grads[k].data_ptr(), at(pointers), at(cells), 0 if weights is None else weights.data_ptr(),
+                self.uniques.data_ptr(), bounds.data_ptr(), 2, 2, at(uses), k, *self.kept, sink.address,
+            )  # fmt: skip
+        return sink.result()
+
+    def expected(self):
+        sums = torch.full((self.num_rows, self.dim), float("nan"), dtype=self.compute)
+        for place, u in enumerate(self.uniques.tolist()):
+            total = None
+            for k, rows in enumerate(self.cells):
+                if rows[u] and not self.kept[0] <= place < self.kept[1]:
+                    total = None
+                begin = sum(map(len, rows[:u]))
+                for j, cell in enumerate(rows[u]):
+                    weights = self.weights[k]
+                    term = self.grads[k][cell] * (1 if weights is None else weights[begin + j])
+                    total = term if total is None else total + term
+            if total is not None:
+                sums[place] = total
+        return sums
+
+    def check(self):
+        tolerance = 0.0
+        if self.weights[0] is not None:  # products and sums may be fused
+            tolerance = 1e-5 if self.compute == torch.float32 else 1e-13
+        torch.testing.assert_close(self.run(), self.expected(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim, dtype", CASES)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_sums_over_micro_batches(dim, dtype, is_weighted):
+    cells = [
+        [[0, 3], [], [1], [5, 5, 5], [], [2, 0]],
+        [[], [], [0], [], [], []],
+        [[4], [6, 2], [], [0] * 40, [], [1]],
+    ]
+    Sums(dim, dtype, cells, 7, is_weighted=is_weighted).check()
+    Sums(dim, dtype, cells, 7, is_weighted=is_weighted, kept=(2, 4)).check()
+
+
+@settings(max_examples=60)
+@given(data=st.data(), num_parts=st.sampled_from([1, 2, 5, 31]), num_rows=st.integers(1, 9), weighted=st.booleans())
+def test_any_sums_over_micro_batches(data, num_parts, num_rows, weighted):
+    row = st.lists(st.integers(0, 4), max_size=3)
+    cells = [data.draw(st.lists(row, min_size=num_rows, max_size=num_rows)) for _ in range(num_parts)]
+    kept = tuple(sorted((data.draw(st.integers(0, num_rows)), data.draw(st.integers(0, num_rows)))))
+    Sums(3, torch.float32, cells, 5, is_weighted=weighted, kept=kept).check()
