@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
+from threading import Event
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,7 @@ class EmbeddingCollection(nn.Module):
         super().__init__()
         self.tables = tuple(tables)
         self.mesh = mesh or Mesh()
+        self._rows_mesh = self.mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
         self.synchronization = synchronization or Synchronization()
         self._transport_name: TransportName = transport
         self.plan = self._planned(plan, replicas)
@@ -177,7 +179,7 @@ class EmbeddingCollection(nn.Module):
                 )
 
     def _make_parts(self, plan: Plan) -> Parts:
-        return Parts(self.mesh, plan, self.groups, self._transport_name, self.synchronization, self._common)
+        return Parts(self._rows_mesh, plan, self.groups, self._transport_name, self.synchronization, self._common)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -364,9 +366,15 @@ class EmbeddingCollection(nn.Module):
         """How the windows of each part travel. Collective."""
         return [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
 
-    def take_over(self, stepper: Callable[[Sequence[float]], None] | None) -> None:
-        """Gives the steps of the optimizer to a pipeline, or takes them back."""
+    def take_over(self, stepper: Callable[[Sequence[float]], None] | None, cancelled: Event | None = None) -> None:
+        """Gives the steps of the optimizer to a pipeline, or takes them back.
+
+        Args:
+            stepper: takes the learning rates of a step.
+            cancelled: when it is set, whoever waits for rows of other ranks gives up.
+        """
         self._stepper = stepper
+        self._rows_mesh.cancellation.event = cancelled
 
     def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
         """Routes a batch that is looked up by micro-batch; no communication."""

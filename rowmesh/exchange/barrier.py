@@ -46,7 +46,8 @@ class Barrier:
         """Blocks until every rank has come.
 
         Raises:
-            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+            PeerError: a rank died, or did not come within the mesh's timeout; names it. Or the mesh's cancellation was
+                set.
         """
         self._generation += 1
         mesh = self._mesh
@@ -55,6 +56,8 @@ class Barrier:
             # A rank may come and end its run between these two looks; then it is not missed.
             if (dead := mesh.dead_ranks()) and self._missing() >= 0:
                 raise mesh.died(dead, "the others waited")
+            if mesh.cancellation.is_set:
+                raise PeerError(f"rank {mesh.name(mesh.rank)}: gave up waiting for the others: something else failed")
             waited = time.monotonic() - began
             if waited > mesh.timeout_s:
                 absent = [mesh.name(rank) for rank in self._absent() or [missing]]

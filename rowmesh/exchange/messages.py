@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.exchange.direct import Waiter
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import Waiting
 
@@ -70,22 +71,6 @@ class Parts:
         return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count), sizes
 
 
-class _Several:
-    """Messages that are waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta) -> None:
-        """Until all are through, each within the time given."""
-        for work in self._works:
-            work.wait(timeout)
-
-    def is_completed(self) -> bool:
-        """Whether all are through."""
-        return all(work.is_completed() for work in self._works)
-
-
 class Channel:
     """Collectives among some ranks, counted, whose errors name who is missing.
 
@@ -101,9 +86,9 @@ class Channel:
 
     def __init__(self, mesh: Mesh, group: Any, member: int, size: int, *, is_direct: bool = False) -> None:
         self.member, self.size = member, size
-        self._mesh, self._group, self._is_direct = mesh, group, is_direct
+        self._mesh, self._group = mesh, group
+        self._waiter = Waiter(group, member, size, timedelta(seconds=mesh.timeout_s)) if is_direct else None
         self._num_posted = 0
-        self.cancelled: threading.Event | None = None  # set when nobody should wait any more
         self._is_done = Waiting(mesh)
 
     def post(self, out: Parts, into: Parts, counters: GroupCounters | CommonCounters, doing: str) -> dist.Work:
@@ -112,15 +97,15 @@ class Channel:
             counters.bytes_sent += out.num_bytes(self.member)
             counters.bytes_received += into.num_bytes(self.member)
             counters.all_to_all_rounds += 1
-        if self._is_direct:
-            return self._started(lambda: self._post_direct(out, into), doing)
+        if (waiter := self._waiter) is not None:
+            return self._started(lambda: waiter.take(self._post_direct(out, into)), doing)
         (to_send, sizes_out), (to_fill, sizes_in) = out.trimmed(self.member), into.trimmed(self.member)
         return self._started(
             lambda: dist.all_to_all_single(to_fill, to_send, sizes_in, sizes_out, group=self._group, async_op=True),
             doing,
         )
 
-    def _post_direct(self, out: Parts, into: Parts) -> Any:
+    def _post_direct(self, out: Parts, into: Parts) -> list[Any]:
         self._num_posted += 1
         tag, works = self._num_posted % _TAGS, []
         others = [member for member in range(self.size) if member != self.member]
@@ -130,7 +115,7 @@ class Channel:
         for member in others:
             if (buffer := out.part(member)).numel():
                 works.append(dist.isend(buffer, group=self._group, group_dst=member, tag=tag))
-        return _Several(works)
+        return works
 
     def exchange(self, out: Parts, into: Parts, counters: GroupCounters, doing: str) -> None:
         """One all-to-all, waited for."""
@@ -164,12 +149,12 @@ class Channel:
 
     def wait(self, work: dist.Work, doing: str) -> None:
         """Until a posted collective is done."""
-        self._is_done(work, doing, self.cancelled)
+        self._is_done(work, doing)
 
     def _complete(self, post: Callable[[], dist.Work | None], doing: str) -> None:
         self.wait(self._started(post, doing), doing)
 
-    def _started(self, post: Callable[[], dist.Work | None], doing: str) -> dist.Work:
+    def _started(self, post: Callable[[], Any], doing: str) -> Any:
         try:
             work = post()
         except RuntimeError as error:

@@ -18,7 +18,6 @@ paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Event
 
 import numpy as np
 import torch
@@ -76,10 +75,8 @@ class PhasedExchange:
         """Memory beside that of windows."""
         return self._opening.nbytes + sum(group.num_bytes for group in self._groups)
 
-    def begin(self, cancelled: Event) -> None:
-        """All windows so far are updated, or will never be; `cancelled` is set when nobody should wait any more."""
-        for channel in (self._rows, self._gradients):
-            channel.cancelled = cancelled
+    def begin(self) -> None:
+        """All windows so far are updated, or will never be."""
         for group in self._groups:
             group.begin()
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Event
 from typing import Protocol
 
 import torch
@@ -33,8 +32,8 @@ class Windows(Protocol):
     is_phased: bool
     reason: str
 
-    def begin(self, number: int, cancelled: Event) -> None:
-        """Takes the number of the first of some windows, and what is set when nobody should wait any more."""
+    def begin(self, number: int) -> None:
+        """Takes the number of the first of some windows."""
         ...
 
     def open(self, window: Window) -> None:
@@ -76,7 +75,7 @@ class WholeWindows:
         self._part = part
         self._updated = FIRST - 1
 
-    def begin(self, number: int, cancelled: Event) -> None:
+    def begin(self, number: int) -> None:
         """What came before is updated."""
         self._updated = number - 1
 
@@ -126,10 +125,10 @@ class PhasedWindows:
         )
         self._travels: dict[int, list[Travel]] = {}
 
-    def begin(self, number: int, cancelled: Event) -> None:
+    def begin(self, number: int) -> None:
         """What was opened before and never fetched is forgotten."""
         self._travels.clear()
-        self._exchange.begin(cancelled)
+        self._exchange.begin()
 
     def open(self, window: Window) -> None:
         """Tells owners what is needed, and with which micro-batch. Collective."""

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.roll_call import RollCall
 
@@ -36,6 +37,7 @@ class Mesh:
         group: the process group, or None where there is one rank.
         whole: the mesh that this one is a part of, if it is one.
         members: of a part, the numbers of its ranks in the whole, by which messages name them.
+        cancellation: who waits for the ranks of this mesh or of a part of it gives up when it is set.
 
     Example:
         >>> with Mesh.connect() as mesh:
@@ -51,6 +53,7 @@ class Mesh:
     group: Any = None
     whole: Mesh | None = field(default=None, repr=False)
     members: tuple[int, ...] = ()
+    cancellation: Cancellation = field(default_factory=Cancellation, repr=False)
     _parts: tuple[tuple[int, ...], ...] = ()  # of the whole, all that were made along with this one
     _ranks_per_node: int | None = None
     _owns_group: bool = False
@@ -149,6 +152,26 @@ class Mesh:
                 mine = self._subgroups[use, part]
         return mine
 
+    def apart(self, use: str) -> Mesh:
+        """The same ranks with a process group of their own. Collective.
+
+        What one thread sends through it cannot cross what another sends through the group of this mesh.
+
+        Args:
+            use: as for `subgroup`.
+
+        Raises:
+            PeerError: a rank did not come within the timeout.
+        """
+        if self.group is None:
+            return self
+        everyone = tuple(range(self.world_size))
+        group = self.subgroup([everyone], use)
+        return replace(
+            self, group=group, whole=self, members=everyone, cancellation=Cancellation(), _parts=(everyone,),
+            _owns_group=False,
+        )  # fmt: skip
+
     def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:
         """The part that this rank is in, as a mesh of its own. Collective: every rank names the same parts.
 
@@ -174,6 +197,7 @@ class Mesh:
             group=group,
             whole=self,
             members=mine,
+            cancellation=self.cancellation,
             _parts=tuple(map(tuple, partition)),
             _ranks_per_node=ranks_per_node,
         )
@@ -196,8 +220,9 @@ class Mesh:
     @property
     def roll_call(self) -> RollCall:
         """Of the whole: whoever waits for a rank that waits for another one finds that one."""
-        whole = self.whole or self
-        return RollCall(whole.rank, whole.world_size, whole.group)
+        if self.whole is not None:
+            return self.whole.roll_call
+        return RollCall(self.rank, self.world_size, self.group)
 
     def dead_ranks(self) -> list[int]:
         """Ranks of the whole on this host whose process is gone (ranks on other hosts cannot be seen)."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+_answers: Counter[str] = Counter()  # by key: threads of this process that wait
+_counting = threading.Lock()
+
 
 class RollCall:
-    """Answers of the ranks of a process group, in the store through which they met."""
+    """Answers of the ranks of a process group, in the store through which they met.
+
+    A rank waits as long as any of its threads does.
+    """
 
     def __init__(self, rank: int, world_size: int, group: Any) -> None:
         self._group = group
@@ -18,12 +26,19 @@ class RollCall:
         self._own_key = self._keys[rank]
 
     def answer(self) -> None:
-        """Says that this rank waits."""
-        self._ask(lambda store: store.set(self._own_key, ""))
+        """Says that a thread of this rank waits."""
+        with _counting:
+            _answers[self._own_key] += 1
+            if _answers[self._own_key] == 1:
+                self._ask(lambda store: store.set(self._own_key, ""))
 
     def withdraw(self) -> None:
-        """Takes that back."""
-        self._ask(lambda store: store.delete_key(self._own_key))
+        """Takes that back; another thread may still wait."""
+        with _counting:
+            if _answers[self._own_key] > 0:
+                _answers[self._own_key] -= 1
+                if _answers[self._own_key] == 0:
+                    self._ask(lambda store: store.delete_key(self._own_key))
 
     def absent(self) -> list[int] | None:
         """Ranks that do not wait; None where the store cannot be reached (the process that holds it is gone)."""

@@ -10,7 +10,6 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -29,24 +28,24 @@ class Waiting:
         self._mesh = mesh
         self._soon = timedelta(seconds=min(1.0, mesh.timeout_s / 4))
 
-    def __call__(self, work: dist.Work | None, doing: str, cancelled: Event | None = None) -> None:
+    def __call__(self, work: dist.Work | None, doing: str) -> None:
         """Blocks until the collective is done.
 
         Args:
             work: the collective.
             doing: what it is for, for the message.
-            cancelled: whoever waits gives up when it is set.
 
         Raises:
-            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+            PeerError: a rank died, or did not come within the mesh's timeout; names it. Or the mesh's cancellation was
+                set.
         """
         assert work is not None
         try:
             work.wait(self._soon)
         except RuntimeError:
-            self._wait_long(work, doing, cancelled)
+            self._wait_long(work, doing)
 
-    def _wait_long(self, work: dist.Work, doing: str, cancelled: Event | None) -> None:
+    def _wait_long(self, work: dist.Work, doing: str) -> None:
         mesh = self._mesh
         calls = mesh.roll_call
         calls.answer()
@@ -56,8 +55,10 @@ class Waiting:
             try:
                 work.wait(self._soon)
             except RuntimeError as error:
-                if cancelled is not None and cancelled.is_set():
+                if mesh.cancellation.is_set:
                     calls.withdraw()
+                    if (abort := getattr(work, "abort", None)) is not None:
+                        abort()  # or a thread that waits for it would stay
                     raise PeerError(f"gave up {doing}: something else failed") from error
                 if is_over or time.monotonic() >= deadline:
                     raise mesh.peer_error(doing, error) from error

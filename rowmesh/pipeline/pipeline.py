@@ -170,6 +170,7 @@ class Pipeline(Generic[T]):
         self.recorder = Recorder()
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
+        self._current: Flight[T] | None = None  # the one that is computed
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
@@ -199,9 +200,9 @@ class Pipeline(Generic[T]):
             self.schedule, {name: getattr(self, f"_{name}") for name in _ACTIONS}, rank=self._embeddings.mesh.rank,
             threads=self._overlap, recorded=self.recorder.add, disturb=self._disturb,
         )  # fmt: skip
-        self._embeddings.take_over(self._step)
+        self._embeddings.take_over(self._step, self._runner.cancelled)
         for windows in self._windows:
-            windows.begin(self._first, self._runner.cancelled)
+            windows.begin(self._first)
         try:
             yield from self._turns(self._runner)
             self._runner.settle()
@@ -217,6 +218,7 @@ class Pipeline(Generic[T]):
                 if (flight := self._flights.get(turn)) is None:
                     self._end_turn(runner, turn)
                     return
+                self._current = flight
                 yield flight
                 if flight.lrs is None:
                     raise RowmeshError(
@@ -237,7 +239,10 @@ class Pipeline(Generic[T]):
             self._runner.settle()
 
     def close(self) -> None:
-        """Ends all threads. Leaving the loop over `windows` early does so too."""
+        """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
+
+        The steps that were taken are done then. Ranks that leave their loops early must leave at the same place.
+        """
         self._stop()
 
     def __enter__(self) -> Self:
@@ -255,6 +260,7 @@ class Pipeline(Generic[T]):
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
+        self._current, self._reader = None, iter(())
 
     # What the driver asks for
 
@@ -286,8 +292,8 @@ class Pipeline(Generic[T]):
     def _step(self, lrs: Sequence[float]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
         assert self._runner
-        flight = next((each for each in self._flights.values() if each.is_computed and each.lrs is None), None)
-        if flight is None:
+        flight = self._current
+        if flight is None or not flight.is_computed or flight.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
         flight.lrs = lrs
         self._runner.done(Task("step", flight.batch))

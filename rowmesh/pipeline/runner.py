@@ -10,6 +10,7 @@ Without threads all is done by the driver, as soon as it can be: the sequential 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from rowmesh.errors import RowmeshError
 from rowmesh.pipeline.schedule import COMPUTE, Schedule, Span, Task
 
+logger = logging.getLogger("rowmesh")
+
 Action = Callable[[Task], None]
-_JOIN_S = 10.0  # for a message that no other rank will answer
+_CLOSE_S = 10.0  # for what was begun, when the pipeline is closed
+_GIVE_UP_S = 3.0  # for a message that no other rank will answer
 _LOOK_S = 0.2  # how often a waiting driver looks whether a signal came
 
 
@@ -102,12 +106,20 @@ class Runner:
         self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
 
     def close(self) -> None:
-        """Ends the threads; what waits for other ranks gives up."""
+        """Ends the threads, once they have done what can be; what waits for other ranks for long then gives up.
+
+        Ranks that are closed at the same place have sent the same messages.
+        """
+        deadline = time.monotonic() + _CLOSE_S
         with self._changed:
+            if self._threads:
+                self._changed.wait_for(lambda: self.cancelled.is_set() or not self._is_busy(), _CLOSE_S)
             self.cancelled.set()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(deadline - time.monotonic(), _GIVE_UP_S))
+            if thread.is_alive():
+                logger.warning("rank %d: the thread %r is still busy and is left alone", self._rank, thread.name)
 
     def _queue(self, resource: str) -> Iterator[tuple[int, Task | None]]:
         """The tasks of a resource and their turns; None at the end of a turn."""
@@ -126,6 +138,10 @@ class Runner:
                     return
             if not self._do_next(resource):
                 return
+
+    def _is_busy(self) -> bool:
+        """Whether a thread does a task, or could begin one."""
+        return any(self._is_ready(resource) for resource in self._next)
 
     def _is_ready(self, resource: str) -> bool:
         turn, task = self._next[resource]
@@ -191,8 +207,12 @@ class Runner:
             raise self._error
 
     def _forget(self, turn: int) -> None:
-        """Drops what no task can wait for any more: what batches two before the oldest in sight did."""
-        self._done = {task for task in self._done if task.batch >= turn - 3}
+        """Drops what no task can wait for any more.
+
+        Batch `turn − 1` is computed, so what brings rows has done turn `turn − 1 − depth`, and so has all that is done
+        by the same resources; the tasks of later turns wait for up to two batches before.
+        """
+        self._done = {task for task in self._done if task.batch >= turn - self._schedule.depth - 3}
 
 
 def _named(error: BaseException, task: Task | None, rank: int) -> RowmeshError:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -65,3 +66,14 @@ def test_a_rank_that_came_and_left_is_not_missed(monkeypatch):
 
     monkeypatch.setattr(Mesh, "dead_ranks", come_and_die)
     parts[0].wait()
+
+
+def test_whoever_waits_can_give_up():
+    parts, keep = barriers(2)
+    parts[0]._mesh.cancellation.event = event = threading.Event()
+    timer = threading.Timer(0.2, event.set)
+    timer.start()
+    with pytest.raises(PeerError, match="rank 0: gave up waiting for the others: something else failed"):
+        parts[0].wait()
+    timer.join()
+    del keep

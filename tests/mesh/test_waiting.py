@@ -1,13 +1,16 @@
 """Waiting for collectives: values of all ranks, and who is named where they do not come."""
 
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.roll_call import RollCall
 from rowmesh.mesh.waiting import barrier, broadcast_object, gather_objects
+from tests.support.ranks import RankPool
 
 
 def gather(mesh):
@@ -57,3 +60,30 @@ def broadcast(mesh):
 def test_every_rank_has_the_value_of_rank_0(ranks, world_size):
     assert ranks.run(broadcast, world_size=world_size) == [["x" * 10_000, 0]] * world_size
     assert broadcast_object(Mesh(), 5, "testing") == 5
+
+
+def give_up(mesh):
+    """Rank 1 does not come while rank 0 waits for it and is told to give up; then both meet again."""
+    apart = mesh.apart("tables")
+    apart.cancellation.event = event = threading.Event()
+    message = ""
+    if mesh.rank == 0:
+        threading.Timer(0.5, event.set).start()
+        began = time.monotonic()
+        try:
+            barrier(apart, "testing")
+        except PeerError as error:
+            message = str(error)
+        assert time.monotonic() - began < 5
+    barrier(mesh, "testing")  # the group of the mesh itself is as it was
+    return message, RollCall(mesh.rank, mesh.world_size, mesh.group).absent()
+
+
+def test_whoever_waits_can_give_up():
+    pool = RankPool()
+    try:
+        results = pool.run(give_up, world_size=2)
+    finally:
+        pool.close()
+    assert results[0][0] == "gave up testing: something else failed"
+    assert results[0][1] == [0, 1], "nobody answers the roll call any more"

@@ -1,0 +1,101 @@
+"""Direct messages: sends and receives that are waited for in a thread of their own.
+
+Whoever waits for a collective of gloo with a limit of time may wait again when it has passed. A send or a receive that
+is waited for so takes its connections down with it. A thread therefore waits for them without a limit, and others wait
+for that thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LAST_TAG = (1 << 21) - 1  # of a message that never comes
+
+
+class Messages:
+    """Sends and receives that are waited for together; looks like a collective that was posted."""
+
+    def __init__(self, works: Sequence[dist.Work], abort: Callable[[], None]) -> None:
+        self.works, self.abort = works, abort
+        self.outcome: Future[None] = Future()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Until all are through.
+
+        Raises:
+            RuntimeError: they are not within the time given, or failed.
+        """
+        try:
+            self.outcome.result(timeout.total_seconds())
+        except FutureTimeoutError as error:
+            raise RuntimeError("messages are not through yet") from error
+
+    def is_completed(self) -> bool:
+        """Whether all are through, or have failed."""
+        return self.outcome.done()
+
+
+class Waiter:
+    """Waits for the messages of one process group, in the order in which they were posted.
+
+    Args:
+        group: the process group.
+        member: the number of this rank in it.
+        size: its members.
+        timeout: how long at most.
+    """
+
+    def __init__(self, group: Any, member: int, size: int, timeout: timedelta) -> None:
+        self._abort = partial(_abort, group, (member + 1) % size)  # without a reference to this
+        self._posted: queue.SimpleQueue[Messages | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_serve, args=(self._posted, timeout), name="rowmesh messages", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._posted.put, None)
+
+    def take(self, works: Sequence[dist.Work]) -> Messages:
+        """Has messages that were posted waited for."""
+        messages = Messages(works, self._abort)
+        if works:
+            self._posted.put(messages)
+        else:
+            messages.outcome.set_result(None)
+        return messages
+
+
+def _abort(group: Any, other: int) -> None:
+    """Ends all messages of a group, here and, by broken connections, at its other members."""
+    never = torch.empty(1, dtype=torch.uint8, device="cpu")
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(never, group=group, group_src=other, tag=_LAST_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def _serve(posted: queue.SimpleQueue[Messages | None], timeout: timedelta) -> None:
+    while _serve_next(posted, timeout):  # holds no messages, nor their memory, while there are none
+        pass
+
+
+def _serve_next(posted: queue.SimpleQueue[Messages | None], timeout: timedelta) -> bool:
+    if (messages := posted.get()) is None:
+        return False
+    try:
+        for work in messages.works:
+            work.wait(timeout)
+    except Exception as error:
+        messages.outcome.set_exception(error)
+    else:
+        messages.outcome.set_result(None)
+    return True
