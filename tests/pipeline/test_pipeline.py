@@ -1,14 +1,24 @@
 """Pipeline: trains the model of the plain loop, whatever moves when."""
 
+import threading
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
-from rowmesh import Mesh, TableSpec
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, TableSpec
+from rowmesh.data import Batch
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.optim import SGD, Adam
+from rowmesh.pipeline import Pipeline
+from rowmesh.sparse import SparseBatch
+from tests.support.jobs import pipelined_jobs, placed
 from tests.support.scenario import Scenario
+from tests.support.tables import several, table
 from tests.support.training import merged, train, train_reference
+from tests.test_equivalence import assert_close, assert_same_bits, on_ranks
 
 TABLES = (
     TableSpec(name="user", num_rows=40, dim=4, features=("user", "friend"), dtype=torch.float64),
@@ -16,39 +26,285 @@ TABLES = (
     TableSpec(name="item", num_rows=100, dim=3, dtype=torch.float64, optimizer=Adam(lr=0.1)),
     TableSpec(name="word", num_rows=9, dim=4, pooling="none", dtype=torch.float64),
 )
+DOUBLE = several("adam", torch.float64)
+TRANSPORTS = ["collective", "collective", "one_sided"]
 
 
-def run(ranks, scenario, transport="collective"):
-    if scenario.world_size == 1:
-        return merged(scenario, [train(Mesh(), scenario)])
-    return merged(scenario, ranks.run(train, scenario, transport, world_size=scenario.world_size))
+def whole(ranks, scenario, transport="collective"):
+    return merged(scenario, on_ranks(ranks, scenario, transport))
 
 
-def assert_same(mine, theirs, tolerance=0.0):
-    for kind in ("losses", "outputs", "head"):
-        for a, b in zip(getattr(mine, kind), getattr(theirs, kind), strict=True):
-            torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tolerance, atol=tolerance)
+def assert_same(mine, theirs):
+    """To the bit, however rows are placed."""
+    assert mine.losses == theirs.losses
+    pairs = list(zip(mine.outputs + mine.head, theirs.outputs + theirs.head, strict=True))
     for name, rows in mine.rows.items():
-        torch.testing.assert_close(rows, theirs.rows[name], rtol=tolerance, atol=tolerance)
-        for state, values in mine.state[name].items():
-            torch.testing.assert_close(values, theirs.state[name][state], rtol=tolerance, atol=tolerance)
+        pairs.append((rows, theirs.rows[name]))
+        pairs += [(values, theirs.state[name][state]) for state, values in mine.state[name].items()]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def in_turn(scenario, **options):
+    """The same job with everything done in turn."""
+    return replace(scenario, pipeline=scenario.pipeline | {"depth": 0, "overlap": False} | options)
 
 
 @pytest.mark.parametrize("transport", ["collective", "one_sided"])
 @pytest.mark.parametrize("batch_sizes", [(9,), (7, 5), (4, 0, 6, 3)])
-def test_a_pipeline_of_one_batch_is_the_plain_loop(ranks, batch_sizes, transport):
+def test_a_pipeline_of_one_micro_batch_is_the_plain_loop(ranks, batch_sizes, transport):
     scenario = Scenario(tables=TABLES, batch_sizes=batch_sizes, num_steps=5, decay=0.9)
-    plain = run(ranks, scenario, transport)
+    plain = whole(ranks, scenario, transport)
     for depth in (0, 1, 3):
-        assert_same(run(ranks, replace(scenario, pipeline={"depth": depth}), transport), plain)
+        assert_same(whole(ranks, replace(scenario, pipeline={"depth": depth}), transport), plain)
 
 
 @pytest.mark.parametrize("form", ["unsplit", "naive", "delta"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_micro_batches_train_the_reference(ranks, form, depth):
     options = {"depth": depth, "micro_batches": 3, "exchange": form, "verify": True}
-    scenario = Scenario(tables=TABLES, batch_sizes=(9, 8), num_steps=5, pipeline=options, evaluates=True)
-    reference = train_reference(scenario)
-    mine = run(ranks, scenario)
-    mine.outputs = [mine.outputs[i] for i in range(len(mine.outputs))]
-    assert_same(mine, reference, 1e-10)
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(9, 8), num_steps=5, pipeline=options, evaluates=True)
+    assert_close(scenario, whole(ranks, scenario), train_reference(scenario))
+
+
+@pytest.mark.parametrize("world_size, examples", [(1, 15), (2, 25), (4, 15)])
+def test_when_rows_move_changes_no_bit(ranks, world_size, examples):
+    """Depth, threads, rows that are final, transports, plans: the model is that of everything in turn."""
+
+    @settings(max_examples=examples)
+    @given(data=st.data())
+    def check(data):
+        scenario = data.draw(pipelined_jobs(world_size))
+        there = data.draw(placed(scenario))
+        transport = data.draw(st.sampled_from(TRANSPORTS))
+        if there.ranks_per_node:
+            transport = "collective"
+        mine = whole(ranks, there, transport)
+        if scenario.pipeline["exchange"] == "naive" or there.synchronization is not None:
+            assert_same(mine, whole(ranks, in_turn(there), transport))
+            return
+        scenario = replace(scenario, ranks_per_node=there.ranks_per_node)
+        assert_same(mine, whole(ranks, in_turn(scenario, exchange="unsplit"), "collective"))
+
+    check()
+
+
+@settings(max_examples=15)
+@given(data=st.data(), world_size=st.sampled_from([1, 2]))
+def test_one_micro_batch_is_the_plain_loop(ranks, data, world_size):
+    scenario = data.draw(pipelined_jobs(world_size, micro_batches=1, clustering="off"))
+    scenario = data.draw(placed(scenario))
+    assert_same(whole(ranks, scenario), whole(ranks, replace(scenario, pipeline=None)))
+
+
+@settings(max_examples=15)
+@given(data=st.data(), world_size=st.sampled_from([1, 2, 4]))
+def test_any_options_train_the_reference(ranks, data, world_size):
+    scenario = data.draw(pipelined_jobs(world_size))
+    double = tuple(replace(spec, dtype=torch.float64) for spec in scenario.tables)
+    scenario = replace(scenario, tables=double)
+    assert_close(scenario, whole(ranks, scenario), train_reference(scenario))
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("breaks, plain", [((2,), ()), ((1, 2, 5), ()), ((), (0, 3)), ((2,), (4, 5))])
+def test_loops_that_are_left_and_begun_again(ranks, transport, overlap, breaks, plain):
+    """What was read ahead is dropped, and the steps that were taken are done."""
+    options = {"depth": 2, "micro_batches": 1, "verify": True, "overlap": overlap}
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(5, 4), num_steps=7, pipeline=options, evaluates=True)
+    expected = whole(ranks, replace(scenario, pipeline=None), transport)
+    assert_same(whole(ranks, replace(scenario, breaks=breaks, plain=plain), transport), expected)
+
+
+def leave_within_a_window(mesh, transport):
+    """Leaves between two micro-batches of the third batch, then trains the same batches and one more."""
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(6, 5), num_steps=5)
+    collection = EmbeddingCollection(scenario.tables, mesh=mesh, transport=transport)
+    optimizer = EmbeddingOptimizer(collection)
+    batches = [scenario.local_batch(step, 0, mesh.rank).sparse for step in range(5)]
+    items = [Batch(torch.zeros(each.batch_size, 0), each, torch.zeros(each.batch_size)) for each in batches]
+    with Pipeline(collection, depth=2, micro_batches=2, verify=True) as pipeline:
+        for number, window in enumerate(pipeline.windows(items)):
+            for part in window:
+                part.embeddings.values.square().sum().backward()
+                if number == 2:
+                    break
+            if number == 2:
+                break
+            optimizer.step()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rowmesh ")]
+        for window in pipeline.windows(items[2:]):
+            for part in window:
+                part.embeddings.values.square().sum().backward()
+            optimizer.step()
+    rows = [piece.values.clone() for spec in scenario.tables for piece in collection.local_rows(spec.name)]
+    collection.close()
+    return rows, threads
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+def test_a_loop_that_is_left_within_a_window(ranks, transport):
+    left = ranks.run(leave_within_a_window, transport, world_size=2)
+    again = ranks.run(train_in_turn, transport, world_size=2)
+    for (rows, threads), expected in zip(left, again, strict=True):
+        assert threads == []
+        assert all(torch.equal(a, b) for a, b in zip(rows, expected, strict=True))
+
+
+def train_in_turn(mesh, transport):
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(6, 5), num_steps=5)
+    collection = EmbeddingCollection(scenario.tables, mesh=mesh, transport=transport)
+    optimizer = EmbeddingOptimizer(collection)
+    for step in range(5):
+        sparse = scenario.local_batch(step, 0, mesh.rank).sparse
+        item = Batch(torch.zeros(sparse.batch_size, 0), sparse, torch.zeros(sparse.batch_size))
+        with Pipeline(collection, depth=0, micro_batches=2, overlap=False) as pipeline:
+            for window in pipeline.windows([item]):
+                for part in window:
+                    part.embeddings.values.square().sum().backward()
+                optimizer.step()
+    rows = [piece.values.clone() for spec in scenario.tables for piece in collection.local_rows(spec.name)]
+    collection.close()
+    return rows
+
+
+def test_transports_do_the_same(ranks):
+    options = {"depth": 2, "micro_batches": 4}
+    scenario = Scenario(tables=several("row_wise_adagrad"), batch_sizes=(30, 25), num_steps=6, pipeline=options)
+    parts = [on_ranks(ranks, scenario, transport) for transport in ("collective", "one_sided")]
+    for mine, theirs in zip(*parts, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_thirty_one_micro_batches(ranks):
+    scenario = Scenario(
+        tables=DOUBLE, batch_sizes=(40, 3), num_steps=3, pipeline={"depth": 1, "micro_batches": 31, "verify": True}
+    )
+    mine = whole(ranks, scenario)
+    assert_same(mine, whole(ranks, in_turn(scenario)))
+    assert_close(scenario, mine, train_reference(scenario))
+
+
+# What a program can do wrong
+
+
+def pipeline_of_one(**options):
+    collection = EmbeddingCollection([table("item", 10, 4)], mesh=Mesh())
+    return collection, EmbeddingOptimizer(collection), Pipeline(collection, **options)
+
+
+def items(number, bad=None):
+    for n in range(number):
+        ids = [[99]] if n == bad else [[n % 10], [3], [7]]
+        sparse = SparseBatch.from_bags({"item": ids})
+        yield Batch(torch.zeros(len(ids), 0), sparse, torch.zeros(len(ids)))
+
+
+def run_all(pipeline, loader, step):
+    for window in pipeline.windows(loader):
+        for part in window:
+            part.embeddings.values.sum().backward()
+        step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_window_without_a_step(overlap):
+    _, _, pipeline = pipeline_of_one(overlap=overlap)
+    with pipeline, pytest.raises(RowmeshError, match="batch 0 had no step"):
+        run_all(pipeline, items(3), lambda: None)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_micro_batch_without_a_backward(overlap):
+    _, _, pipeline = pipeline_of_one(micro_batches=2, overlap=overlap)
+    with pipeline:
+        running = pipeline.windows(items(3))
+        window = next(running)
+        with pytest.raises(RowmeshError, match="micro-batch 0 of batch 0 had no backward"):
+            list(window)
+
+
+def test_a_step_too_early_or_twice():
+    _, optimizer, pipeline = pipeline_of_one(micro_batches=2)
+    with pipeline:
+        for window in pipeline.windows(items(2)):
+            with pytest.raises(RowmeshError, match="there is nothing to step"):
+                optimizer.step()
+            for part in window:
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+            with pytest.raises(RowmeshError, match="there is nothing to step"):
+                optimizer.step()
+
+
+def test_two_loops_at_once():
+    _, _, pipeline = pipeline_of_one()
+    with pipeline:
+        running = pipeline.windows(items(3))
+        next(running)
+        with pytest.raises(RowmeshError, match="one loader at a time"):
+            next(pipeline.windows(items(3)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_errors_keep_their_class_and_say_where(overlap):
+    def spoilt():
+        yield from items(2)
+        raise DataError("line 7 is not a sample")
+
+    for loader, text in (
+        (spoilt(), "rank 0 in stage 'read' of batch 2: line 7 is not a sample"),
+        (items(5, bad=3), "rank 0 in stage 'route' of batch 3: rank 0: feature 'item': 1 of 1 ids are outside"),
+    ):
+        collection, optimizer, pipeline = pipeline_of_one(overlap=overlap)
+        with pipeline, pytest.raises(DataError) as caught:
+            run_all(pipeline, loader, optimizer.step)
+        assert str(caught.value).startswith(text)
+        collection(SparseBatch.from_bags({"item": [[1]]}))  # and the tables are as good as before
+
+
+@pytest.mark.parametrize("ends", ["break", "raise", "drop"])
+def test_a_loader_is_let_go_of(ends):
+    closed = []
+
+    def loader():
+        try:
+            yield from items(9)
+        finally:
+            closed.append(True)
+
+    _, optimizer, pipeline = pipeline_of_one(depth=2)
+    try:
+        for window in pipeline.windows(loader()):
+            if ends == "drop":
+                break
+            for part in window:
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+            if ends == "raise":
+                raise KeyboardInterrupt
+            break
+    except KeyboardInterrupt:
+        pass
+    assert closed == [True]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rowmesh ")]
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"depth": -1}, "depth must be 0 or more, got -1"),
+        ({"micro_batches": 32}, "micro_batches must be 1 to 31, got 32"),
+        ({"exchange": "twice"}, "exchange must be one of"),
+        ({"clustering": "yes"}, "clustering must be one of"),
+    ],
+)
+def test_options_that_cannot_be(options, text):
+    with pytest.raises(ConfigurationError, match=text):
+        pipeline_of_one(**options)
+
+
+def test_one_rank_alone():
+    """Without other ranks rows are read in place."""
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(12,), num_steps=4, pipeline={"depth": 2, "micro_batches": 3})
+    assert_close(scenario, merged(scenario, [train(Mesh(), scenario)]), train_reference(scenario))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
 
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 
 RULES = ("dealt", "node", "replicated", "fixed")
@@ -33,3 +35,11 @@ def random_plans(draw, tables, world_size, ranks_per_node):
         tables, world_size, ranks_per_node,
         lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
     )  # fmt: skip
+
+
+def in_groups(scenario, replicas, together="shards", mode="exact"):
+    """The job with replicas of every table, or of each by name."""
+    shapes = [TableShape.of(spec) for spec in scenario.tables]
+    per_node = scenario.ranks_per_node or scenario.world_size
+    plan = Plan.dealt(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
+    return replace(scenario, plan=plan, synchronization=Synchronization(mode=mode))

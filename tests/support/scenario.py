@@ -30,8 +30,10 @@ class Scenario:
     Attributes:
         tables: what to train.
         batch_sizes: samples of each rank; its length is the world size.
+        last_sizes: samples of each rank in the last step; by default as in the others.
         bag_sizes: fewest and most ids in a bag; where they are equal, the batch is described without offsets.
         skew: ids are `num_rows · u^skew` for uniform u: 1 is uniform, 1e9 makes all ids 0.
+        sharing: "any"; "none": no row is in two steps, as far as there are enough; "hot": row 0 is in every one.
         is_weighted: whether ids have weights.
         num_steps, accumulate: optimizer steps, and backward passes before each.
         decay: the learning rate is multiplied by it after each step.
@@ -39,15 +41,19 @@ class Scenario:
         plan: which ranks hold each row.
         migrations: (step, plan): goes over to the plan before the step, or at the end.
         synchronization: how replicas of tables are kept together.
-        pipeline: options of a pipeline to train through.
+        pipeline: options of a pipeline to train through; `disturb` takes the rank and a task.
+        breaks: steps before which the loop over the pipeline is left and begun again.
+        plain: steps without the pipeline.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
 
     tables: tuple[TableSpec, ...]
     batch_sizes: tuple[int, ...] = (5, 3)
+    last_sizes: tuple[int, ...] | None = None
     bag_sizes: tuple[int, int] = (0, 3)
     skew: float = 2.0
+    sharing: str = "any"
     is_weighted: bool = False
     num_steps: int = 3
     accumulate: int = 1
@@ -57,6 +63,8 @@ class Scenario:
     migrations: tuple[tuple[int, Plan], ...] = ()
     synchronization: Synchronization | None = None
     pipeline: dict[str, Any] | None = None
+    breaks: tuple[int, ...] = ()
+    plain: tuple[int, ...] = ()
     ranks_per_node: int | None = None
     seed: int = 0
 
@@ -84,12 +92,12 @@ class Scenario:
     def local_batch(self, step: int, part: int, rank: int) -> LocalBatch:
         """What a rank reads for one backward pass of a step."""
         generator = torch.Generator().manual_seed(hash((self.seed, step, part, rank)) % 2**62)
-        batch_size, (fewest, most) = self.batch_sizes[rank], self.bag_sizes
+        batch_size, (fewest, most) = self._batch_size(step, rank), self.bag_sizes
         ids, lengths = [], []
         for _, table in self.features:
             sizes = torch.randint(fewest, most + 1, (batch_size,), generator=generator)
             u = torch.rand(int(sizes.sum()), generator=generator, dtype=torch.float64)
-            ids.append((table.num_rows * u**self.skew).long().clamp(max=table.num_rows - 1))
+            ids.append(self._rows(table.num_rows, u**self.skew, step))
             lengths.append(sizes)
         weights = torch.rand(sum(len(part) for part in ids), generator=generator, dtype=self.dtype) + 0.5
         is_fixed = fewest == most
@@ -103,3 +111,19 @@ class Scenario:
         )
         labels = torch.randint(2, (batch_size,), generator=generator).to(self.dtype)
         return LocalBatch(sparse, labels)
+
+    def _batch_size(self, step: int, rank: int) -> int:
+        is_last = step == self.num_steps - 1 and self.last_sizes is not None
+        return (self.last_sizes if is_last and self.last_sizes else self.batch_sizes)[rank]
+
+    def _rows(self, num_rows: int, place: Tensor, step: int) -> Tensor:
+        """Rows of a table at places from 0 to 1."""
+        count = num_rows
+        if self.sharing == "none":
+            count = max(num_rows // (self.num_steps + 1), 1)
+        rows = (count * place).long().clamp(max=count - 1)
+        if self.sharing == "none":
+            return (rows + step * count) % num_rows
+        if self.sharing == "hot":
+            rows[::3] = 0
+        return rows

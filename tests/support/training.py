@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
-from rowmesh.pipeline import Pipeline
+from rowmesh.pipeline import Flight, Pipeline
 from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
@@ -92,41 +93,18 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
         plan=scenario.plan,
         synchronization=scenario.synchronization,
     )
-    optimizer = EmbeddingOptimizer(collection)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, scenario.decay)
-    head, trained = Head(scenario), Trained(transport=collection.transport)
-    dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
+    job = _Job(mesh, scenario, collection)
     if scenario.pipeline is not None:
-        _train_pipelined(mesh, scenario, collection, (optimizer, dense_optimizer, schedule), head, trained)
-        _keep(collection, head, trained)
-        collection.close()
-        return trained
-    for step in range(scenario.num_steps):
-        _migrate(collection, scenario, step)
-        dense_optimizer.zero_grad()
-        optimizer.zero_grad()
-        for part in range(scenario.accumulate):
-            batch = scenario.local_batch(step, part, mesh.rank)
-            vectors = _look_up(collection, scenario, batch.sparse)
-            losses = F.binary_cross_entropy_with_logits(head(vectors), batch.labels, reduction="sum")
-            (losses * mesh.world_size / scenario.global_batch).backward()
-            trained.outputs.append(vectors.detach().clone())
-            trained.losses.append(float(_sum(losses.detach(), mesh)) / scenario.global_batch)
-        for parameter in head.parameters():
-            assert parameter.grad is not None
-            parameter.grad = _sum(parameter.grad, mesh) / mesh.world_size
-        dense_optimizer.step()
-        optimizer.step()
-        schedule.step()
-        if scenario.evaluates:
-            with torch.no_grad():
-                later = scenario.local_batch(step + 1, 0, mesh.rank)
-                trained.outputs.append(_look_up(collection, scenario, later.sparse))
+        job.train_pipelined()
+    else:
+        for step in range(scenario.num_steps):
+            _migrate(collection, scenario, step)
+            job.train_plain(step)
     _migrate(collection, scenario, scenario.num_steps)
     collection.synchronize()
-    _keep(collection, head, trained)
+    _keep(collection, job.head, job.trained)
     collection.close()
-    return trained
+    return job.trained
 
 
 @dataclass(frozen=True)
@@ -141,40 +119,91 @@ class Item:
         return Item(take(self.sparse, samples), self.labels[samples])
 
 
-def _train_pipelined(
-    mesh: Mesh, scenario: Scenario, collection: EmbeddingCollection, optimizers: tuple[Any, ...], head: Head,
-    trained: Trained,
-) -> None:  # fmt: skip
-    optimizer, dense_optimizer, schedule = optimizers
-    batches = (scenario.local_batch(step, 0, mesh.rank) for step in range(scenario.num_steps))
-    items = (Item(batch.sparse, batch.labels) for batch in batches)
-    with Pipeline(collection, **scenario.pipeline) as pipeline:
-        trained.reasons = pipeline.reasons
-        for step, window in enumerate(pipeline.windows(items)):
-            dense_optimizer.zero_grad()
-            optimizer.zero_grad()
-            found, loss = [], torch.zeros((), dtype=scenario.dtype)
-            for part in window:
-                vectors = _joined(part.embeddings, scenario)
-                labels = window.item.labels[part.samples]
-                losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
-                (losses * mesh.world_size / scenario.global_batch).backward()
-                found.append(vectors.detach().clone())
-                loss += losses.detach()
-            optimizer.step()
-            vectors = torch.cat(found)
-            trained.outputs.append(vectors if window.order is None else vectors[window.order.argsort()])
-            trained.losses.append(float(_sum(loss, mesh)) / scenario.global_batch)
-            for parameter in head.parameters():
-                assert parameter.grad is not None
-                parameter.grad = _sum(parameter.grad, mesh) / mesh.world_size
-            dense_optimizer.step()
-            schedule.step()
-            if scenario.evaluates:
-                pipeline.settle()
-                with torch.no_grad():
-                    later = scenario.local_batch(step + 1, 0, mesh.rank)
-                    trained.outputs.append(_look_up(collection, scenario, later.sparse))
+class _Job:
+    """A job under way on one rank."""
+
+    def __init__(self, mesh: Mesh, scenario: Scenario, collection: EmbeddingCollection) -> None:
+        self._mesh, self._scenario, self._collection = mesh, scenario, collection
+        self.head, self.trained = Head(scenario), Trained(transport=collection.transport)
+        self._optimizer = EmbeddingOptimizer(collection)
+        self._dense_optimizer = torch.optim.SGD(self.head.parameters(), lr=HEAD_LR)
+        self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, scenario.decay)
+
+    def train_plain(self, step: int) -> None:
+        """One step of the plain loop."""
+        self._zero()
+        for part in range(self._scenario.accumulate):
+            batch = self._scenario.local_batch(step, part, self._mesh.rank)
+            vectors = _look_up(self._collection, self._scenario, batch.sparse)
+            loss = self._backward(vectors, batch.labels)
+            self.trained.outputs.append(vectors.detach().clone())
+            self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
+        self._step_dense()
+        self._optimizer.step()
+        self._schedule.step()
+        self._evaluate(step)
+
+    def train_pipelined(self) -> None:
+        """All steps, those without the pipeline too."""
+        scenario, step = self._scenario, 0
+        options = dict(scenario.pipeline or {})
+        if disturb := options.get("disturb"):
+            options["disturb"] = partial(disturb, self._mesh.rank)
+        with Pipeline(self._collection, **options) as pipeline:
+            self.trained.reasons = pipeline.reasons
+            while step < scenario.num_steps:
+                if step in scenario.plain:
+                    self.train_plain(step)
+                    step += 1
+                    continue
+                for window in pipeline.windows(self._items(step)):
+                    self._train_window(window)
+                    if scenario.evaluates:
+                        pipeline.settle()
+                    self._evaluate(step)
+                    step += 1
+                    if step in scenario.breaks or step in scenario.plain:
+                        break
+
+    def _items(self, step: int) -> Iterator[Item]:
+        for later in range(step, self._scenario.num_steps):
+            batch = self._scenario.local_batch(later, 0, self._mesh.rank)
+            yield Item(batch.sparse, batch.labels)
+
+    def _train_window(self, window: Flight[Item]) -> None:
+        self._zero()
+        found, loss = [], torch.zeros((), dtype=self._scenario.dtype)
+        for part in window:
+            vectors = _joined(part.embeddings, self._scenario)
+            loss += self._backward(vectors, window.item.labels[part.samples])
+            found.append(vectors.detach().clone())
+        self._optimizer.step()
+        vectors = torch.cat(found)
+        self.trained.outputs.append(vectors if window.order is None else vectors[window.order.argsort()])
+        self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
+        self._step_dense()
+        self._schedule.step()
+
+    def _zero(self) -> None:
+        self._dense_optimizer.zero_grad()
+        self._optimizer.zero_grad()
+
+    def _backward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(self.head(vectors), labels, reduction="sum")
+        (losses * self._mesh.world_size / self._scenario.global_batch).backward()
+        return losses.detach()
+
+    def _step_dense(self) -> None:
+        for parameter in self.head.parameters():
+            assert parameter.grad is not None
+            parameter.grad = _sum(parameter.grad, self._mesh) / self._mesh.world_size
+        self._dense_optimizer.step()
+
+    def _evaluate(self, step: int) -> None:
+        if self._scenario.evaluates:
+            with torch.no_grad():
+                later = self._scenario.local_batch(step + 1, 0, self._mesh.rank)
+                self.trained.outputs.append(_look_up(self._collection, self._scenario, later.sparse))
 
 
 def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> None:
