@@ -171,6 +171,7 @@ class Pipeline(Generic[T]):
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
+        self._untold: RowmeshError | None = None  # what failed after a loop was left
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
@@ -193,6 +194,7 @@ class Pipeline(Generic[T]):
             RowmeshError: a micro-batch had no backward, or a batch no step; or something failed in another thread:
                 names rank, stage and batch.
         """
+        self._tell()
         if self._runner is not None:
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
         self._reader, self._end = iter(items), None
@@ -242,25 +244,37 @@ class Pipeline(Generic[T]):
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
 
         The steps that were taken are done then. Ranks that leave their loops early must leave at the same place.
+
+        Raises:
+            RowmeshError: something failed that no loop has raised.
         """
         self._stop()
+        self._tell()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop()
+        if kind is None:
+            self._tell()
 
     def _stop(self) -> None:
         runner, self._runner = self._runner, None
         if runner is None:
             return
-        runner.close()
+        self._untold = runner.close()
         self._embeddings.take_over(None)
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
         self._current, self._reader = None, iter(())
+
+    def _tell(self) -> None:
+        """Raises what failed when a loop was left."""
+        error, self._untold = self._untold, None
+        if error is not None:
+            raise error
 
     # What the driver asks for
 

@@ -61,6 +61,7 @@ class Runner:
         self._done: set[Task] = set()
         self._turn = -schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
+        self._is_told = False
         self.cancelled = threading.Event()
         others = [resource for resource in schedule.resources if resource != COMPUTE]
         self._left = {resource: self._queue(resource) for resource in others}
@@ -105,21 +106,32 @@ class Runner:
         self._run_inline()
         self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
 
-    def close(self) -> None:
+    def close(self) -> RowmeshError | None:
         """Ends the threads, once they have done what can be; what waits for other ranks for long then gives up.
 
         Ranks that are closed at the same place have sent the same messages.
+
+        Returns:
+            What failed, where no other call has raised it.
         """
-        deadline = time.monotonic() + _CLOSE_S
+        self._finish()
+        deadline = time.monotonic() + _GIVE_UP_S
         with self._changed:
-            if self._threads:
-                self._changed.wait_for(lambda: self.cancelled.is_set() or not self._is_busy(), _CLOSE_S)
             self.cancelled.set()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), _GIVE_UP_S))
+            thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 logger.warning("rank %d: the thread %r is still busy and is left alone", self._rank, thread.name)
+        return None if self._is_told else self._error
+
+    def _finish(self) -> None:
+        """Has done what can be without the driver."""
+        if self._threads:
+            with self._changed:
+                self._changed.wait_for(lambda: self.cancelled.is_set() or not self._is_busy(), _CLOSE_S)
+        else:
+            self._do_what_can_be()
 
     def _queue(self, resource: str) -> Iterator[tuple[int, Task | None]]:
         """The tasks of a resource and their turns; None at the end of a turn."""
@@ -158,6 +170,9 @@ class Runner:
         except Exception as error:
             self._fail(task, error)
             return False
+        except BaseException:  # the driver, without threads, was interrupted: the task must not be done again
+            self.cancelled.set()
+            raise
         with self._changed:
             if task is not None:
                 self._done.add(task)
@@ -182,15 +197,17 @@ class Runner:
 
     def _run_inline(self) -> None:
         """Without threads: does what can be done."""
-        if self._threads:
-            return
+        if not self._threads:
+            self._do_what_can_be()
+            self._raise()
+
+    def _do_what_can_be(self) -> None:
         is_busy = True
         while is_busy and not self.cancelled.is_set():
             is_busy = False
             for resource in self._next:
                 while self._is_ready(resource) and self._do_next(resource):
                     is_busy = True
-        self._raise()
 
     def _await(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -204,6 +221,7 @@ class Runner:
 
     def _raise(self) -> None:
         if self._error is not None:
+            self._is_told = True
             raise self._error
 
     def _forget(self, turn: int) -> None:

@@ -263,6 +263,29 @@ def test_errors_keep_their_class_and_say_where(overlap):
         collection(SparseBatch.from_bags({"item": [[1]]}))  # and the tables are as good as before
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_fails_after_a_loop_was_left_is_told(overlap):
+    collection, optimizer, pipeline = pipeline_of_one(overlap=overlap, disturb=spoil_updates)
+    with pytest.raises(RowmeshError, match="rank 0 in stage 'update' of batch 1: ValueError: spoilt"), pipeline:
+        take_two_steps(pipeline, optimizer)
+    take_two_steps(pipeline, optimizer, number=1)
+    assert collection.step_count == 2
+
+
+def spoil_updates(task):
+    if (task.stage, task.batch) == ("update", 1):
+        raise ValueError("spoilt")
+
+
+def take_two_steps(pipeline, optimizer, number=2):
+    for count, window in enumerate(pipeline.windows(items(9)), 1):
+        for part in window:
+            part.embeddings.values.sum().backward()
+        optimizer.step()
+        if count == number:
+            break
+
+
 @pytest.mark.parametrize("ends", ["break", "raise", "drop"])
 def test_a_loader_is_let_go_of(ends):
     closed = []
