@@ -45,3 +45,17 @@ def test_bytes_are_those_that_are_counted(ranks, mode, every, replicas, together
     cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), Synchronization(mode, every))
     assert counted[:, 0] == pytest.approx(cost.exchange_bytes.sum(axis=0), rel=0.01)
     assert counted[:, 1] == pytest.approx(cost.sync_bytes.sum(axis=0), rel=0.01)
+
+
+def marks(mesh, tables, plan):
+    collection = EmbeddingCollection(tables, mesh=mesh, plan=plan, synchronization=Synchronization("average"))
+    found = [exchange.replicated for part in collection._parts.parts for exchange in part.exchanges]
+    num_bytes = sum(each._marks.nbytes for each in found if each is not None)
+    collection.close()
+    return num_bytes
+
+
+def test_marks_are_those_that_the_plan_counts(ranks):
+    tables = (table("user", 30), table("item", 9, 16))
+    plan = Plan.dealt([TableShape.of(spec) for spec in tables], 4, replicas={"user": 2, "item": 1})
+    assert tuple(ranks.run(marks, tables, plan, world_size=4)) == plan.mark_bytes

@@ -20,7 +20,7 @@ Source: OPER §3.2 (placement and fetch path of every row), §5.1. Differs: rule
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -244,13 +244,24 @@ class Plan:
     @property
     def memory_bytes(self) -> tuple[int, ...]:
         """Rows and optimizer state that each rank holds."""
+        return self._held(lambda table: table.shape.row_bytes)
+
+    @property
+    def mark_bytes(self) -> tuple[int, ...]:
+        """What averaging replicas takes besides on each rank: a byte for every row that it holds and that has some."""
+        return self._held(lambda table: int(table.replicas > 1))
+
+    def _held(self, bytes_of: Callable[[TablePlan], int]) -> tuple[int, ...]:
+        """Bytes of each rank, given those of a row."""
         total = [0] * self.world_size
         for replicas in self.replica_counts:
-            grid, part = self.grid(replicas), self.part(replicas)
+            grid = self.grid(replicas)
+            per_node = grid.ranks_per_node(self.ranks_per_node)
             held = [
                 sum(
-                    table.shape.row_bytes * piece.num_slots(shard, part.world_size, part.ranks_per_node)
-                    for table in part.tables
+                    bytes_of(table) * piece.num_slots(shard, grid.shards, per_node)
+                    for table in self.tables
+                    if table.replicas == replicas
                     for piece in table.ranges
                 )
                 for shard in range(grid.shards)

@@ -30,7 +30,7 @@ class ReplicaCandidate:
         together: which ranks have consecutive numbers, see `Grid`.
         names: of the tables with M replicas.
         problems: what was asked for of a group of each part of the plan, by its number of replicas.
-        needed_bytes: rows and optimizer state of the fullest rank.
+        needed_bytes: of the fullest rank, as `ReplicaCost.memory_bytes` counts them; rows and state without a plan.
         limit_bytes: that a rank may hold, None where nothing limits it.
         plan: for all ranks; None where there is none.
         cost: of a step under the plan.
@@ -123,7 +123,8 @@ class CandidateSearch:
             plan = self._plan(problems, grid)
         except ConfigurationError as error:
             return replace(found, refusal=str(error))
-        return replace(found, plan=plan, cost=self._cost(plan), needed_bytes=max(plan.memory_bytes))
+        cost = self._cost(plan)
+        return replace(found, plan=plan, cost=cost, needed_bytes=int(cost.memory_bytes.max()))
 
     def mixed(self, alike: Sequence[ReplicaCandidate]) -> list[ReplicaCandidate]:
         """The most promising of those whose tables differ, where M = 1 is one of the candidates."""
@@ -165,12 +166,21 @@ class CandidateSearch:
             for count, inside in ((1, False), (grid.replicas, True))
             if (tables := [t for t in self.problem.profile.tables if (t.name in names) == inside])
         }
-        if len(parts) == 1 or self.limit_bytes is None:
+        if self.limit_bytes is None:
             return parts
-        total = sum(_least(problem) for problem in parts.values())
-        return {
-            count: _limited(problem, _least(problem) * self.limit_bytes // total) for count, problem in parts.items()
-        }
+        if len(parts) > 1:
+            total = sum(_least(problem) for problem in parts.values())
+            shares = {count: _least(problem) * self.limit_bytes // total for count, problem in parts.items()}
+            parts = {count: _limited(problem, shares[count]) for count, problem in parts.items()}
+        return {count: self._without_marks(problem, count) for count, problem in parts.items()}
+
+    def _without_marks(self, problem: Problem, replicas: int) -> Problem:
+        """The problem with memory for rows alone, such that the mark that averages take for each fits as well."""
+        if replicas == 1 or self.sync.mode != "average" or not problem.request.training:
+            return problem
+        row_bytes = min(shape.row_bytes for shape in problem.shapes)
+        limits = (problem.request.memory_limit_bytes, problem.topology.memory_bytes)
+        return _limited(problem, min(limit for limit in limits if limit is not None) * row_bytes // (row_bytes + 1))
 
     def _gaining(self, saved: Floats, other: ReplicaCandidate) -> list[int]:
         """The tables that replicas make faster, by what they save for each byte of memory, while memory lasts."""

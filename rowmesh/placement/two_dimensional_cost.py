@@ -39,7 +39,7 @@ class ReplicaCost:
     """What a step is expected to cost, on all T ranks. Matrices are [T, T]: what rank i gets from rank j.
 
     Attributes:
-        memory_bytes: [T], rows and optimizer state.
+        memory_bytes: [T], rows and optimizer state, and those marks that averages take; no messages.
         lookups: [T], rows that each rank gathers, for itself and its group.
         exchange_bytes: of all-to-alls within groups; the diagonal is 0.
         sync_bytes: between the ranks of columns; the diagonal is 0.
@@ -111,9 +111,11 @@ def cost_with_replicas(
             ring, ring_rounds = part.ring(sync.every)
             sync_bytes, sync_wait = sync_bytes + moved, sync_wait + rounds * latency
             dense, dense_wait = dense + ring, dense_wait + ring_rounds * latency
+    has_marks = request.training and sync.mode == "average"
+    memory = np.array(plan.memory_bytes) + (np.array(plan.mark_bytes) if has_marks else 0)
     local = lookup_bytes * np.diag(topology.cost)
     return ReplicaCost(
-        np.array(plan.memory_bytes), lookups, exchange, sync_bytes,
+        memory, lookups, exchange, sync_bytes,
         exchange_s=float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
         sync_s=float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
         dense_s=float(_busy(dense * topology.cost).max()) + dense_wait,

@@ -188,7 +188,7 @@ def _say_mapped(job: Job) -> None:
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
     placement = on_rank_0(mesh, SETTING_UP, place)
-    check_memory(placement.plan, mesh)
+    check_memory(placement.plan, mesh, averages=config.parallel.synchronization == "average")
     job = build(config, mesh, data, placement)
     try:
         yield job

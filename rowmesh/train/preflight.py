@@ -14,18 +14,25 @@ from rowmesh.placement.text import bytes_text
 from rowmesh.train.checks import SETTING_UP
 
 
-def check_memory(plan: Plan, mesh: Mesh) -> None:
+def check_memory(plan: Plan, mesh: Mesh, *, averages: bool) -> None:
     """Compares what the ranks of each host will hold with what the host has available. Collective and blocking.
 
     Buffers and the network come on top and are not counted: a plan that passes may still not fit.
 
+    Args:
+        plan: for all ranks.
+        mesh: them.
+        averages: whether replicas are averaged, which takes a mark for every row.
+
     Raises:
         ConfigurationError: on all ranks alike, where a host has less than the rows and optimizer state of its ranks.
     """
+    marks = plan.mark_bytes if averages else (0,) * plan.world_size
+    needs = [sum(both) for both in zip(plan.memory_bytes, marks, strict=True)]
     found = gather_objects(mesh, (platform.node(), memory.available_bytes()), SETTING_UP)
     for host in sorted(set(mesh.hosts)):
         ranks = [rank for rank in range(mesh.world_size) if mesh.hosts[rank] == host]
-        needed = sum(plan.memory_bytes[rank] for rank in ranks)
+        needed = sum(needs[rank] for rank in ranks)
         available = min(found[rank][1] for rank in ranks)
         if needed > available:
             raise ConfigurationError(

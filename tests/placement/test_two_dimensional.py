@@ -67,6 +67,15 @@ def test_a_hot_table_is_replicated_where_the_cold_one_does_not_fit_twice():
     assert Plan.from_json(comparison.plan.to_json()) == comparison.plan
 
 
+def test_marks_of_averages_keep_the_limit_too():
+    least, marks = least_bytes(hot_and_cold().shapes, 2), 51_000
+    with pytest.raises(ConfigurationError, match="no plan for 2 replicas on 4 ranks"):
+        compare_replicas(hot_and_cold(memory_limit_bytes=least + marks - 1), sync=AVERAGE, counts=[2])
+    compare_replicas(hot_and_cold(memory_limit_bytes=least + marks - 1), counts=[2])  # exact sums need no marks
+    chosen = compare_replicas(hot_and_cold(memory_limit_bytes=least + marks), sync=AVERAGE, counts=[2]).chosen
+    assert chosen.needed_bytes == max(chosen.plan.memory_bytes) + marks == least + marks
+
+
 def test_copies_never_take_the_memory_beyond_the_limit():
     limit = least_bytes(hot_and_cold().shapes, 4) + 40_000
     asked = hot_and_cold(memory_limit_bytes=limit, mode="infer")

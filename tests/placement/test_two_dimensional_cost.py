@@ -45,6 +45,15 @@ def test_replicas_take_the_paper_s_memory_more(replicas, together):
     assert np.array_equal(memory - single, np.full(12, stored * (replicas - 1) // 12))
 
 
+def test_averages_mark_every_row_that_has_replicas():
+    shapes = [TableShape("a", 24, 64, 64, 4), TableShape("b", 120, 32, 32)]
+    plan = Plan.dealt(shapes, 4, replicas={"a": 2, "b": 1})
+    assert plan.mark_bytes == (12, 12, 12, 12)
+    profile = Profile.from_counts({"a": np.ones(24), "b": np.ones(120)}, shapes, 100)
+    averaged, exact = (costs(plan, Synchronization(mode), profile=profile) for mode in ("average", "exact"))
+    assert (averaged.memory_bytes - exact.memory_bytes).tolist() == [12] * 4
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 4, 12])
 def test_dense_averages_are_equation_1(replicas):
     T, shapes = 12, [TableShape("a", 24, 64, 64, 4)]

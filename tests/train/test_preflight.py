@@ -16,12 +16,12 @@ from rowmesh.train.resolve import resolve
 SHAPE = TableShape("item", 1000, value_bytes=64, gradient_bytes=64)
 
 
-def refusal(mesh, plan, hosts, available):
+def refusal(mesh, plan, hosts, available, averages=False):
     """What a rank is told where each has so much memory available."""
     patch = pytest.MonkeyPatch()
     patch.setattr(memory, "available_bytes", lambda: available[mesh.rank])
     try:
-        check_memory(plan, dataclasses.replace(mesh, hosts=hosts))
+        check_memory(plan, dataclasses.replace(mesh, hosts=hosts), averages=averages)
     except ConfigurationError as error:
         return str(error)
     finally:
@@ -49,11 +49,11 @@ def test_the_message_says_what_is_there_and_how_many_ranks_it_takes(monkeypatch)
     with pytest.raises(
         ConfigurationError, match=r"host red \(rank 0\) has 40 kB of .* gives its ranks 64 kB"
     ) as refused:
-        check_memory(Plan.dealt([SHAPE], 1), Mesh())
+        check_memory(Plan.dealt([SHAPE], 1), Mesh(), averages=False)
     assert "takes at least 2 ranks with 40 kB each: start more, on more hosts, free memory" in str(refused.value)
     monkeypatch.setattr(memory, "available_bytes", lambda: 63)
     with pytest.raises(ConfigurationError, match="no number of ranks with 63 B each"):
-        check_memory(Plan.dealt([SHAPE], 1), Mesh())
+        check_memory(Plan.dealt([SHAPE], 1), Mesh(), averages=False)
 
 
 def test_replicas_count(ranks):
@@ -62,6 +62,8 @@ def test_replicas_count(ranks):
     messages = ranks.run(refusal, plan, (0, 0), [64_000, 64_000])
     assert all("takes at least 2 ranks with 32 kB each" in message for message in messages)
     assert all("form fewer replica groups" in message for message in messages)
+    assert ranks.run(refusal, plan, (0, 1), [65_000, 65_000], True) == ["", ""]  # a mark a row
+    assert all(ranks.run(refusal, plan, (0, 1), [64_999, 65_000], True))
 
 
 def test_a_run_is_refused_and_leaves_nothing(config_file, tmp_path, monkeypatch):
