@@ -38,9 +38,11 @@ class Messages:
             RuntimeError: they are not within the time given, or failed.
         """
         try:
-            self.outcome.result(timeout.total_seconds())
-        except FutureTimeoutError as error:
-            raise RuntimeError("messages are not through yet") from error
+            error = self.outcome.exception(timeout.total_seconds())
+        except FutureTimeoutError as late:
+            raise RuntimeError("messages are not through yet") from late
+        if error is not None:  # not itself: it stays here, and would keep whoever waits alive
+            raise RuntimeError(str(error)) from error
 
     def is_completed(self) -> bool:
         """Whether all are through, or have failed."""
