@@ -8,11 +8,14 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from rowmesh.cli.data_report import is_current, print_drawn, print_prepared
+from rowmesh.cli.data_report import is_current, print_drawn, print_prepared, print_reordered
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
-from rowmesh.data.prepared import PREPARED
+from rowmesh.data.prepared import PREPARED, Prepared
+from rowmesh.data.reorder import ReorderOptions, choose_tables, reorder_request
+from rowmesh.data.reorder import reorder as reorder_data
+from rowmesh.data.reorder.reorder import MIN_ROWS
 from rowmesh.data.request import drawing_request, preparation_request
 from rowmesh.data.splits import Splitter
 from rowmesh.data.synthetic import DRAWN
@@ -23,6 +26,7 @@ from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
 SHARES = Splitter()
+ORDER = ReorderOptions()
 Switch = Annotated[bool, Parameter(negative=())]
 Files = Annotated[list[Path] | None, Parameter(consume_multiple=True, negative=())]
 
@@ -160,6 +164,67 @@ def prepare(
             source.files, out, source.schema, overwrite=overwrite or reuse, progress=show, **options
         )
     print_prepared(console, prepared)
+
+
+@app.command
+def reorder(
+    folder: Path,
+    *,
+    out: Path,
+    tables: Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())] = None,
+    min_rows: int = MIN_ROWS,
+    hot_share: float = ORDER.hot_share,
+    batch_size: int = ORDER.batch_size,
+    prefix_rows: int = ORDER.prefix_rows,
+    max_ids: int = ORDER.max_ids,
+    max_edges: int = ORDER.max_edges,
+    seed: int = ORDER.seed,
+    overwrite: Switch = False,
+    reuse: Switch = False,
+) -> None:
+    """Give ids that occur together neighbouring rows, so that tensor-train tables share more work.
+
+    Parameters
+    ----------
+    folder
+        What `rowmesh data prepare` wrote.
+    out
+        Folder to write; it appears whole or not at all.
+    tables
+        Tables to reorder; by default all of --min-rows rows or more.
+    min_rows
+        See --tables.
+    hot_share
+        Share of a table's rows, the most frequent, that stay in order of frequency.
+    batch_size
+        Samples of a training batch: ids of one batch occur together; in a multi-hot table those of one sample do.
+    prefix_rows
+        Consecutive rows that share a prefix, the last row factor of a tensor-train table; 0: the cube root of the rows.
+    max_ids
+        Ids after the hot ones that may change places; memory is 256 bytes for each.
+    max_edges
+        Pairs of ids that are looked at in each table; memory is about 100 bytes for each.
+    seed
+        Of the choice of pairs.
+    overwrite
+        Replace a folder that an earlier call of this command, or of prepare, wrote.
+    reuse
+        Keep a folder that was written from the same data with the same options; replace another.
+    """
+    options = ReorderOptions(
+        hot_share=hot_share, batch_size=batch_size, prefix_rows=prefix_rows, max_ids=max_ids, max_edges=max_edges,
+        seed=seed,
+    )  # fmt: skip
+    source, console = Prepared.open(folder), Console()
+    request = reorder_request(source, choose_tables(source, tables or (), min_rows), options)
+    if reuse and is_current(console, out, PREPARED, request):
+        return
+    with PartsProgress(console) as show:
+        reordered = reorder_data(
+            source, out, tables=tables or (), min_rows=min_rows, options=options, overwrite=overwrite or reuse,
+            progress=show,
+        )  # fmt: skip
+    print_reordered(console, reordered)
 
 
 def _check_unused(splitter: Splitter, source: DataSource) -> None:

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from rowmesh.data.manifest import why_stale
 from rowmesh.data.prepared import SPLITS, Prepared
+from rowmesh.data.reorder.groups import LEAST_APART
+from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
 
 MAX_REASONS = 5
 
@@ -50,6 +52,41 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
     console.print(_tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
     say(console, f"bad rows: {prepared.bad_rows}{where}")
+
+
+def print_reordered(console: Console, reordered: Prepared) -> None:
+    """What came of reordering: which rows changed places, what that gives, and how long it took."""
+    assert reordered.reordering is not None
+    say(console, f"reordered {reordered.folder}; prefixes that a held out batch reads before and after")
+    table = _table("table", "rows", "reordered", "pairs", "communities", "before", "after", "seconds")
+    for name, facts in reordered.reordering["tables"].items():
+        rows = reordered.unordered_rows(name)
+        table.add_row(
+            Text(name),
+            f"{reordered.table(name).num_rows:,}",
+            f"{len(rows):,}",
+            f"{facts['num_edges']:,}",
+            f"{facts['communities']:,}" if rows else "",
+            *(f"{facts[key]:,.1f}" for key in ("prefixes_before", "prefixes_after", "elapsed_s")),
+        )
+    console.print(table)
+    for line in _unchanged(reordered.reordering["tables"]):
+        say(console, line)
+
+
+def _unchanged(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why tables keep their order."""
+    unjudged = [name for name, facts in tables.items() if facts["held_out_batches"] < LEAST_HELD_OUT]
+    judged = [name for name, facts in tables.items() if not facts["num_ids"] and name not in unjudged]
+    lines = []
+    if judged:
+        fewer = f"no other made batches read {LEAST_GAIN:.0%} fewer prefixes"
+        lines.append(f"{', '.join(judged)} stay in order of frequency: {fewer}")
+    if unjudged:
+        few = f"fewer than {LEAST_APART * LEAST_HELD_OUT} batches, too few to judge another"
+        advice = "lower --batch-size or prepare more samples"
+        lines.append(f"{', '.join(unjudged)} stay in order of frequency: {few}; {advice}")
+    return lines
 
 
 def _splits(prepared: Prepared) -> Table:

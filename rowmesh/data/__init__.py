@@ -5,6 +5,7 @@ from rowmesh.data.loader import Batch, Loader
 from rowmesh.data.planted import PlantedConfig
 from rowmesh.data.prepare import prepare
 from rowmesh.data.prepared import Prepared
+from rowmesh.data.reorder import ReorderOptions, reorder
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
 from rowmesh.data.synthetic import synthesize
@@ -15,8 +16,10 @@ __all__ = [
     "Loader",
     "PlantedConfig",
     "Prepared",
+    "ReorderOptions",
     "Schema",
     "Splitter",
     "prepare",
+    "reorder",
     "synthesize",
 ]

@@ -30,6 +30,7 @@ from rowmesh.data.prepared import (
     arrow_schema,
     counts_path,
     vocabulary_path,
+    write_vocabulary,
 )
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
@@ -207,12 +208,7 @@ def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequ
     (folder / "vocabulary").mkdir()
     for ranking, vocabulary in zip(rankings, vocabularies, strict=True):
         np.save(counts_path(folder, vocabulary.name), ranking.counts)
-        table = pa.table({"value": vocabulary.values(ranking.code_of_row)})
-        with (
-            vocabulary_path(folder, vocabulary.name).open("wb") as file,
-            pa.ipc.new_file(file, table.schema) as writer,
-        ):
-            writer.write_table(table.combine_chunks())
+        write_vocabulary(vocabulary_path(folder, vocabulary.name), vocabulary.values(ranking.code_of_row))
 
 
 @dataclass

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rowmesh.data.bijection import Bijection
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
 from rowmesh.suggest import hint
@@ -77,6 +79,8 @@ class Prepared:
         block_samples: samples in every record batch but the last.
         rowmesh_version: what wrote it.
         sources: the files each split (or all of them, where "train" was cut) was read from.
+        reordering: how `rowmesh data reorder` put ids in another order ("options"), and what came of it ("tables");
+            None where ids are frequency ranks.
     """
 
     folder: Path
@@ -88,6 +92,7 @@ class Prepared:
     block_samples: int
     rowmesh_version: str
     sources: dict[str, list[str]]
+    reordering: Mapping[str, Any] | None = None
 
     @staticmethod
     def open(folder: str | Path) -> Prepared:
@@ -135,6 +140,8 @@ class Prepared:
             "sources": self.sources,
             "schema": self.schema.model_dump(mode="json"),
         }
+        if self.reordering is not None:
+            values["reordering"] = self.reordering
         (self.folder / METADATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -169,7 +176,7 @@ class Prepared:
     def counts(self, name: str) -> NDArray[np.int64]:
         """How often each row of a table occurs in the training split, `[num_rows]`, memory-mapped.
 
-        Non-increasing up to the rare row, which is last and holds the sum of the rare ids.
+        Non-increasing up to the rare row, which is last and holds the sum of the rare ids, but for `unordered_rows`.
         """
         return np.load(counts_path(self.folder, self.table(name).name), mmap_mode="r")
 
@@ -177,6 +184,28 @@ class Prepared:
         """The value of each row but the rare one; null stands for missing."""
         with pa.memory_map(str(vocabulary_path(self.folder, self.table(name).name))) as file:
             return pa.ipc.open_file(file).read_all().column("value").combine_chunks()
+
+    def unordered_rows(self, name: str) -> range:
+        """The rows of a table that are in order of communities; all others but the rare row are by frequency."""
+        facts = (self.reordering or {}).get("tables", {}).get(self.table(name).name)
+        return range(facts["first"], facts["first"] + facts["num_ids"]) if facts else range(0)
+
+    def bijection(self, name: str) -> Bijection:
+        """From the frequency ranks of a table's ids to its rows, memory-mapped; the identity where both are the same.
+
+        `bijection(name).ranks(rows)` is its inverse.
+
+        Raises:
+            DataError: the file is missing, damaged, or of another table.
+        """
+        rows = self.unordered_rows(name)
+        if not rows:
+            return Bijection()
+        path = bijection_path(self.folder, name)
+        bijection = Bijection.load(path, rows.start)
+        if bijection.span != rows:
+            raise DataError(f"{path}: has {len(bijection.span)} ids instead of {len(rows)}; reorder the data again")
+        return bijection
 
 
 def counts_path(folder: Path, name: str) -> Path:
@@ -187,6 +216,18 @@ def counts_path(folder: Path, name: str) -> Path:
 def vocabulary_path(folder: Path, name: str) -> Path:
     """Where a table's values lie."""
     return folder / "vocabulary" / f"{_file_name(name)}.arrow"
+
+
+def write_vocabulary(path: Path, values: pa.Array) -> None:
+    """Writes the values of a table's rows."""
+    table = pa.table({"value": values})
+    with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+
+
+def bijection_path(folder: Path, name: str) -> Path:
+    """Where a table's rows by rank lie."""
+    return folder / "bijection" / f"{_file_name(name)}.npy"
 
 
 def _file_name(feature: str) -> str:

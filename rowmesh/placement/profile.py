@@ -32,6 +32,7 @@ from rowmesh.placement.plan import TableShape
 
 FORMAT = 1
 CHUNK_ROWS = 1 << 22
+MAX_BANDS = 1024
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -65,10 +66,19 @@ class TableProfile:
         _check_runs(self)
 
     @staticmethod
-    def of_counts(shape: TableShape, counts: ArrayLike, batches: ArrayLike | None = None) -> TableProfile:
+    def of_counts(
+        shape: TableShape, counts: ArrayLike, batches: ArrayLike | None = None, *, unordered: range = range(0)
+    ) -> TableProfile:
         """The profile of a table whose counts are known row by row, in any order; memory-mapped counts are streamed.
 
         Rows of one run have equal counts; their `batches` are the mean.
+
+        Args:
+            shape: of the table.
+            counts: how often each row was read, `[num_rows]`.
+            batches: in how many batches each row stood, `[num_rows]`.
+            unordered: rows in no order of frequency, where neighbours seldom have equal counts: they are cut into at
+                most MAX_BANDS runs of equal length, with mean counts.
 
         Example:
             >>> shape = TableShape("item", 5, value_bytes=64, gradient_bytes=64)
@@ -81,8 +91,9 @@ class TableProfile:
             raise ConfigurationError(
                 f"table {shape.name!r} has {shape.num_rows:,} rows, but counts of shape {values.shape} came"
             )
-        starts = _run_starts(values)
+        starts = _run_starts(values, unordered)
         lengths = np.diff(starts, append=shape.num_rows)
+        accesses = _run_sums(values, starts) / lengths if unordered else values[starts].astype(np.float64)
         means = None
         if batches is not None:
             in_batches = np.asanyarray(batches)
@@ -91,7 +102,7 @@ class TableProfile:
                     f"table {shape.name!r}: counts of {len(values):,} rows, but batches of {in_batches.shape}"
                 )
             means = _run_sums(in_batches, starts) / lengths
-        return TableProfile(shape, lengths, values[starts].astype(np.float64), means)
+        return TableProfile(shape, lengths, accesses, means)
 
     @property
     def name(self) -> str:
@@ -202,7 +213,8 @@ class Profile:
     ) -> Profile:
         """From the counts of a prepared data set's training split, which are memory-mapped.
 
-        The last row of a table stands for all rare ids: counts fall up to it, and it may be among the most read.
+        The last row of a table stands for all rare ids: counts fall up to it, and it may be among the most read. Where
+        data are reordered, rows that are in order of communities are about a thousand runs with mean counts.
 
         Args:
             data: what `rowmesh data prepare` wrote.
@@ -218,7 +230,10 @@ class Profile:
             DataError: not a prepared folder, or it has no such feature.
         """
         prepared = data if isinstance(data, Prepared) else Prepared.open(data)
-        tables = [TableProfile.of_counts(shape, prepared.counts(shape.name)) for shape in shapes]
+        tables = [
+            TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))
+            for shape in shapes
+        ]
         num_samples = prepared.splits["train"].samples
         if batch_size is None:
             return Profile(tuple(tables), num_samples)
@@ -358,13 +373,16 @@ def _check_runs(table: TableProfile) -> None:
         )
 
 
-def _run_starts(counts: NDArray[Any]) -> Ints:
-    """Where runs of equal counts begin."""
+def _run_starts(counts: NDArray[Any], unordered: range) -> Ints:
+    """Where runs of equal counts begin; those of unordered rows, at equal distances."""
     parts = [np.zeros(min(len(counts), 1), np.int64)]
     for first in range(1, len(counts), CHUNK_ROWS):
         chunk = counts[first - 1 : first + CHUNK_ROWS]
-        parts.append(np.flatnonzero(chunk[1:] != chunk[:-1]) + first)
-    return np.concatenate(parts)
+        found = np.flatnonzero(chunk[1:] != chunk[:-1]) + first
+        parts.append(found[(found < unordered.start) | (found >= unordered.stop)])
+    bands = np.arange(unordered.start, unordered.stop, max(1, -(-len(unordered) // MAX_BANDS)))
+    ends = [unordered.stop] if 0 < unordered.stop < len(counts) else []
+    return np.unique(np.concatenate([*parts, bands, np.array(ends, np.int64)]))
 
 
 def _run_sums(values: NDArray[Any], starts: Ints) -> Floats:

@@ -209,3 +209,21 @@ def test_from_prepared_refuses_other_tables(prepared):
         Profile.from_prepared(prepared, [shape(5, "user")])
     with pytest.raises(DataError, match="has no feature 'users'"):
         Profile.from_prepared(prepared, [shape(5, "users")])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(0, 60), st.integers(0, 60), st.integers(1, 7))
+def test_unordered_rows_are_few_runs(counts, first, size, most):
+    unordered = range(min(first, len(counts)), min(first + size, len(counts)))
+    kept, module.MAX_BANDS = module.MAX_BANDS, most
+    try:
+        table = TableProfile.of_counts(shape(len(counts)), counts, unordered=unordered)
+    finally:
+        module.MAX_BANDS = kept
+    inside = (table.starts[:-1] >= unordered.start) & (table.starts[:-1] < unordered.stop)
+    assert inside.sum() <= most
+    assert table.starts[-1] == len(counts)
+    assert table.total_accesses == pytest.approx(sum(counts))
+    for start, stop, mean in zip(table.starts[:-1], table.starts[1:], table.accesses, strict=True):
+        assert mean == pytest.approx(np.mean(counts[start:stop]))
+        assert (start in unordered) == (stop - 1 in unordered)
+        assert start in unordered or len(set(counts[start:stop])) == 1
