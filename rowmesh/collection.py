@@ -16,7 +16,7 @@ from threading import Event
 import torch
 from torch import Tensor, nn
 
-from rowmesh.embeddings import Embeddings, JaggedRows, LocalRows
+from rowmesh.embeddings import Embeddings, JaggedRows, LocalRows, StoredRows
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CoreExchange
@@ -27,6 +27,7 @@ from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pooling import GroupPooling, PoolFunction, Pooling, compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
 from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.mesh import Mesh
@@ -36,7 +37,7 @@ from rowmesh.ops.memory import Scratch
 from rowmesh.placement import Piece, Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableGroup, TableSpec, fuse
+from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tensor_train.arena import Cores
 
@@ -88,6 +89,7 @@ class EmbeddingCollection(nn.Module):
             row travels to be looked up; one number for all tables, or one for each by name. It must divide the number
             of ranks.
         synchronization: how replicas are kept together; "exact" trains the same model as one replica does.
+        tiers: how much of tiered tables is in fast memory, and where the rest is.
 
     Raises:
         ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, or ranks
@@ -116,12 +118,14 @@ class EmbeddingCollection(nn.Module):
         plan: Plan | None = None,
         replicas: int | Mapping[str, int] = 1,
         synchronization: Synchronization | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         super().__init__()
         self.tables = tuple(tables)
         self.mesh = mesh or Mesh()
         self._rows_mesh = self.mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
         self.synchronization = synchronization or Synchronization()
+        self.tiers = tiers or Tiers()
         self._transport_name: TransportName = transport
         self.plan = self._planned(plan, replicas)
         self._check_agreement(seed)
@@ -148,7 +152,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def _shapes(self) -> list[TableShape]:
-        return [TableShape.of(table) for table in self.tables if table.storage == "dense"]
+        return [TableShape.of(table) for table in self.tables if table.storage != "tensor_train"]
 
     def _planned(self, plan: Plan | None, replicas: int | Mapping[str, int]) -> Plan:
         check_tables(self.tables)
@@ -179,7 +183,8 @@ class EmbeddingCollection(nn.Module):
                 )
 
     def _make_parts(self, plan: Plan) -> Parts:
-        return Parts(self._rows_mesh, plan, self.groups, self._transport_name, self.synchronization, self._common)
+        how = (self._transport_name, self.synchronization, self.tiers)
+        return Parts(self._rows_mesh, plan, self.groups, *how, self._common)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -232,6 +237,7 @@ class EmbeddingCollection(nn.Module):
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
+            buffers += exchange.tiered.bookkeeping_bytes if isinstance(exchange, TieredExchange) else 0
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     def forward(self, batch: SparseBatch) -> Embeddings:
@@ -261,7 +267,7 @@ class EmbeddingCollection(nn.Module):
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if not refused and self.traffic is not None and torch.is_grad_enabled():
             for exchange, group in zip(self._exchanges, route.groups, strict=True):
-                if exchange.group.storage == "dense":
+                if exchange.group.storage != "tensor_train":
                     outbox = group.workspace.outbox
                     self.traffic.add(exchange.address_map, outbox.segment_offsets, outbox.accesses)
         if refused:
@@ -461,6 +467,8 @@ class EmbeddingCollection(nn.Module):
         began = time.perf_counter()
         self._agree_to_migrate(plan)
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
+        if tiered := [table.name for table in self.tables if table.storage == "tiered"]:
+            raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
         self.synchronize()
@@ -515,7 +523,8 @@ class EmbeddingCollection(nn.Module):
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
         part, exchange, number = self._found_rows(table)
-        return [_view(exchange.arena, part.share(piece)) for piece in exchange.address_map.homed(number)]
+        pieces = [part.share(piece) for piece in exchange.address_map.homed(number)]
+        return [view for piece in pieces for view in _views(exchange, piece)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
@@ -528,7 +537,7 @@ class EmbeddingCollection(nn.Module):
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
         _, exchange, number = self._found_rows(table)
-        return [_view(exchange.arena, piece) for piece in exchange.address_map.held(number)]
+        return [view for piece in exchange.address_map.held(number) for view in _views(exchange, piece)]
 
     def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
         part, exchange, number = self._parts.find(table)
@@ -578,7 +587,10 @@ def _nothing(group: RouteGroup) -> None:
     """What an evaluation does while rows travel."""
 
 
-def _view(arena: DenseArena, piece: Piece) -> LocalRows:
-    """A piece of a table where it lies."""
+def _views(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
+    """A piece of a table where it lies; copies of its parts where it is in tiers."""
+    if isinstance(exchange, TieredExchange):
+        return StoredRows.of(exchange.tiered, piece)
+    arena = exchange.arena
     part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
-    return LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})
+    return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]

@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement import Piece
+from rowmesh.tables import TieredArena
+
+STORED_ROWS = 65_536
+"""Rows of a tiered table that are copied at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,51 @@ class LocalRows:
     rows: range
     values: Tensor
     state: dict[str, Tensor]
+
+    def commit(self) -> None:
+        """Puts values and state that were changed where rows are kept: these are there already."""
+
+    def forget(self) -> None:
+        """Frees what was copied: nothing was."""
+
+
+class StoredRows(LocalRows):
+    """Some rows of a tiered table: copies, read when they are asked for, which only `commit` writes back.
+
+    Attributes:
+        rows: which rows of the table they are.
+    """
+
+    def __init__(self, arena: TieredArena, rows: range, slots: range) -> None:
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "_source", (arena, np.array(slots, np.uint32)))
+
+    @classmethod
+    def of(cls, arena: TieredArena, piece: Piece) -> list[LocalRows]:
+        """A piece of a table, in parts small enough to be read one by one."""
+        cuts = [slice(first, first + STORED_ROWS) for first in range(0, len(piece.rows), STORED_ROWS)]
+        return [cls(arena, piece.rows[cut], piece.slots[cut]) for cut in cuts]
+
+    def __getattr__(self, name: str) -> Any:
+        """Reads values and state at first sight."""
+        if name not in ("values", "state"):
+            raise AttributeError(name)
+        arena, slots = self._source
+        values, state = arena.read_rows(slots)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "state", state)
+        return values if name == "values" else state
+
+    def commit(self) -> None:
+        """Writes values and state, and forgets them."""
+        arena, slots = self._source
+        arena.write_rows(slots, self.values, self.state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the copies; they are read again when they are asked for."""
+        for name in ("values", "state"):
+            self.__dict__.pop(name, None)
 
 
 class Embeddings:

@@ -76,14 +76,15 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
 
 def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Path, optimizer_state: bool) -> None:
     missing = wanted = sum(len(piece.rows) for piece in pieces)
-    for part in entry.parts:
-        sources: dict[str, npt.NDArray[Any]] = {}
-        for piece in pieces:
-            targets = {"values": piece.values, **(piece.state if optimizer_state else {})}
+    sources: list[dict[str, npt.NDArray[Any]]] = [{} for _ in entry.parts]
+    for piece in pieces:
+        targets = {"values": piece.values, **(piece.state if optimizer_state else {})}
+        for part, mapped in zip(entry.parts, sources, strict=True):
             for kind, target in targets.items():
-                if kind not in sources:
-                    sources[kind] = _map(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
-            missing -= _fill_piece(piece.rows, targets, part, sources)
+                if kind not in mapped:
+                    mapped[kind] = _map(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
+            missing -= _fill_piece(piece.rows, targets, part, mapped)
+        piece.commit()
     if missing:
         raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files}")
 

@@ -49,6 +49,8 @@ class LocalRows(Protocol):
     def values(self) -> Tensor: ...
     @property
     def state(self) -> Mapping[str, Tensor]: ...
+    def commit(self) -> None: ...
+    def forget(self) -> None: ...
 
 
 class Cores(Protocol):
@@ -129,8 +131,7 @@ def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], r
         files = {}
         for kind in ("values", *pieces[0].state) if pieces else ():
             files[kind] = file_name(table.name, rank, kind)
-            arrays = [as_numpy(piece.values if kind == "values" else piece.state[kind]) for piece in pieces]
-            _write_file(target / files[kind], partial(_write_arrays, arrays=arrays))
+            _write_file(target / files[kind], partial(_write_pieces, pieces=pieces, kind=kind))
         parts[table.name] = Part(rank, tuple(RowRange.of(piece.rows) for piece in pieces), files)
     if rank == 0:
         _write_file(target / DENSE, partial(torch.save, dict(dense)))
@@ -142,18 +143,35 @@ def _write_cores(target: Path, table: str, cores: Cores) -> dict[str, str]:
     files = {}
     for name, tensor in cores.tensors.items():
         files[name] = file_name(table, 0, name)
-        _write_file(target / files[name], partial(_write_arrays, arrays=[as_numpy(tensor)]))
+        _write_file(target / files[name], partial(_write_whole, array=as_numpy(tensor)))
     return files
 
 
-def _write_arrays(file: IO[bytes], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """One array after the other as one .npy file, without a copy of the whole."""
-    shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
-    header = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False, "shape": shape}
+def _write_whole(file: IO[bytes], array: npt.NDArray[Any]) -> None:
+    _write_header(file, array, len(array))
+    _write_array(file, array)
+
+
+def _write_pieces(file: IO[bytes], pieces: Sequence[LocalRows], kind: str) -> None:
+    """The values or a state of one piece after the other as one .npy file, without a copy of the whole."""
+    for number, piece in enumerate(pieces):
+        array = as_numpy(piece.values if kind == "values" else piece.state[kind])
+        if number == 0:
+            _write_header(file, array, sum(len(each.rows) for each in pieces))
+        _write_array(file, array)
+        piece.forget()
+
+
+def _write_header(file: IO[bytes], array: npt.NDArray[Any], count: int) -> None:
+    """Of a .npy file with as many rows, of the kind that an array has."""
+    shape = (count, *array.shape[1:])
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
-    for array in arrays:
-        for begin in range(0, len(array), CHUNK_ROWS):
-            file.write(np.ascontiguousarray(array[begin : begin + CHUNK_ROWS]).data)
+
+
+def _write_array(file: IO[bytes], array: npt.NDArray[Any]) -> None:
+    for begin in range(0, len(array), CHUNK_ROWS):
+        file.write(np.ascontiguousarray(array[begin : begin + CHUNK_ROWS]).data)
 
 
 def _manifest(

@@ -16,6 +16,7 @@ from rowmesh.exchange.messages import Channel, Parts, bounds_of
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
@@ -130,10 +131,14 @@ class CollectiveGroup:
         exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
         rank, out = exchange.rank, group.workspace.replies.buffer.address
         if self._num_replying == exchange.num_segments and self._relay is None:
+            own = int(incoming.bounds[rank])
+            group.held = exchange.hold(merger)
             self._gather.reply(
-                exchange.arena.address, merger.merged_slots, merger.heads, merger.nexts, merger.num_merged,
-                int(incoming.bounds[rank]), int(incoming.bounds[rank + 1]), out,
+                exchange.arena.address, group.held.places, merger.heads, merger.nexts, merger.num_merged,
+                own, int(incoming.bounds[rank + 1]), out,
             )  # fmt: skip
+            if isinstance(exchange, TieredExchange):
+                exchange.place_own(group, merger, group.held, own)
             return
         shifts = incoming.reply_bounds[:-1] - incoming.bounds[:-1]
         uniques = group.workspace.uniques.buffer.address + 4 * group.stop_bounds[rank]

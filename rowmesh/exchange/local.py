@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
@@ -33,7 +34,10 @@ class LocalTransport:
         self._exchanges = exchanges
 
     def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
-        """All rows are here."""
+        """All rows are here; those of tiered tables are brought into fast memory."""
+        for group in route.groups:
+            if isinstance(group.exchange, TieredExchange):
+                group.exchange.bring_own(group)
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Merges the routes' gradients and updates."""

@@ -71,6 +71,21 @@ class Parts:
         return torch.frombuffer(self._bytes, dtype=torch.uint8, offset=offset, count=count), sizes
 
 
+class Alone:
+    """The channel of a rank without others."""
+
+    def post(self, out: Parts, into: Parts, counters: GroupCounters | CommonCounters, doing: str) -> Any:
+        """Nothing is sent."""
+        return None
+
+    def exchange_equal(self, out: Tensor, counters: CommonCounters, doing: str) -> Tensor:
+        """What this rank has for itself."""
+        return out.clone()
+
+    def wait(self, work: dist.Work, doing: str) -> None:
+        """Nothing is awaited."""
+
+
 class Channel:
     """Collectives among some ranks, counted, whose errors name who is missing.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, cast
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
@@ -14,13 +15,14 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Transport
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import AddressMap, Piece, Plan
-from rowmesh.tables import DenseArena, TableGroup
+from rowmesh.tables import DenseArena, TableGroup, Tiers
 
 
 class Part:
@@ -37,6 +39,7 @@ class Part:
         transport: how rows travel within a replica group.
         synchronization: how replicas are kept together.
         common: counts what serves all groups.
+        tiers: where rows are, of tiered tables.
 
     Attributes:
         mesh: the ranks of this rank's replica group.
@@ -57,6 +60,7 @@ class Part:
         transport: TransportName,
         synchronization: Synchronization,
         common: CommonCounters,
+        tiers: Tiers | None = None,
     ) -> None:
         grid = plan.grid(replicas)
         self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
@@ -69,8 +73,14 @@ class Part:
         self._groups, self._setting = [groups[index] for index in indices], synchronization
         self._world_size = mesh.world_size
         self.transport: Transport
+        self._tiers = tiers
+        if tiers is not None:
+            self._check_tiers()
+            transport = "collective"
         name = _common(transport, mesh, grid)
         self.transport, self.reason = choose_transport(name, self.mesh, len(self._groups))
+        if tiers is not None:
+            self.reason = "owners bring the rows that they are asked for into fast memory"
         self.transport.common = common
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
@@ -90,9 +100,27 @@ class Part:
             address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
         except ConfigurationError as error:
             raise ConfigurationError(f"group {group.name} of {error}") from error
-        arena = DenseArena(group, address_map.num_slots[self.mesh.rank], self.transport.allocate)
         make_outbox = partial(self.transport.make_outbox, address_map.num_segments)
-        return GroupExchange(group, address_map, arena, make_outbox)
+        where = (group, address_map.num_slots[self.mesh.rank])
+        if self._tiers is None:
+            return GroupExchange(group, address_map, DenseArena(*where, self.transport.allocate), make_outbox)
+        arena = self._tiers.arena(*where, self.mesh.rank, self.transport.allocate)
+        return TieredExchange(group, address_map, cast("Any", arena), make_outbox)
+
+    def _check_tiers(self) -> None:
+        """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
+        names = [table.name for group in self._groups for table in group.tables]
+        copied = [
+            table.shape.name
+            for table in self.plan.tables
+            if table.shape.name in names
+            and any(part.rule not in ("dealt", "fixed") or part.two_hop for part in table.ranges)
+        ]
+        if self.replicas > 1 or copied:
+            raise ConfigurationError(
+                f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
+                "that deals rows (leave placement.plan and placement.strategy out), or storage='dense'"
+            )
 
     def connect(self) -> None:
         """Makes ranks known to each other, when all rows have their values. Collective."""
@@ -196,6 +224,9 @@ class Part:
         """Gives back what the transport holds; rows are up to date where that needs no other rank."""
         if self.replicas == 2:
             self.settle_own()
+        for exchange in self.exchanges:
+            if isinstance(exchange, TieredExchange):
+                exchange.tiered.close()
         self.transport.close()
 
     def _mine(self, route: Route) -> Routed:

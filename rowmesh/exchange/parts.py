@@ -15,7 +15,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.placement import Plan
-from rowmesh.tables import TableGroup
+from rowmesh.tables import TableGroup, Tiers
 
 
 class Parts:
@@ -29,6 +29,7 @@ class Parts:
         groups: of tables that have equally many replicas, or are tensor-train tables.
         transport: how rows travel within a replica group, and gradients of cores between all ranks.
         synchronization: how replicas are kept together.
+        tiers: where rows of tiered tables are.
         common: counts what serves all groups.
     """
 
@@ -39,20 +40,24 @@ class Parts:
         groups: Sequence[TableGroup],
         transport: TransportName,
         synchronization: Synchronization,
+        tiers: Tiers,
         common: CommonCounters,
     ) -> None:
         self._mesh, self._plan = mesh, plan
-        indices: dict[int, list[int]] = {count: [] for count in plan.replica_counts}
         replicas = plan.replicas
+        indices: dict[tuple[str, int], list[int]] = {}
         of_cores: list[int] = []
         for index, group in enumerate(groups):
-            is_dense = group.storage == "dense"
-            (indices[replicas[group.tables[0].name]] if is_dense else of_cores).append(index)
+            if group.storage == "tensor_train":
+                of_cores.append(index)
+            else:
+                indices.setdefault((group.storage, replicas[group.tables[0].name]), []).append(index)
         how = (transport, synchronization, common)
         self.parts: list[Part | CorePart] = []
         try:
-            for count, chosen in indices.items():
-                self.parts.append(Part(mesh, plan, count, groups, chosen, *how))
+            for (storage, count), chosen in sorted(indices.items()):
+                of_tiers = tiers if storage == "tiered" else None
+                self.parts.append(Part(mesh, plan, count, groups, chosen, *how, of_tiers))
             if of_cores:
                 self.parts.append(CorePart(mesh, groups, of_cores, transport, common))
         except BaseException:

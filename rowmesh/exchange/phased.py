@@ -24,7 +24,7 @@ import torch
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.messages import Alone, Channel
 from rowmesh.exchange.phased_group import FIRST, PhasedGroup, Travel
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.update import Update
@@ -35,9 +35,11 @@ from rowmesh.ops.window import FINAL
 USES = ("rows", "gradients")  # of the two process groups
 
 
-def phased_obstacle(transport: str, kinds: Sequence[str], num_replicas: int) -> str | None:
+def phased_obstacle(
+    transport: str, kinds: Sequence[str], num_replicas: int, *, is_tiered: bool = False
+) -> str | None:  # fmt: skip
     """Why the rows of some tables cannot travel by micro-batch, or None where they can."""
-    if transport != "collective":
+    if transport != "collective" and not (is_tiered and transport == "local"):
         return f"the transport is {transport}, which reads rows in place"
     if set(kinds) != {"direct"}:
         return "the plan copies or relays rows"
@@ -61,10 +63,7 @@ class PhasedExchange:
         verifies: bool,
     ) -> None:  # fmt: skip
         self._mesh, self._common, self._finds_final = mesh, common, finds_final
-        everyone, is_direct = [range(mesh.world_size)], not mesh.is_one_host
-        self._rows, self._gradients = (
-            Channel(mesh, mesh.subgroup(everyone, use), mesh.rank, mesh.world_size, is_direct=is_direct) for use in USES
-        )
+        self._rows, self._gradients = (_channel(mesh, use) for use in USES)
         channels = (self._rows, self._gradients, mesh.ranks_per_node, form)
         self._groups = [PhasedGroup(exchange, *channels, verifies=verifies) for exchange in exchanges]
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
@@ -90,6 +89,12 @@ class PhasedExchange:
             each.settle(group, works, window.number, window.num_parts, finds_final=finds_final)
             for (each, group), works in zip(pairs, keys, strict=True)
         ]
+
+    def retrieve(self, travels: Sequence[Travel], number: int) -> None:
+        """Brings the rows that were asked for into fast memory, where they are in tiers."""
+        for group, travel in zip(self._groups, travels, strict=True):
+            if group.exchange.is_tiered:
+                group.hold(travel, number, finds_final=self._finds_final)
 
     def fetch_final(self, travels: Sequence[Travel]) -> None:
         """Fetches the rows that the window before does not touch."""
@@ -147,3 +152,10 @@ class PhasedExchange:
                 f"rank {name(self._mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many "
                 "batches to its pipeline"
             )
+
+
+def _channel(mesh: Mesh, use: str) -> Channel | Alone:
+    if mesh.world_size == 1:
+        return Alone()
+    group = mesh.subgroup([range(mesh.world_size)], use)
+    return Channel(mesh, group, mesh.rank, mesh.world_size, is_direct=not mesh.is_one_host)

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective_group import Incoming
-from rowmesh.exchange.messages import Channel, Parts, bounds_of
-from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
+from rowmesh.exchange.route import GroupExchange, Held
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, WindowGroup, phase_counts
@@ -27,7 +28,9 @@ class Travel:
     Attributes:
         window: what travels.
         sources: the requests that this rank merged.
-        slots: address of uint32 `[entries]`: where the row of each entry is.
+        slots: address of uint32 `[entries]`: the slot of each entry.
+        places: the same: where its row is in the arena.
+        held: keeps the rows there.
         rows_out, rows_in: int64 `[32, W]`: rows that go to and come from each rank in each phase.
         gradients_out, gradients_in: the same of gradients.
         num_rows: rows that have come.
@@ -36,7 +39,8 @@ class Travel:
 
     def __init__(self, window: WindowGroup) -> None:
         self.window = window
-        self.slots = self.num_rows = self.num_gradients = 0
+        self.slots = self.places = self.num_rows = self.num_gradients = 0
+        self.held: Held | None = None
         self.sources: Sources
         self.rows_out = self.rows_in = self.gradients_out = self.gradients_in = np.zeros((0, 0), np.int64)
 
@@ -64,15 +68,17 @@ class PhasedGroup:
     """
 
     def __init__(
-        self, exchange: GroupExchange, rows: Channel, gradients: Channel, ranks_per_node: int, form: Form, *,
-        verifies: bool,
+        self, exchange: GroupExchange, rows: Channel | Alone, gradients: Channel | Alone, ranks_per_node: int,
+        form: Form, *, verifies: bool,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self._rows, self._gradients, self._ranks_per_node, self._form = rows, gradients, ranks_per_node, form
         self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._doing = f"exchanging group {exchange.group.name}"
         num_slots = exchange.arena.num_slots
-        self._touched = np.zeros(num_slots, np.uint32)  # the last window that asked for each row
+        # The last window that asked for the row in each place. A row that moves to another place was touched by no
+        # window in sight, which would have kept it where it was.
+        self._touched = np.zeros(num_slots if verifies else exchange.num_places, np.uint32)
         self._versions = np.zeros(num_slots if verifies else 0, np.uint32)  # the last one that changed it
         self._verifies = verifies
 
@@ -108,22 +114,34 @@ class PhasedGroup:
         for work in keys:
             self._rows.wait(work, self._doing)
         self._copy_own(window)
-        travel, space = Travel(window), window.space
+        travel = Travel(window)
         window.group.workspace.replies.reserve(window.group.incoming.num_entries * self.exchange.gradient_bytes)
         travel.sources = self._merge(window)
         travel.slots = window.group.workspace.requests.buffer.address
         self._choose(window, num_parts)
-        merger = space.merger
+        if not self.exchange.is_tiered:
+            self.hold(travel, number, finds_final=finds_final)
+        return travel
+
+    def hold(self, travel: Travel, number: int, *, finds_final: bool) -> None:
+        """Brings the merged rows into the arena, and settles what travels when."""
+        window, merger, space = travel.window, travel.window.space.merger, travel.window.space
+        travel.held = held = self.exchange.hold(merger)
+        travel.places = travel.slots
+        if isinstance(self.exchange, TieredExchange):
+            travel.places = space.slots.reserve(4 * window.group.incoming.num_entries)
+            ops.spread(held.places, merger.heads, merger.nexts, merger.num_merged, travel.places)
+            own = int(window.group.incoming.bounds[self.exchange.rank])
+            self.exchange.place_own(window.group, merger, held, own)
         before = space.before.reserve(4 * merger.num_merged)
         if finds_final or self._verifies:
-            touched = self._touched.ctypes.data
-            ops.note_touched(merger.merged_slots, merger.num_merged, touched, number, before)
+            places, touched = merger.merged_slots if self._verifies else held.places, self._touched.ctypes.data
+            ops.note_touched(places, merger.num_merged, touched, number, before)
         if finds_final:
             fetches = space.asked_fetches.buffer.address
             ops.mark_final(before, merger.heads, merger.nexts, merger.num_merged, number, fetches)
         travel.count()
         self._make_room(travel)
-        return travel
 
     def _copy_own(self, window: WindowGroup) -> None:
         """What a rank asks of itself never leaves it."""
@@ -205,7 +223,7 @@ class PhasedGroup:
         if self._verifies:
             self._check_versions(travel, phase)
         self._kernels.take_rows(
-            exchange.arena.address, travel.slots, space.asked_fetches.buffer.address,
+            exchange.arena.address, travel.places, space.asked_fetches.buffer.address,
             group.incoming.bounds.ctypes.data, exchange.world_size, exchange.rank, phase, space.rows.buffer.address,
         )  # fmt: skip
         out = Parts(space.rows.buffer.bytes, 0, bounds_of(travel.rows_out[phase]).tolist(), exchange.row_bytes)
@@ -261,6 +279,8 @@ class PhasedGroup:
         """Updates the merged rows."""
         travel.sources.apply(update)
         travel.sources.count()
+        if travel.held is not None:
+            travel.held.release()
         if self._verifies:
             merger = travel.window.space.merger
             self._versions[array_at(merger.merged_slots, np.uint32, merger.num_merged)] = number
@@ -274,7 +294,7 @@ class PhasedGroup:
         count = incoming.num_entries
         is_read = array_at(space.asked_fetches.buffer.address, np.uint32, count) >> phase & 1 != 0
         is_read[incoming.bounds[rank] : incoming.bounds[rank + 1]] = phase == 0
-        expected = space.slots.reserve(4 * count)
+        expected = space.expected.reserve(4 * count)
         merger = space.merger
         ops.spread(space.before.buffer.address, merger.heads, merger.nexts, merger.num_merged, expected)
         slots = array_at(travel.slots, np.uint32, count)

@@ -31,11 +31,31 @@ from rowmesh.tables import DenseArena, TableGroup
 from rowmesh.tables.arena import compute_dtype
 
 
+class Held:
+    """Merged rows that stay where they are until they are released.
+
+    Attributes:
+        places: address of uint32 `[M]`: where each is in the arena.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+
+    def check(self) -> None:
+        """Rows of a dense arena are what their last updates left."""
+
+    def release(self) -> None:
+        """Rows of a dense arena stay where they are."""
+
+
 class RouteGroup:
     """One group's part of a route. Addresses are valid while the route lives."""
 
     __slots__ = (
         "exchange",
+        "held",
         "incoming",
         "inverse",
         "is_compressed",
@@ -55,6 +75,7 @@ class RouteGroup:
         self.inverse = inverse
         self.num_unique = num_unique
         self.is_compressed = False
+        self.held: Held | None = None  # rows that this rank holds for those who asked
         self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
         offsets = workspace.outbox.segment_offsets
         self.stop_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]  # of each stop's requests
@@ -105,6 +126,8 @@ class Route:
     def __del__(self) -> None:
         self._give_back(self._inverse)
         for group in self.groups:
+            if group.held is not None:
+                group.held.release()
             group.exchange.workspaces.append(group.workspace)
 
 
@@ -133,7 +156,13 @@ class RoutePart:
 
 
 class GroupExchange:
-    """What stays the same from batch to batch for one group."""
+    """What stays the same from batch to batch for one group.
+
+    Attributes:
+        is_tiered: whether rows must be brought into the arena before they are read.
+    """
+
+    is_tiered = False
 
     def __init__(
         self, group: TableGroup, address_map: AddressMap, arena: DenseArena, make_outbox: Callable[[], Outbox]
@@ -166,6 +195,15 @@ class GroupExchange:
         self._tables_address: int = self._tables.ctypes.data
         self._unique_offsets_address: int = self._unique_offsets.ctypes.data
         self._header_address: int = self._header.ctypes.data
+
+    @property
+    def num_places(self) -> int:
+        """Rows that the arena has room for."""
+        return self.arena.num_slots
+
+    def hold(self, merged: Merger | Singles) -> Held:
+        """Makes sure that merged rows are in the arena, and keeps them there."""
+        return Held(merged.merged_slots)
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
         """Updates merged rows (of `part`: first and one past the last), as far as this rank's replica group knows."""

@@ -43,7 +43,8 @@ class Space:
         self.fetches, self.pushes = Scratch(), Scratch()  # uint32 [U]: phases of each request
         self.asked_uses = Scratch()  # uint32 [entries]: the same of the entries that this rank is the stop of
         self.asked_fetches, self.asked_pushes = Scratch(), Scratch()
-        self.slots, self.before = Scratch(), Scratch()  # uint32 [entries], [distinct]: see `rowmesh.exchange.phased`
+        self.slots, self.expected = Scratch(), Scratch()  # uint32 [entries]: where rows are; what `verify` expects
+        self.before = Scratch()  # uint32 [distinct]: the window that touched each row last
         self.bits, self.asked_bits = Scratch(), Scratch()  # which rows are final
         self.rows = Scratch()  # rows that this rank sends in one phase
         self.gradients = Scratch()  # gradients that this rank sends, phase after phase

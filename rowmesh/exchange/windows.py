@@ -26,10 +26,12 @@ class Windows(Protocol):
 
     Attributes:
         is_phased: whether by micro-batch.
+        is_tiered: whether rows are brought into fast memory first.
         reason: why so.
     """
 
     is_phased: bool
+    is_tiered: bool
     reason: str
 
     def begin(self, number: int) -> None:
@@ -38,6 +40,10 @@ class Windows(Protocol):
 
     def open(self, window: Window) -> None:
         """Tells owners what is needed. Collective."""
+        ...
+
+    def retrieve(self, window: Window) -> None:
+        """Brings rows into fast memory."""
         ...
 
     def final(self, window: Window) -> None:
@@ -70,7 +76,7 @@ class WholeWindows:
     """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
 
     def __init__(self, part: Part | CorePart, obstacle: str) -> None:
-        self.is_phased = False
+        self.is_phased = self.is_tiered = False
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._part = part
         self._updated = FIRST - 1
@@ -81,6 +87,9 @@ class WholeWindows:
 
     def open(self, window: Window) -> None:
         """Owners learn what is needed when it is fetched."""
+
+    def retrieve(self, window: Window) -> None:
+        """Rows are where they are."""
 
     def final(self, window: Window) -> None:
         """Nothing comes before the window opens."""
@@ -117,7 +126,7 @@ class PhasedWindows:
     """Rows and gradients travel by micro-batch. Making one is collective."""
 
     def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
-        self.is_phased = True
+        self.is_phased, self.is_tiered = True, any(exchange.is_tiered for exchange in part.exchanges)
         self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._part, self._form = part, form
         self._exchange = PhasedExchange(
@@ -127,6 +136,10 @@ class PhasedWindows:
 
     def begin(self, number: int) -> None:
         """What was opened before and never fetched is forgotten."""
+        for travels in self._travels.values():
+            for travel in travels:
+                if travel.held is not None:
+                    travel.held.release()
         self._travels.clear()
         self._exchange.begin()
 
@@ -134,6 +147,10 @@ class PhasedWindows:
         """Tells owners what is needed, and with which micro-batch. Collective."""
         groups = [window.groups[index] for index in self._part.indices]
         self._travels[window.number] = self._exchange.open(window, groups)
+
+    def retrieve(self, window: Window) -> None:
+        """Brings rows that were asked for into fast memory."""
+        self._exchange.retrieve(self._travels[window.number], window.number)
 
     def final(self, window: Window) -> None:
         """Fetches rows that the window before does not touch. Collective."""
@@ -170,6 +187,7 @@ def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifi
     if isinstance(part, CorePart):
         return WholeWindows(part, "tensor-train rows are computed where they are looked up")
     kinds = [kind for exchange in part.exchanges for kind in exchange.address_map.kinds]
-    if obstacle := phased_obstacle(part.transport.name, kinds, part.replicas):
+    is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
+    if obstacle := phased_obstacle(part.transport.name, kinds, part.replicas, is_tiered=is_tiered):
         return WholeWindows(part, obstacle)
     return PhasedWindows(part, form, finds_final=finds_final, verifies=verifies)

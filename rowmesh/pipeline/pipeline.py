@@ -50,7 +50,7 @@ class Samples(Protocol):
 
 
 T = TypeVar("T", bound=Samples)
-_ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "route", "open", "retrieve", "final", "rows", "gradients", "update")
 
 
 class Part:
@@ -163,10 +163,11 @@ class Pipeline(Generic[T]):
         _check(depth, micro_batches, exchange)
         self._embeddings, self._overlap, self._disturb = embeddings, overlap, disturb
         finds_final = final_rows and depth > 0 and exchange == "delta"
-        self.schedule = make_schedule(depth, micro_batches, fetches_final=finds_final)
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._windows = embeddings.windows(exchange, finds_final=finds_final, verifies=verify)
+        is_tiered = any(windows.is_tiered for windows in self._windows)
+        self.schedule = make_schedule(depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered)
         self.recorder = Recorder()
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
@@ -337,6 +338,11 @@ class Pipeline(Generic[T]):
         if window := self._window(task):
             for windows in self._windows:
                 windows.open(window)
+
+    def _retrieve(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.retrieve(window)
 
     def _final(self, task: Task) -> None:
         if window := self._window(task):

@@ -147,7 +147,6 @@ def make_schedule(
     if is_tiered:
         stages += [
             Stage("retrieve", "tier", (After("open"),), ahead=depth),
-            Stage("write back", "tier", (After("update"),)),
         ]
     return Schedule(tuple(stages), num_parts, depth)
 

@@ -8,6 +8,7 @@ from rowmesh.tables.initializer import Constant, Initializer, Normal, Uniform
 from rowmesh.tables.spec import TableSpec
 from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
 from rowmesh.tables.tiered import Lease, TieredArena
+from rowmesh.tables.tiers import Tiers
 
 __all__ = [
     "BackingStore",
@@ -23,6 +24,7 @@ __all__ = [
     "TensorTrain",
     "TensorTrainShape",
     "TieredArena",
+    "Tiers",
     "Uniform",
     "fuse",
 ]

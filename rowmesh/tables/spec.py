@@ -15,7 +15,7 @@ from rowmesh.tables.initializer import Initializer, Uniform
 from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
 
 Pooling = Literal["sum", "mean", "none"]
-Storage = Literal["dense", "tensor_train"]
+Storage = Literal["dense", "tiered", "tensor_train"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MAX_DIM = 1024
 
@@ -36,7 +36,8 @@ class TableSpec:
         dtype: storage of the rows. bfloat16 rows are pooled in and updated from float32 state.
         out_of_range: what to do with an id below 0 or past the table: "error", or the row to read
             instead; either is counted by feature.
-        storage: "dense" rows, spread over the ranks, or "tensor_train": every rank computes rows from three small
+        storage: "dense" rows, spread over the ranks; "tiered": the same, those in use in fast memory and the others in
+            a backing store; or "tensor_train": every rank computes rows from three small
             cores, which are what is trained.
         tensor_train: how big the cores may be, where there are any; default: of rank 16.
 
@@ -95,10 +96,10 @@ class TableSpec:
             raise ConfigurationError(
                 f"table {self.name!r}: storage must be one of {get_args(Storage)}, got {self.storage!r}"
             )
-        if self.storage == "dense":
+        if self.storage != "tensor_train":
             if self.tensor_train is not None:
                 raise ConfigurationError(
-                    f"table {self.name!r} is dense and has no cores for {self.tensor_train}; give "
+                    f"table {self.name!r} is {self.storage} and has no cores for {self.tensor_train}; give "
                     "storage='tensor_train' too, or leave it out"
                 )
             return

@@ -146,8 +146,9 @@ class TableConfig(Section):
         optimizer: the update rule.
         initializer: the distribution that rows start from.
         replicas: of this table, where not as many as `parallel.replicas`.
-        storage: dense rows, spread over the ranks, or tensor_train, computed on each from small cores; auto: dense, but
-            for tables of `tensor_train.min_rows` rows or more.
+        storage: dense rows, spread over the ranks; tiered: the same, those in use in fast memory and the others as
+            `tiers` says; or tensor_train, computed on each rank from small cores. auto: dense, but for tables of
+            `tensor_train.min_rows` rows or more.
         tensor_train: what the cores are like.
     """
 
@@ -158,7 +159,7 @@ class TableConfig(Section):
     optimizer: UpdateRuleConfig = UpdateRuleConfig()
     initializer: InitializerConfig = InitializerConfig()
     replicas: Positive | None = None
-    storage: Literal["auto", "dense", "tensor_train"] = "auto"
+    storage: Literal["auto", "dense", "tiered", "tensor_train"] = "auto"
     tensor_train: TensorTrainConfig = TensorTrainConfig()
 
 
@@ -276,6 +277,24 @@ class ParallelConfig(Section):
         return self
 
 
+class TiersConfig(Section):
+    """Where tiered tables keep their rows.
+
+    Attributes:
+        fast_share: of a rank's rows, how many fit into fast memory.
+        fast_rows: fewest rows that do, where there are as many: batches in sight must fit.
+        folder: where files of rows are made, on each host; empty: in memory.
+        threads: that read a file, and as many that write it.
+        direct: whether files are read and written past the system's page cache.
+    """
+
+    fast_share: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.25
+    fast_rows: Positive = 65_536
+    folder: Folder = ""
+    threads: Positive = 4
+    direct: bool = False
+
+
 class PipelineConfig(Section):
     """What moves while a batch is computed. Every choice trains the same model.
 
@@ -365,6 +384,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    tiers: TiersConfig = TiersConfig()
 
 
 def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
-from rowmesh.tables import TableSpec
+from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
 from rowmesh.train.placement import Placement
 from rowmesh.train.tables import common_dim, table_specs
@@ -79,9 +80,18 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
     embeddings = EmbeddingCollection(
-        tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan, synchronization=synchronization
-    )
+        tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan, synchronization=synchronization,
+        tiers=_tiers(config),
+    )  # fmt: skip
     return Job(config, mesh, data, embeddings, network, placement)
+
+
+def _tiers(config: Config) -> Tiers:
+    tiers = config.tiers
+    return Tiers(
+        fast_share=tiers.fast_share, fast_rows=tiers.fast_rows, folder=Path(tiers.folder) if tiers.folder else None,
+        threads=tiers.threads, direct=tiers.direct, verify=config.pipeline.verify, timeout_s=config.parallel.timeout_s,
+    )  # fmt: skip
 
 
 def network_dtype(tables: Sequence[TableSpec]) -> torch.dtype:

@@ -59,7 +59,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             out_of_range=config.out_of_range,
             optimizer=_optimizer(name, tables, is_cored),
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
-            storage="tensor_train" if is_cored else "dense",
+            storage="tensor_train" if is_cored else "tiered" if config.storage == "tiered" else "dense",
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
         )
     except TypeError as error:

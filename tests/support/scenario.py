@@ -12,7 +12,7 @@ from torch import Tensor
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec
+from rowmesh.tables import TableSpec, Tiers
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Scenario:
         pipeline: options of a pipeline to train through; `disturb` takes the rank and a task.
         breaks: steps before which the loop over the pipeline is left and begun again.
         plain: steps without the pipeline.
+        tiers: where rows of tiered tables are.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         seed: of everything random.
     """
@@ -65,6 +66,7 @@ class Scenario:
     pipeline: dict[str, Any] | None = None
     breaks: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
+    tiers: Tiers | None = None
     ranks_per_node: int | None = None
     seed: int = 0
 

@@ -92,6 +92,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
         transport=transport,  # type: ignore
         plan=scenario.plan,
         synchronization=scenario.synchronization,
+        tiers=scenario.tiers,
     )
     job = _Job(mesh, scenario, collection)
     if scenario.pipeline is not None:

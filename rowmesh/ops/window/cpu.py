@@ -129,6 +129,20 @@ def spread(values, heads, nexts, num_merged, out):
 
 
 @kernel
+def place_own(places, heads, nexts, num_merged, begin, end, uniques, base, row_bytes, addresses):
+    """Addresses of the rows that a rank asked itself for, entries begin … end − 1.
+
+    The row of entry begin + k is that of unique id uniques[k].
+    """
+    for m in range(num_merged):
+        address, entry = base + load_u32(places + 4 * m) * row_bytes, load_u32(heads + 4 * m)
+        while entry != END:
+            if begin <= entry < end:
+                store_i64(addresses + 8 * load_u32(uniques + 4 * (entry - begin)), address)
+            entry = load_u32(nexts + 4 * entry)
+
+
+@kernel
 def pack_bits(masks, begin, end, out):
     """Eight entries a byte: whether each is of the phase FINAL."""
     for first in range(begin, end, 8):

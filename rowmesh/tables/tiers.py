@@ -1,0 +1,68 @@
+"""Tiers: how much of a tiered table is in fast memory, and where the rest is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.memory import Memory
+from rowmesh.tables.backing import MakeStore, MemoryStore
+from rowmesh.tables.file_store import FileStore
+from rowmesh.tables.group import TableGroup
+from rowmesh.tables.tiered import TieredArena
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Where rows of tables with `storage="tiered"` are.
+
+    Attributes:
+        fast_share: of a group's rows on a rank, how many fit into fast memory, above 0 and at most 1.
+        fast_rows: fewest rows that do, where there are as many: batches in sight must fit.
+        folder: where files of rows are made; None: in memory.
+        threads: that read a file, and as many that write it.
+        direct: whether files are read and written past the system's page cache.
+        verify: whether versions of rows are kept and checked.
+        poison: whether NaN is left where rows were given up; for tests.
+        timeout_s: how long a batch waits for room.
+
+    Example:
+        >>> Tiers(fast_share=0.1, fast_rows=100).frames(2000)
+        200
+    """
+
+    fast_share: float = 0.25
+    fast_rows: int = 65_536
+    folder: Path | None = None
+    threads: int = 4
+    direct: bool = False
+    verify: bool = False
+    poison: bool = False
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fast_share <= 1.0:
+            raise ConfigurationError(f"fast_share must be above 0 and at most 1, got {self.fast_share}")
+        if self.fast_rows < 1:
+            raise ConfigurationError(f"fast_rows must be 1 or more, got {self.fast_rows}")
+
+    def frames(self, num_rows: int) -> int:
+        """How many of so many rows fit into fast memory."""
+        return max(min(num_rows, max(self.fast_rows, round(self.fast_share * num_rows))), 1)
+
+    def arena(self, group: TableGroup, num_slots: int, rank: int, allocate: Callable[[int], Memory]) -> TieredArena:
+        """The rows of a group on a rank."""
+        return TieredArena(
+            group, num_slots, self.frames(num_slots), self._store(group, rank), allocate,
+            verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
+        )  # fmt: skip
+
+    def _store(self, group: TableGroup, rank: int) -> MakeStore:
+        if self.folder is None:
+            return MemoryStore
+        path = self.folder / f"{group.name}.{rank}.{secrets.token_hex(4)}.rows"  # has no name once it is open
+        return partial(FileStore, path=path, num_threads=self.threads, direct=self.direct)
