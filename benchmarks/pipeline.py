@@ -1,6 +1,7 @@
 """Pipelines: what overlap gains where rows come over a cable, and where they come from a disk.
 
     python -m benchmarks.pipeline --hosts 2 --rate 500mbit --share 20,40,60    beside steps in turn, and TorchRec
+    python -m benchmarks.pipeline --tier disk                                  beside no look-ahead, and all in memory
 
 Several cases may be asked for at once. A case is a module with two functions: `add_options(parser)`, one of whose
 options has the name of the case, and `run(report, options)`, which is called where that option is given.
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.command import Report
 
-CASES = {"hosts": "benchmarks.pipeline_hosts"}
+CASES = {"hosts": "benchmarks.pipeline_hosts", "tier": "benchmarks.pipeline_tier"}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -39,6 +39,7 @@ from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
 from rowmesh.tables.spec import check_tables, with_moment_scale
+from rowmesh.tables.tier import TierCounters
 from rowmesh.tensor_train.arena import Cores
 
 logger = logging.getLogger("rowmesh")
@@ -222,6 +223,11 @@ class EmbeddingCollection(nn.Module):
     def counters(self) -> list[GroupCounters]:
         """What each group moved since the start, on this rank."""
         return [exchange.counters for exchange in self._exchanges]
+
+    @property
+    def tier_counters(self) -> list[TierCounters]:
+        """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
+        return [exchange.tiered.counters for exchange in self._exchanges if isinstance(exchange, TieredExchange)]
 
     @property
     def common_counters(self) -> CommonCounters:

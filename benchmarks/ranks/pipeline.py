@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from benchmarks.ranks.setup import serve, sparse_batch, table_specs
 from benchmarks.tower import Tower
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.observe.memory import resident_bytes
 from rowmesh.pipeline import Flight, Pipeline
 from rowmesh.sparse import take
+from rowmesh.tables import Tiers
 from rowmesh.train.gradients import SharedGradients
 
 
@@ -34,15 +37,30 @@ class Item:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, mesh: Mesh) -> None:
+    def __init__(
+        self, workload: Workload, mesh: Mesh, tiers: dict[str, Any] | None = None, num_batches: int = 0
+    ) -> None:  # fmt: skip
         self._workload, self._mesh, tables = workload, mesh, table_specs(workload)
-        self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective")
+        if tiers is not None:
+            tables = [replace(table, storage="tiered") for table in tables]
+            folder = Path(tiers.pop("folder"))
+            self._embeddings = EmbeddingCollection(tables, mesh=mesh, tiers=Tiers(folder=folder, **tiers))
+            self._write_all()
+        else:
+            self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective")
         self._optimizer = EmbeddingOptimizer(self._embeddings)
         self._loss = nn.BCEWithLogitsLoss(reduction="sum")
-        batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches)
+        batches = make_batches(workload, mesh.rank, mesh.world_size, num_batches or workload.num_batches)
         self._items = [Item(batch.dense, sparse_batch(tables, batch), batch.labels) for batch in batches]
+        self._position = -1
         self._pipelines: dict[str, Pipeline[Item]] = {}
         self._build(64)
+
+    def _write_all(self) -> None:
+        """Writes every row, so that none is computed instead of read."""
+        for table in self._embeddings.tables:
+            for piece in self._embeddings.local_rows(table.name):
+                piece.commit()
 
     def _build(self, hidden: int) -> None:
         torch.manual_seed(self._workload.seed)
@@ -72,7 +90,7 @@ class Commands:
         """Seconds of a step of a loop, after some that are not timed, and of its tasks by stage and micro-batch."""
         pipeline, averaged_s, before, began = self._pipelines[name], 0.0, 0, 0.0
         elapsed_s = 0.0
-        items = (self._items[number % len(self._items)] for number in range(warmup + steps))
+        items = (self._next() for _ in range(warmup + steps))
         for number, window in enumerate(pipeline.windows(items)):
             if number == warmup:
                 averaged_s, before, began = 0.0, self._received, time.perf_counter()
@@ -86,7 +104,20 @@ class Commands:
                 key = f"{span.task.stage}.{span.task.part}"
                 tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
         received = (self._received - before) / steps
-        return {"seconds": {"step": [elapsed_s / steps]}, "tasks": tasks, "received_bytes": received}
+        return {
+            "seconds": {"step": [elapsed_s / steps]}, "tasks": tasks, "received_bytes": received,
+            "memory": self._embeddings.memory_bytes, "resident_bytes": resident_bytes(), "tier": self._tier(),
+        }  # fmt: skip
+
+    def _tier(self) -> dict[str, float]:
+        """What the arenas did since the start."""
+        tiers = self._embeddings.tier_counters
+        return asdict(tiers[0]) if tiers else {}
+
+    def _next(self) -> Item:
+        """The next batch; after the last, the first."""
+        self._position += 1
+        return self._items[self._position % len(self._items)]
 
     @property
     def _received(self) -> int:

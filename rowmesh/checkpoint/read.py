@@ -175,11 +175,11 @@ def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> Non
 
 def _check_storage(table: TableSpec, entry: TableEntry) -> None:
     name = table.name
-    if entry.cores is not None and table.storage == "dense":
+    if entry.cores is not None and table.storage != "tensor_train":
         raise CheckpointError(
-            f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and dense here; use "
-            f'the configuration it was trained with (tables.{name}.storage = "tensor_train"), or fill a dense table '
-            "with the rows that its cores give (EmbeddingCollection.cores(…).rows)"
+            f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and {table.storage} "
+            f'here; use the configuration it was trained with (tables.{name}.storage = "tensor_train"), or fill such a '
+            "table with the rows that its cores give (EmbeddingCollection.cores(…).rows)"
         )
     if entry.cores is None and table.storage == "tensor_train":
         raise CheckpointError(

@@ -29,6 +29,7 @@ from rowmesh.train.report import describe, describe_training, results, warn_of_s
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json, write_text
 from rowmesh.train.splits import check_split, check_training_splits
+from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
 
@@ -188,7 +189,9 @@ def _say_mapped(job: Job) -> None:
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
     placement = on_rank_0(mesh, SETTING_UP, place)
-    check_memory(placement.plan, mesh, averages=config.parallel.synchronization == "average")
+    in_files = [table.name for table in table_specs(config.tables, data) if table.storage == "tiered"]
+    averages = config.parallel.synchronization == "average"
+    check_memory(placement.plan, mesh, in_files if config.tiers.folder else (), averages=averages)
     job = build(config, mesh, data, placement)
     try:
         yield job

@@ -59,7 +59,7 @@ class Drift:
         self._check_every, self._sample_every = check_every, sample_every
         self._shares = (min_coverage, min_balance)
         self._traffic = collection.traffic = Traffic(collection.mesh.world_size)
-        dense = [table for table in collection.tables if table.storage == "dense"]
+        dense = [table for table in collection.tables if table.storage != "tensor_train"]
         self._tables = {feature: table.name for table in dense for feature in table.features}
         self._reason = ""
         self._step = 0

@@ -138,7 +138,7 @@ def request_of(config: Config, world_size: int) -> Request:
 
 def shapes_of(config: Config, data: Prepared) -> list[TableShape]:
     """The run's tables with rows; tensor-train tables are on every rank, and in no plan."""
-    return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage == "dense"]
+    return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage != "tensor_train"]
 
 
 def run_topology(config: Config, mesh: Mesh) -> Topology:
@@ -168,7 +168,7 @@ def wanted_replicas(config: Config, data: Prepared) -> dict[str, int]:
             raise ConfigurationError(
                 f"tables.{table.name}.replicas = {own}: every rank has the cores of a tensor-train table; leave it out"
             )
-    return {table.name: tables.of(table.name).replicas or of_all for table in specs if table.storage == "dense"}
+    return {table.name: tables.of(table.name).replicas or of_all for table in specs if table.storage != "tensor_train"}
 
 
 def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, int]) -> Placement:

@@ -14,6 +14,7 @@ import rowmesh
 from rowmesh.data.prepared import Split
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement.text import bytes_text
+from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
@@ -29,7 +30,7 @@ def describe(job: Job) -> list[str]:
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
-        *(("group", _group(group)) for group in job.embeddings.groups),
+        *(("group", _group(group, job.embeddings.tiers)) for group in job.embeddings.groups),
         ("network", _network(job)),
         *(("memory", f"rank {rank}: {_sizes(sizes)}") for rank, sizes in enumerate(memory)),
     ]
@@ -129,13 +130,18 @@ def _data(job: Job) -> str:
     return f"{job.data.folder}: {splits} samples; {features}"
 
 
-def _group(group: Any) -> str:
+def _group(group: Any, tiers: Tiers) -> str:
     rows = sum(table.num_rows for table in group.tables)
     dtype = str(group.dtype).removeprefix("torch.")
-    return (
+    about = (
         f"{group.name}: {len(group.tables)} tables, {rows:,} rows × {group.dim} {dtype}, "
         f"{group.optimizer.name} lr {group.optimizer.lr:g}"
-    ) + (_cores(group) if group.storage == "tensor_train" else "")
+    )
+    if group.storage == "tiered":
+        where = tiers.folder or "memory"
+        fast = f"{tiers.fast_share:.0%} of a rank's in fast memory, at least {tiers.fast_rows:,}"
+        return f"{about}; {fast}, all in {where}"
+    return about + (_cores(group) if group.storage == "tensor_train" else "")
 
 
 def _cores(group: Any) -> str:

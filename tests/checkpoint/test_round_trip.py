@@ -11,6 +11,7 @@ from hypothesis import given
 
 from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
 from rowmesh.checkpoint.read import _intersect
+from rowmesh.embeddings import LocalRows
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
 
@@ -24,13 +25,6 @@ DENSE = {"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 12}
 
 
 @dataclass
-class Rows:
-    rows: range
-    values: torch.Tensor
-    state: dict[str, torch.Tensor]
-
-
-@dataclass
 class Dealt:
     """Stands in for a collection: row r lives on rank r mod W, or the rows are cut into W blocks."""
 
@@ -38,7 +32,7 @@ class Dealt:
     rank: int = 0
     world_size: int = 1
     blocks: bool = False
-    parts: dict[str, Rows] = field(init=False)
+    parts: dict[str, LocalRows] = field(init=False)
 
     def __post_init__(self):
         self.parts = {table.name: self._deal(table) for table in self.tables}
@@ -52,7 +46,7 @@ class Dealt:
         state = {name: torch.full(shapes[kind], -1.0) for name, kind in table.optimizer.state.items()}
         # a view into something wider, as rows in an arena may be
         values = torch.full((len(rows), table.dim + 3), -1.0).to(table.dtype)[:, : table.dim]
-        return Rows(rows, values, state)
+        return LocalRows(rows, values, state)
 
     def synchronize(self):
         pass
@@ -65,7 +59,7 @@ class Dealt:
         part = self.parts[table]
         cut = (len(part.rows) + 1) // 2
         return [
-            Rows(part.rows[piece], part.values[piece], {name: state[piece] for name, state in part.state.items()})
+            LocalRows(part.rows[piece], part.values[piece], {name: state[piece] for name, state in part.state.items()})
             for piece in (slice(None, cut), slice(cut, None))
         ]
 
@@ -176,7 +170,7 @@ def test_a_full_disk_leaves_no_empty_folder(tmp_path, monkeypatch):
     def fill(*_, **__):
         raise OSError("4208 requested and 3040 written")  # as writers of arrays do
 
-    monkeypatch.setattr(write, "_write_arrays", fill)
+    monkeypatch.setattr(write, "_write_array", fill)
     with pytest.raises(CheckpointError, match=r"only a part was written \(4208 .*\); is the disk full"):
         save(tmp_path / "model", Dealt(TABLES), DENSE)
     assert list(tmp_path.iterdir()) == []
