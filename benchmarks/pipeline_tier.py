@@ -61,10 +61,14 @@ def run(report: Report, options: argparse.Namespace) -> None:
             "folder": folder, "fast_share": options.tier_share, "fast_rows": 1, "threads": options.tier_threads,
             "direct": True,
         }  # fmt: skip
-        many = {"num_batches": options.tier_batches}
-        tiered = stack.enter_context(Contestant("tiered", MODULE, workload, ranks=1, tiers=tiers, **many))
+        num_batches = options.tier_batches
+        tiered = stack.enter_context(
+            Contestant("tiered", MODULE, workload, ranks=1, tiers=tiers, num_batches=num_batches)
+        )
         fast = stack.enter_context(
-            Contestant("in memory", MODULE, workload, ranks=1, tiers=tiers | {"fast_share": 1.0}, **many)
+            Contestant(
+                "in memory", MODULE, workload, ranks=1, tiers=tiers | {"fast_share": 1.0}, num_batches=num_batches
+            )
         )
         _, absent = connect_all([tiered, fast], time.monotonic() + START_S)
         if absent:

@@ -83,6 +83,8 @@ class SharedBuffer:
         """
         try:
             opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise PeerError(f"rank {rank} (process {pid}) died while its memory was mapped") from error
         except OSError as error:
             raise PeerError(f"cannot map the memory of rank {rank} (process {pid}): {error}") from error
         try:

@@ -66,7 +66,7 @@ def test_descriptors_are_closed():
 def test_a_process_that_is_gone():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    with pytest.raises(PeerError, match=rf"memory of rank 3 \(process {process.pid}\)"):
+    with pytest.raises(PeerError, match=rf"rank 3 \(process {process.pid}\) died while its memory"):
         SharedBuffer.attach(process.pid, 5, 100, rank=3)
 
 

@@ -104,7 +104,7 @@ def test_what_is_declared_for_each_depth():
     assert stages_of(make_schedule(1, 2, fetches_final=False), "rows") == [("rows", 0), ("open", 1)]
     assert stages_of(make_schedule(3, 2), "worker") == [("read", 3), ("route", 3)]
     tiered = make_schedule(2, 2, is_tiered=True)
-    assert stages_of(tiered, "tier") == [("retrieve", 2), ("write back", 0)]
+    assert stages_of(tiered, "tier") == [("retrieve", 2)]
     assert Task("retrieve", 5) in tiered.before(Task("rows", 5, 1))
     assert Task("retrieve", 5) in tiered.before(Task("final", 5))
 
