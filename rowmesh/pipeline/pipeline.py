@@ -132,6 +132,7 @@ class Pipeline(Generic[T]):
         ConfigurationError: these do not go together.
 
     Example:
+        >>> import torch
         >>> from rowmesh import EmbeddingOptimizer, TableSpec
         >>> from rowmesh.data import Batch
         >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])

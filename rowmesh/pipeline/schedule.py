@@ -170,8 +170,8 @@ def play(schedule: Schedule, seconds: Callable[[Task], float], num_batches: int)
 
     Example:
         >>> spans = play(make_schedule(depth=0, num_parts=1), lambda task: 1.0, num_batches=2)
-        >>> max(span.end_s for span in spans)  # read, route, open, rows, compute, step, gradients, update: one by one
-        14.0
+        >>> max(span.end_s for span in spans)  # 7 for the first batch; rows of the second wait for its update
+        11.0
     """
     turns = range(-schedule.depth, num_batches)
     queues = {

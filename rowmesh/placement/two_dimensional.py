@@ -147,6 +147,7 @@ def compare_replicas(
             do), or nothing fits (says what is missing, and how many ranks it would take).
 
     Example:
+        >>> from rowmesh.placement import TableShape
         >>> from rowmesh.placement.profile import Profile
         >>> from rowmesh.placement.request import Request
         >>> shapes = [TableShape("hot", 1_000, 64, 64), TableShape("cold", 100_000, 64, 64)]

@@ -74,7 +74,8 @@ def test_a_process_that_dies_in_any_stage(pool, stage, transport):
     assert "exit code -9" in caught.value.failed[1]
     kind, message, elapsed_s, threads = caught.value.returned[0]
     assert kind == "PeerError"
-    assert re.match(r"rank 0 in stage '\w+' of batch \d+: (rank 0: )?rank 1 \(process \d+\) died while", message), message
+    died = r"rank 0 in stage '\w+' of batch \d+: (rank 0: )?rank 1 \(process \d+\) died while"
+    assert re.match(died, message), message
     assert elapsed_s < 10
     assert threads == []
 
