@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+    from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
-    from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Uniform
+    from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
@@ -27,9 +28,10 @@ _HOMES = {
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.mesh": ("Mesh",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),
+    "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
     "rowmesh.sparse": ("SparseBatch",),
-    "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Uniform"),
+    "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -45,6 +47,7 @@ __all__ = [
     "JaggedRows",
     "Mesh",
     "Normal",
+    "Pipeline",
     "Plan",
     "RowWiseAdaGrad",
     "RowmeshError",
@@ -54,6 +57,7 @@ __all__ = [
     "TensorTrain",
     "TensorTrainEmbeddingBag",
     "TensorTrainOptimizer",
+    "Tiers",
     "Uniform",
 ]
 

@@ -11,7 +11,7 @@ from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
 from rowmesh.exchange.route import GroupExchange, Held
-from rowmesh.exchange.tiered import TieredExchange
+from rowmesh.exchange.tiered import HeldLease, TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, WindowGroup, phase_counts
@@ -277,7 +277,10 @@ class PhasedGroup:
 
     def update(self, travel: Travel, update: Update, number: int) -> None:
         """Updates the merged rows."""
-        travel.sources.apply(update)
+        if isinstance(travel.held, HeldLease):
+            travel.held.apply(travel.window.space.merger, update)
+        else:
+            travel.sources.apply(update)
         travel.sources.count()
         if travel.held is not None:
             travel.held.release()

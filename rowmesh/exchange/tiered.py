@@ -17,7 +17,12 @@ class HeldLease(Held):
 
     def __init__(self, arena: TieredArena, lease: Lease) -> None:
         super().__init__(lease.address)
-        self._arena, self._lease = arena, lease
+        self._arena, self._lease, self._is_changed = arena, lease, False
+
+    def apply(self, merged: Merger, update: Update) -> None:
+        """Updates the rows that are held. Takes no turn: a lease that waits for their frames may have it."""
+        self._is_changed = True
+        self._arena.apply(merged, self.places, update.lr, update.scaling, update.step)
 
     def check(self) -> None:
         """Where versions are kept: checks that rows are what their last updates left."""
@@ -26,7 +31,7 @@ class HeldLease(Held):
     def release(self) -> None:
         """The rows may leave fast memory. May be called again."""
         if self._lease.is_live:
-            self._arena.release(self._lease, changed=False)
+            self._arena.release(self._lease, changed=self._is_changed)
 
 
 class TieredExchange(GroupExchange):
@@ -67,7 +72,7 @@ class TieredExchange(GroupExchange):
         )  # fmt: skip
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
-        """Updates merged rows, which are brought where they are not there."""
+        """Updates merged rows, which are brought where they are not there; in turn with those who bring others."""
         lease = self.tiered.lease(merged.merged_slots, merged.num_merged)
         try:
             self.tiered.apply(merged, lease.address, update.lr, update.scaling, update.step, part)

@@ -9,9 +9,10 @@ What is here, in the order in which a batch meets it:
 
 Samples are clustered by `rowmesh.ops.cluster` and batches cut by `rowmesh.sparse.micro_batches`.
 
-What will be here: stages declared once, with the resource each uses and what it waits for, and their runner; look-ahead
-buffers over tiered tables; exchange in the frozen window, and across the step boundary; versions of rows that verify
-it. `docs/nestpipe.md` says what of it exists.
+- `cutter`: which samples are in which micro-batch;
+- `schedule`: the stages of a batch, what each uses and waits for; a value that `play` plays and `runner` runs;
+- `pipeline`: batches of a loader, one after the other, while the next are on their way;
+- `recorder` and `auto`: what the stages took, and what depth and how many micro-batches that advises.
 
 Sources: NestPipe §III–VI; EL-Rec §V.
 """

@@ -51,6 +51,14 @@ def test_tiers_change_nothing(ranks, tmp_path, batch_sizes, tables, on_disk):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_batch_waits_for_the_room_of_the_one_before(ranks):
+    """Two batches do not fit into fast memory together, so that the next is brought when this one is updated."""
+    scenario = Scenario(tables=DENSE, batch_sizes=(40, 40), bag_sizes=(2, 3), skew=1.0, num_steps=6)
+    tiers = Tiers(fast_share=0.01, fast_rows=160, timeout_s=20.0)
+    tiered = replace(scenario, tables=TIERED, tiers=tiers, pipeline={"depth": 1})
+    assert_equal(run(ranks, tiered), run(ranks, replace(scenario, pipeline={"depth": 0})))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_micro_batches_over_tiers_are_those_over_dense_rows(ranks, depth):
     options = {"depth": depth, "micro_batches": 3, "sizes": "light_ends", "clustering": "greedy"}

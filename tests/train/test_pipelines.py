@@ -1,0 +1,45 @@
+"""Runs through a pipeline, and runs whose tables are in tiers."""
+
+import json
+
+import pytest
+
+from rowmesh.train.commands import run_evaluation
+
+COLLECTIVE = ["parallel.transport=collective", "tables.dtype=float64"]
+
+
+def test_a_pipeline_trains_the_same_model(train, tmp_path):
+    plain = train("plain", *COLLECTIVE)
+    ahead = train("ahead", *COLLECTIVE, "pipeline.depth=2", "pipeline.verify=true", "train.eval_every=3")
+    assert ahead.metrics == plain.metrics  # to the bit
+    assert "pipeline  rows and gradients travel by micro-batch (delta)" in ahead.out
+    parts = train("parts", *COLLECTIVE, "pipeline.depth=1", "pipeline.micro_batches=3", "pipeline.trace=true")
+    assert parts.metrics == pytest.approx(plain.metrics, abs=1e-9)
+    exposed = [line["exposed_share"] for line in parts.log if line["kind"] == "train"]
+    assert exposed
+    assert all(0 <= share <= 1 for share in exposed)
+    events = json.loads((tmp_path / "parts" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {"rows", "final", "gradients", "update"} <= {event["name"] for event in events}
+
+
+def test_auto_says_what_it_chose(train):
+    run = train("auto", *COLLECTIVE, "pipeline.depth=auto", "pipeline.micro_batches=auto", "train.epochs=5")
+    assert "pipeline  off: " in run.out or "ms a step expected" in run.out
+
+
+def test_whole_rows_say_why(train):
+    run = train("whole", "parallel.transport=one_sided", "pipeline.depth=1")
+    assert "travel whole: the transport is one_sided, which reads rows in place" in run.out
+
+
+def test_tiers_train_the_same_model(train, tmp_path):
+    (tmp_path / "rows").mkdir()
+    plain = train("plain", *COLLECTIVE)
+    tiers = ["tables.storage=tiered", f"tiers.folder={tmp_path / 'rows'}", "tiers.fast_rows=150", "pipeline.depth=1"]
+    tiered = train("tiered", *COLLECTIVE, *tiers)
+    assert tiered.metrics == plain.metrics
+    assert "owners bring the rows that they are asked for into fast memory" in tiered.out
+    assert list((tmp_path / "rows").iterdir()) == []
+    assert run_evaluation(tmp_path / "tiered").auc == pytest.approx(plain.metrics["auc"], abs=1e-9)  # on one rank
