@@ -281,8 +281,8 @@ class TieredArena:
         return (
             f"group {self.group.name}: a batch of {len(lease.slots):,} rows needs {missing:,} more frames of the fast "
             f"arena, which has {self.num_frames:,}; {pinned:,} are held, by this batch and {self._num_leases} other(s) "
-            f"in sight (waited {waited_s:.1f} s). Raise num_frames to {pinned + missing:,} or more, look ahead over "
-            "fewer batches, or make batches smaller"
+            f"in sight (waited {waited_s:.1f} s). Let {pinned + missing:,} rows or more fit (fast_rows or "
+            "fast_share of Tiers, or of the section tiers), look ahead over fewer batches, or make batches smaller"
         )
 
     def _load(self, lease: Lease, taken: np.ndarray, is_written: np.ndarray) -> None:

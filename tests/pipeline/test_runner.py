@@ -1,6 +1,7 @@
 """Runner: does a schedule in threads: in order, no sooner than the driver lets it, and with an end."""
 
 import logging
+import signal
 import threading
 import time
 
@@ -287,9 +288,13 @@ def test_a_driver_that_waits_hears_a_signal():
     schedule = make_schedule(1, 1)
     runner = make(schedule, Log({Task("read", 1): release.wait}))
     timer = threading.Timer(0.3, _thread.interrupt_main)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        drive(runner, schedule, 4)
-    release.set()
-    timer.join()
-    runner.close()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            drive(runner, schedule, 4)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        release.set()
+        timer.join()
+        runner.close()

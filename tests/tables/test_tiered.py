@@ -355,7 +355,7 @@ def test_too_few_frames_say_what_to_raise():
         began = time.monotonic()
         message = (
             r"group dim5_row_wise_adagrad: a batch of 4 rows needs 3 more frames of the fast arena, which has 10; 8 "
-            r"are held, by this batch and 1 other\(s\) in sight \(waited 0\.\d s\)\. Raise num_frames to 11 or more"
+            r"are held, by this batch and 1 other\(s\) in sight \(waited 0\.\d s\)\. Let 11 rows or more fit"
         )
         with pytest.raises(RowmeshError, match=message):
             lease_of(tiered, [7, 8, 9, 10])
