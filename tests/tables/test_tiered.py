@@ -348,7 +348,7 @@ def test_too_few_frames_say_what_to_raise():
     group = make_group()
     with make_tiered(group, 10, timeout_s=0.2) as tiered:
         with pytest.raises(
-            RowmeshError, match=r"a batch of 11 rows needs 11 more frames .* has 10; .*num_frames to 11"
+            RowmeshError, match=r"a batch of 11 rows needs 11 more frames .* has 10; .*Let 11 rows or more fit"
         ):
             lease_of(tiered, range(11))
         first = lease_of(tiered, range(8))
