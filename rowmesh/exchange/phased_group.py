@@ -293,6 +293,8 @@ class PhasedGroup:
 
         Rows of this rank's own requests are read in place, from the first micro-batch on.
         """
+        if phase == 0 and travel.held is not None:  # when no update can be under way
+            travel.held.check()
         space, incoming, rank = travel.window.space, travel.window.group.incoming, self.exchange.rank
         count = incoming.num_entries
         is_read = array_at(space.asked_fetches.buffer.address, np.uint32, count) >> phase & 1 != 0

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.window import Form
 from rowmesh.pipeline.rows import BatchRows
-
-Exchange = Literal["unsplit", "naive", "delta"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,13 @@ class WindowRows:
         """U, the distinct rows of the batch."""
         return sum(self.first)
 
-    def fetched(self, exchange: Exchange) -> tuple[int, ...]:
+    def fetched(self, exchange: Form) -> tuple[int, ...]:
         """Rows fetched for each micro-batch, before it is computed."""
         if exchange == "unsplit":
             return (self.num_rows, *(0 for _ in self.own[1:]))
         return self.own if exchange == "naive" else self.first
 
-    def pushed(self, exchange: Exchange) -> tuple[int, ...]:
+    def pushed(self, exchange: Form) -> tuple[int, ...]:
         """Rows whose gradient is pushed after each micro-batch."""
         if exchange == "unsplit":
             return (*(0 for _ in self.own[1:]), self.num_rows)
