@@ -16,16 +16,15 @@ from threading import Event
 import torch
 from torch import Tensor, nn
 
-from rowmesh.embeddings import Embeddings, JaggedRows, LocalRows, StoredRows
+from rowmesh.embeddings import Embeddings, LocalRows, Outputs, StoredRows
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CoreExchange
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
-from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
-from rowmesh.exchange.pooling import GroupPooling, PoolFunction, Pooling, compress
+from rowmesh.exchange.pooling import compress
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
@@ -133,14 +132,14 @@ class EmbeddingCollection(nn.Module):
         self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self.tables = self._scaled(self.tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
-        self._make_pooling()
+        self._outputs = Outputs(self.tables, self.groups)
+        self.features, self.dims = self._outputs.features, self._outputs.dims
         self._common = CommonCounters()
         self._parts = self._make_parts(self.plan)
         self._parts.allocate()
         self._exchanges = self._parts.exchanges
         self._initialize(seed)
         self._parts.connect()
-        self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
         self._inverses: list[Scratch] = []  # idle
         self._all_inverses: list[Scratch] = []  # and those that routes hold
         self._pending: list[Route] = []
@@ -192,23 +191,6 @@ class EmbeddingCollection(nn.Module):
             held = exchange.address_map.held
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
 
-    def _make_pooling(self) -> None:
-        pooled = [(name, table.dim) for table in self.tables for name in table.features if table.pooling != "none"]
-        self.features = tuple(name for name, _ in pooled)
-        self.dims = tuple(dim for _, dim in pooled)
-        columns, width = {}, 0
-        for name, dim in pooled:
-            columns[name] = width
-            width += dim
-        groups = [GroupPooling(group.dim, group.dtype) for group in self.groups]
-        if len({group.dtype for group in groups}) > 1:
-            double = sorted(table.name for table in self.tables if table.dtype == torch.float64)
-            raise ConfigurationError(
-                f"float64 tables do not mix with others: make a collection of {double} and one of the rest"
-            )
-        self._pooling = Pooling(groups, [group.is_sequence for group in self.groups], width)
-        self._layouts = Layouts(self.groups, columns, width)
-
     @property
     def transport(self) -> str:
         """One of "local", "one_sided" and "collective"; several, joined by "+", where tables differ in replicas."""
@@ -238,7 +220,7 @@ class EmbeddingCollection(nn.Module):
     def memory_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
-        buffers = self._pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
+        buffers = self._outputs.pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
         buffers += self._parts.num_bytes + self._window_maker.num_bytes
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
@@ -258,7 +240,7 @@ class EmbeddingCollection(nn.Module):
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError("weights of a SparseBatch get no gradient; detach them")
-        layouts = self._layouts(batch)
+        layouts = self._outputs.layouts(batch)
         if not self._inverses:
             self._inverses.append(Scratch())
             self._all_inverses.append(self._inverses[-1])
@@ -301,36 +283,16 @@ class EmbeddingCollection(nn.Module):
         if rows.num_pushes != self._num_pushes:
             raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
         route.check_offsets()
-        if torch.is_grad_enabled():
-            outputs = PoolFunction.apply(self._anchor, _LookUp(self, route))
-        else:
-            outputs = self._pool(route)
-        return self._wrap(outputs, route.groups, route.batch, slice(0, route.batch.batch_size))
+        return self._outputs(_LookUp(self, route), route.groups, route.batch, slice(0, route.batch.batch_size))
 
     def _pool(self, route: Route) -> tuple[Tensor, ...]:
-        return self._pooling.forward(route.groups, route.batch, route.batch.batch_size)
-
-    def _wrap(
-        self, outputs: tuple[Tensor, ...], groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
-    ) -> Embeddings:  # fmt: skip
-        """The outputs of some samples of a batch by feature."""
-        sequences: dict[str, JaggedRows] = {}
-        values = iter(outputs[1:])
-        for group, part in zip(self.groups, groups, strict=True):
-            if not group.is_sequence:
-                continue
-            lengths = [end - begin for begin, end in part.layout.features[:, :2].tolist()]
-            for name, rows in zip(group.features, next(values).split(lengths), strict=True):
-                first = batch.features.index(name) * batch.batch_size
-                offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
-                sequences[name] = JaggedRows(rows, offsets - offsets[0])
-        return Embeddings(outputs[0], self.features, self.dims, sequences)
+        return self._outputs.pooling.forward(route.groups, route.batch, route.batch.batch_size)
 
     def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
         if route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
         route.check_offsets()
-        self._pooling.backward(route.groups, gradients)
+        self._outputs.pooling.backward(route.groups, gradients)
         route.has_gradients = True
         self._pending.append(route)
 
@@ -392,7 +354,7 @@ class EmbeddingCollection(nn.Module):
         """Routes a batch that is looked up by micro-batch; no communication."""
         route = self.route(batch)
         bounds = list(accumulate(sizes, initial=0))
-        layouts = self._layouts.parts(batch, [group.layout for group in route.groups], bounds)
+        layouts = self._outputs.layouts.parts(batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
 
     def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
@@ -403,9 +365,9 @@ class EmbeddingCollection(nn.Module):
             part: which of its micro-batches.
             finished: is called when the gradients of its rows are summed.
         """
-        outputs = PoolFunction.apply(self._anchor, WindowLookUp(window, part, self._pooling, finished))
+        look_up = WindowLookUp(window, part, self._outputs.pooling, finished)
         groups = [group.parts[part] for group in window.groups]
-        return self._wrap(outputs, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
+        return self._outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
 
     def update_window(self, windows: Sequence[Windows], window: Window, lrs: Sequence[float]) -> None:
         """Applies the gradients of a window, which all are on their way. Collective."""

@@ -1,17 +1,23 @@
-"""What a collection hands out: the vectors of a look-up, and views of the rows that a rank holds."""
+"""What a collection hands out: the vectors of a look-up and how they are made, and views of rows that a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.pooling import GroupPooling, LookUp, PoolFunction, Pooling
+from rowmesh.exchange.route import RouteGroup
 from rowmesh.placement import Piece
-from rowmesh.tables import TieredArena
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableGroup, TableSpec, TieredArena
 
 STORED_ROWS = 65_536
 """Rows of a tiered table that are copied at a time."""
@@ -128,3 +134,54 @@ class Embeddings:
             dims = dict(zip(self.features, self.dims, strict=True))
             raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
         return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
+
+
+class Outputs:
+    """Vectors by feature, of rows that were fetched.
+
+    Attributes:
+        features: the pooled features, in the order of their columns.
+        dims: D of each of them.
+        layouts: where each feature's ids and vectors are.
+        pooling: rows to vectors.
+
+    Args:
+        tables: in the order of the columns.
+        groups: their groups.
+
+    Raises:
+        ConfigurationError: some tables are float64 and others are not.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec], groups: Sequence[TableGroup]) -> None:
+        pooled = [(name, table.dim) for table in tables for name in table.features if table.pooling != "none"]
+        self.features = tuple(name for name, _ in pooled)
+        self.dims = tuple(dim for _, dim in pooled)
+        ends = list(accumulate(self.dims, initial=0))
+        self._groups = groups
+        poolings = [GroupPooling(group.dim, group.dtype) for group in groups]
+        if len({pooling.dtype for pooling in poolings}) > 1:
+            double = sorted(table.name for table in tables if table.dtype == torch.float64)
+            raise ConfigurationError(
+                f"float64 tables do not mix with others: make a collection of {double} and one of the rest"
+            )
+        self.pooling = Pooling(poolings, [group.is_sequence for group in groups], ends[-1])
+        self.layouts = Layouts(groups, dict(zip(self.features, ends, strict=False)), ends[-1])
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
+
+    def __call__(
+        self, look_up: LookUp, groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
+    ) -> Embeddings:  # fmt: skip
+        """The vectors of some samples of a batch; differentiable where gradients are enabled."""
+        outputs = PoolFunction.apply(self._anchor, look_up) if torch.is_grad_enabled() else look_up.pool()
+        sequences: dict[str, JaggedRows] = {}
+        values = iter(outputs[1:])
+        for group, part in zip(self._groups, groups, strict=True):
+            if not group.is_sequence:
+                continue
+            lengths = [end - begin for begin, end in part.layout.features[:, :2].tolist()]
+            for name, rows in zip(group.features, next(values).split(lengths), strict=True):
+                first = batch.features.index(name) * batch.batch_size
+                offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
+                sequences[name] = JaggedRows(rows, offsets - offsets[0])
+        return Embeddings(outputs[0], self.features, self.dims, sequences)
