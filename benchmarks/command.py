@@ -6,7 +6,9 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,36 @@ class Report:
     def finish(self) -> None:
         """Writes the last line: the ratio of every case."""
         self.line(summary=self._ratios)
+
+
+def run_cases(
+    name: str, description: str | None, cases: dict[str, str], arguments: list[str] | None = None,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:  # fmt: skip
+    """Runs what is asked for of a benchmark of several cases.
+
+    A case is a module with two functions: `add_options(parser)`, one of whose options has the name of the case, and
+    `run(report, options)`, which is called where that option is given.
+
+    Args:
+        name: of the benchmark.
+        description: for `--help`.
+        cases: name of each and its module.
+        arguments: default: the process's own.
+        add_options: adds those that cases share.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small cases that end within 30 s")
+    parser.add_argument("--output", type=Path, help="also append the lines to this file")
+    add_options(parser)
+    modules = {case: import_module(module) for case, module in cases.items()}
+    for module in modules.values():
+        module.add_options(parser)
+    options = parser.parse_args(arguments)
+    asked = [module for case, module in modules.items() if getattr(options, case)]
+    if not asked:
+        parser.error(f"nothing asked for: give {', '.join(f'--{case}' for case in modules)}")
+    report = Report(name, options.output)
+    for module in asked:
+        module.run(report, options)
+    report.finish()

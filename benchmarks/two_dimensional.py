@@ -4,17 +4,12 @@
     python -m benchmarks.two_dimensional --hosts 2x2    a step and its bytes between two hosts
     python -m benchmarks.two_dimensional --accuracy     what averaging costs in normalized entropy (Fig. 4)
 
-Several may be asked for at once. A case is a module with two functions: `add_options(parser)`, one of whose options has
-the name of the case, and `run(report, options)`, which is called where that option is given.
+Several may be asked for at once.
 """
 
 from __future__ import annotations
 
-import argparse
-from importlib import import_module
-from pathlib import Path
-
-from benchmarks.command import Report
+from benchmarks.command import run_cases
 
 CASES = {
     "balance": "benchmarks.two_dimensional_balance",
@@ -25,20 +20,7 @@ CASES = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small cases that end within 30 s")
-    parser.add_argument("--output", type=Path, help="also append the lines to this file")
-    modules = {name: import_module(module) for name, module in CASES.items()}
-    for module in modules.values():
-        module.add_options(parser)
-    options = parser.parse_args(arguments)
-    asked = [module for name, module in modules.items() if getattr(options, name)]
-    if not asked:
-        parser.error(f"nothing asked for: give {', '.join(f'--{name}' for name in modules)}")
-    report = Report("two_dimensional", options.output)
-    for module in asked:
-        module.run(report, options)
-    report.finish()
+    run_cases("two_dimensional", __doc__, CASES, arguments)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The simulated groups are Algorithm 1, gaps and intervals are right, and the command says them."""
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -161,9 +162,7 @@ def test_the_command_reports_every_setting(capsys, monkeypatch, tmp_path):
 
 
 def test_cases_are_smaller_where_time_is_short():
-    options = two_dimensional.argparse.Namespace(
-        quick=True, accuracy_criteo=None, accuracy_samples=1000, accuracy_seeds=3
-    )
-    quick, full = cases(options), cases(two_dimensional.argparse.Namespace(**{**vars(options), "quick": False}))
+    options = argparse.Namespace(quick=True, accuracy_criteo=None, accuracy_samples=1000, accuracy_seeds=3)
+    quick, full = cases(options), cases(argparse.Namespace(**{**vars(options), "quick": False}))
     assert [case.seeds for case in full] == [3, 6, 6]
     assert all(case.seeds <= 2 for case in quick)
