@@ -1,10 +1,13 @@
-"""What all tests share: the pool of ranks, and how hypothesis searches."""
+"""What all tests share: the pool of ranks, the device of GPU kernels, and how hypothesis searches."""
 
 import hypothesis
 import pytest
 import torch
 
 from tests.support.ranks import RankPool
+from tests.support.triton import device
+
+__all__ = ["device"]
 
 # The same examples every time: a failure in one run is a failure in all.
 hypothesis.settings.register_profile(

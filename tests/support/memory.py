@@ -16,23 +16,23 @@ class Poisoned:
     A kernel that leaves an element out, or writes past the end, is found.
     """
 
-    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
+    def __init__(self, dtype: torch.dtype, *shape: int, device: torch.device | str = "cpu") -> None:
         self._poison = float("nan") if dtype.is_floating_point else -7
         count = torch.Size(shape).numel()
-        self._whole = torch.full((count + 2 * _GUARD,), self._poison, dtype=dtype)
-        self._tensor = self._whole[_GUARD : _GUARD + count].view(shape)
+        self._whole = torch.full((count + 2 * _GUARD,), self._poison, dtype=dtype, device=device)
+        self.tensor = self._whole[_GUARD : _GUARD + count].view(shape)
 
     @property
     def address(self) -> int:
         """Where a kernel writes."""
-        return self._tensor.data_ptr()
+        return self.tensor.data_ptr()
 
     def result(self) -> Tensor:
         """What was written."""
         for guard in (self._whole[:_GUARD], self._whole[-_GUARD:]):
             untouched = guard.isnan() if self._whole.dtype.is_floating_point else guard == self._poison
             assert bool(untouched.all()), "the kernel wrote outside its output"
-        return self._tensor
+        return self.tensor
 
 
 class Vast:

@@ -1,0 +1,60 @@
+"""Gather on a GPU, or as Triton interprets it, against its reference."""
+
+import pytest
+import torch
+
+from rowmesh.ops.gather import reference
+from tests.support.memory import Poisoned
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+cuda = kernels_of("gather")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dim", [1, 3, 64, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_reference(device, dim, dtype):
+    table = torch.randn(11, dim, generator=torch.Generator().manual_seed(dim)).to(dtype).to(device)
+    for num_slots, index in ((0, torch.int64), (1, torch.int32), (40, torch.int64)):
+        slots = torch.randint(11, (num_slots,), generator=torch.Generator().manual_seed(num_slots)).to(device, index)
+        assert torch.equal(cuda.gather(table, slots), reference.gather(table, slots.long()))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 33, 70, 99])
+def test_rows_past_the_count_stay(device, index, count):
+    """The count is on the device, and may say more than there are slots."""
+    table, slots = torch.randn(9, 5, device=device), torch.arange(70, device=device).to(index) % 9
+    out = Poisoned(torch.float32, 70, 5, device=device)
+    cuda.gather(table, slots, out.tensor, torch.tensor([count], dtype=index, device=device))
+    written = min(count, 70)
+    assert torch.equal(out.result()[:written], table[slots[:written].long()])
+    assert bool(out.result()[written:].isnan().all())
+
+
+def test_keeps_every_bit_of_bfloat16(device):
+    table = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.int16).view(-1, 1024).to(device)
+    slots = torch.arange(len(table), device=device)
+    assert torch.equal(cuda.gather(table.view(torch.bfloat16), slots).view(torch.int16), table)
+
+
+def test_far_rows(device):
+    """Elements past 2³¹ of a table: slots are multiplied with 64 bits."""
+    num_rows = 2**25
+    table = torch.empty(num_rows, 65, dtype=torch.bfloat16, device=device)  # on a CPU only touched pages cost memory
+    far = torch.tensor([0, num_rows - 1, num_rows - 2], dtype=torch.int32, device=device)
+    table[far.long()] = torch.arange(3 * 65.0, device=device).view(3, 65).bfloat16()
+    assert torch.equal(cuda.gather(table, far), table[far.long()])
+
+
+def test_refuses_what_does_not_fit(device):
+    table, slots = torch.zeros(4, 3, device=device), torch.tensor([0], device=device)
+    with pytest.raises(ValueError, match="table must be contiguous"):
+        cuda.gather(table.t(), slots)
+    with pytest.raises(TypeError, match="slots must be int64 or int32, got int16"):
+        cuda.gather(table, slots.short())
+    with pytest.raises(ValueError, match=r"out must be \[1, 3\], got \[2, 3\]"):
+        cuda.gather(table, slots, torch.zeros(2, 3, device=device))
+    with pytest.raises(TypeError, match="out must be float32, got float64"):
+        cuda.gather(table, slots, torch.zeros(1, 3, device=device, dtype=torch.float64))

@@ -1,0 +1,42 @@
+"""Where GPU kernels are tested: on the GPU where there is one, else in Triton's interpreter, else not at all.
+
+A module that tests kernels begins so, and its tests take the fixture `device`::
+
+    pytestmark = pytest.mark.triton
+    cuda = kernels_of("gather")
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def use_interpreter() -> None:
+    """Without a GPU, lets kernels run in the interpreter; must come before triton is imported for the first time."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def find_device() -> torch.device:
+    """Where the tensors of a test belong."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def kernels_of(op: str) -> ModuleType:
+    """The GPU kernels of an op; where triton is not installed, the module that asks for them is skipped."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'rowmesh[gpu]'")
+    return importlib.import_module(f"rowmesh.ops.{op}.cuda")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the tensors of a test belong."""
+    return find_device()
