@@ -170,6 +170,7 @@ class Case:
             tasks, received = mean_tasks(rounds[name]), median([r[0]["received_bytes"] for r in rounds[name]], 0)
             line = {
                 "contestant": name, "step_ms": times[name], "received_bytes": received,
+                "cpu_ms": median([1e3 * rank["cpu_s"] for each in rounds[name] for rank in each]),
                 "cable_floor_ms": round(received / (self._options.rate / 8 * PAYLOAD_SHARE) * 1e3, 2),
                 "tasks_ms": by_stage(tasks),
             }  # fmt: skip

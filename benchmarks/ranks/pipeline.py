@@ -89,15 +89,15 @@ class Commands:
     def round(self, name: str, warmup: int, steps: int) -> dict[str, Any]:
         """Seconds of a step of a loop, after some that are not timed, and of its tasks by stage and micro-batch."""
         pipeline, averaged_s, before, began = self._pipelines[name], 0.0, 0, 0.0
-        elapsed_s = 0.0
+        elapsed_s, cpu_s = 0.0, 0.0
         items = (self._next() for _ in range(warmup + steps))
         for number, window in enumerate(pipeline.windows(items)):
             if number == warmup:
-                averaged_s, before, began = 0.0, self._received, time.perf_counter()
+                averaged_s, before, began, cpu_s = 0.0, self._received, time.perf_counter(), time.process_time()
             averaged_s += self._step(window)
             if number == warmup + steps - 1:
                 pipeline.settle()
-                elapsed_s = time.perf_counter() - began
+                elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
         tasks: dict[str, float] = {"average.0": averaged_s / steps}
         for span in pipeline.recorder.spans():
             if span.start_s >= began:
@@ -105,7 +105,7 @@ class Commands:
                 tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
         received = (self._received - before) / steps
         return {
-            "seconds": {"step": [elapsed_s / steps]}, "tasks": tasks, "received_bytes": received,
+            "seconds": {"step": [elapsed_s / steps]}, "cpu_s": cpu_s / steps, "tasks": tasks, "received_bytes": received,
             "memory": self._embeddings.memory_bytes, "resident_bytes": resident_bytes(), "tier": self._tier(),
         }  # fmt: skip
 
