@@ -207,9 +207,10 @@ class EmbeddingCollection(nn.Module):
         return [exchange.counters for exchange in self._exchanges]
 
     @property
-    def tier_counters(self) -> list[TierCounters]:
+    def tier_counters(self) -> dict[str, TierCounters]:
         """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
-        return [exchange.tiered.counters for exchange in self._exchanges if isinstance(exchange, TieredExchange)]
+        tiered = [exchange for exchange in self._exchanges if isinstance(exchange, TieredExchange)]
+        return {exchange.group.name: exchange.tiered.counters for exchange in tiered}
 
     @property
     def common_counters(self) -> CommonCounters:

@@ -105,14 +105,14 @@ class Commands:
                 tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
         received = (self._received - before) / steps
         return {
-            "seconds": {"step": [elapsed_s / steps]}, "cpu_s": cpu_s / steps, "tasks": tasks, "received_bytes": received,
-            "memory": self._embeddings.memory_bytes, "resident_bytes": resident_bytes(), "tier": self._tier(),
+            "seconds": {"step": [elapsed_s / steps]}, "cpu_s": cpu_s / steps, "tasks": tasks,
+            "received_bytes": received, "memory": self._embeddings.memory_bytes, "resident_bytes": resident_bytes(),
+            "tier": self._tier(),
         }  # fmt: skip
 
     def _tier(self) -> dict[str, float]:
         """What the arenas did since the start."""
-        tiers = self._embeddings.tier_counters
-        return asdict(tiers[0]) if tiers else {}
+        return next((asdict(counters) for counters in self._embeddings.tier_counters.values()), {})
 
     def _next(self) -> Item:
         """The next batch; after the last, the first."""

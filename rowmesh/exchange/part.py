@@ -176,8 +176,16 @@ class Part:
             step: which update this is, from 1.
         """
         self.settle()
-        updates = [Update(lrs[index], self.scaling, step) for index in self.indices]
+        updates = self.updates(lrs, step)
         self.transport.push([self._mine(route) for route in routes], updates)
+        self.tell_replicas(updates)
+
+    def updates(self, lrs: Sequence[float], step: int) -> list[Update]:
+        """How the rows of these groups change, given the learning rates of all groups of the collection."""
+        return [Update(lrs[index], self.scaling, step) for index in self.indices]
+
+    def tell_replicas(self, updates: Sequence[Update]) -> None:
+        """Tells the other replicas, if that is due, what was pushed; theirs arrives by `settle`. Collective."""
         if self.synchronizer is not None:
             self._is_behind = self.synchronizer.begin(updates)
 

@@ -31,19 +31,16 @@ from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
 from rowmesh.ops.window import FINAL
+from rowmesh.placement.address_map import RELAYS
 
 USES = ("rows", "gradients")  # of the two process groups
 
 
-def phased_obstacle(
-    transport: str, kinds: Sequence[str], num_replicas: int, *, is_tiered: bool = False
-) -> str | None:  # fmt: skip
+def phased_obstacle(transport: str, kinds: Sequence[str], *, is_tiered: bool = False) -> str | None:
     """Why the rows of some tables cannot travel by micro-batch, or None where they can."""
     if transport != "collective" and not (is_tiered and transport == "local"):
         return f"the transport is {transport}, which reads rows in place"
-    if set(kinds) != {"direct"}:
-        return "the plan copies or relays rows"
-    return "tables have replicas" if num_replicas > 1 else None
+    return "the plan relays rows, from host to host" if set(kinds) & RELAYS else None
 
 
 class PhasedExchange:
@@ -65,7 +62,7 @@ class PhasedExchange:
         self._mesh, self._common, self._finds_final = mesh, common, finds_final
         self._rows, self._gradients = (_channel(mesh, use) for use in USES)
         channels = (self._rows, self._gradients, mesh.ranks_per_node, form)
-        self._groups = [PhasedGroup(exchange, *channels, verifies=verifies) for exchange in exchanges]
+        self._groups = [PhasedGroup(exchange, *channels, common, verifies=verifies) for exchange in exchanges]
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
         self._opening = torch.zeros(mesh.world_size, width, dtype=torch.int64, device="cpu")
 
@@ -98,6 +95,8 @@ class PhasedExchange:
 
     def fetch_final(self, travels: Sequence[Travel]) -> None:
         """Fetches the rows that the window before does not touch."""
+        if not self._finds_final:
+            return
         pairs = list(zip(self._groups, travels, strict=True))
         bits = [group.post_final(travel) for group, travel in pairs]
         for (group, travel), work in zip(pairs, bits, strict=True):

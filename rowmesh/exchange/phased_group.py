@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective_group import Incoming
+from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
+from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, Held
 from rowmesh.exchange.tiered import HeldLease, TieredExchange
 from rowmesh.exchange.transport import Sources
@@ -64,14 +66,17 @@ class PhasedGroup:
         gradients: channel of gradients.
         ranks_per_node: G, of the mesh: gradients are summed node by node.
         form: how rows travel.
+        common: counts what serves all groups.
         verifies: whether every row that is read must have been changed last by the window that touched it last.
     """
 
     def __init__(
         self, exchange: GroupExchange, rows: Channel | Alone, gradients: Channel | Alone, ranks_per_node: int,
-        form: Form, *, verifies: bool,
+        form: Form, common: CommonCounters, *, verifies: bool,
     ) -> None:  # fmt: skip
         self.exchange = exchange
+        self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
+        self._replicas = Replicas(exchange, common) if exchange.copies else None
         self._rows, self._gradients, self._ranks_per_node, self._form = rows, gradients, ranks_per_node, form
         self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._doing = f"exchanging group {exchange.group.name}"
@@ -85,7 +90,8 @@ class PhasedGroup:
     @property
     def num_bytes(self) -> int:
         """Memory beside that of windows."""
-        return self._touched.nbytes + self._versions.nbytes
+        copies = 0 if self._replicas is None else self._replicas.num_bytes
+        return copies + self._touched.nbytes + self._versions.nbytes
 
     def begin(self) -> None:
         """All windows so far are updated, or will never be."""
@@ -139,7 +145,8 @@ class PhasedGroup:
             ops.note_touched(places, merger.num_merged, touched, number, before)
         if finds_final:
             fetches = space.asked_fetches.buffer.address
-            ops.mark_final(before, merger.heads, merger.nexts, merger.num_merged, number, fetches)
+            count = int(merger.merged_offsets[self._num_fetched])
+            ops.mark_final(before, merger.heads, merger.nexts, count, number, fetches)
         travel.count()
         self._make_room(travel)
 
@@ -180,8 +187,21 @@ class PhasedGroup:
         ):
             masks = fetches.reserve(4 * count), pushes.reserve(4 * count)
             ops.choose_phases(uses.buffer.address, count, form, num_parts, *masks)
+        if self._replicas is not None:
+            self._keep_copies(window)
         if self._form == "naive":
             window.start_afresh()
+
+    def _keep_copies(self, window: WindowGroup) -> None:
+        """Rows that every rank has a copy of are in no phase of rows: those segments come last in each list."""
+        space, group, asked = window.space, window.group, window.group.incoming
+        mine = array_at(space.fetches.buffer.address, np.uint32, group.num_unique)
+        theirs = array_at(space.asked_fetches.buffer.address, np.uint32, asked.num_entries)
+        offsets = group.workspace.outbox.segment_offsets
+        ahead = asked.bounds[:-1] - asked.offsets[:, 0]
+        for member in range(self.exchange.world_size):
+            mine[offsets[member, self._num_fetched] : group.stop_bounds[member + 1]] = 0
+            theirs[asked.offsets[member, self._num_fetched] + ahead[member] : asked.bounds[member + 1]] = 0
 
     def _make_room(self, travel: Travel) -> None:
         """For all that this window will bring, so that nothing moves while threads write there."""
@@ -280,8 +300,13 @@ class PhasedGroup:
         if isinstance(travel.held, HeldLease):
             travel.held.apply(travel.window.space.merger, update)
         else:
-            travel.sources.apply(update)
+            travel.sources.apply(update, self._num_fetched)
         travel.sources.count()
+        if self._replicas is not None:
+            merger = travel.window.space.merger
+            part = (int(merger.merged_offsets[self._num_fetched]), merger.num_merged)
+            assert isinstance(self._gradients, Channel)  # one rank alone has no copies
+            self._replicas.share(merger, part, self._gradients, update)
         if travel.held is not None:
             travel.held.release()
         if self._verifies:

@@ -17,7 +17,6 @@ from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
-from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, Window
 
 
@@ -123,15 +122,20 @@ class WholeWindows:
 
 
 class PhasedWindows:
-    """Rows and gradients travel by micro-batch. Making one is collective."""
+    """Rows and gradients travel by micro-batch. Making one is collective.
+
+    Where tables have replicas no row is final before its window opens: what other replica groups touch is known to them
+    alone.
+    """
 
     def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
         self.is_phased, self.is_tiered = True, any(exchange.is_tiered for exchange in part.exchanges)
         self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._part, self._form = part, form
         self._exchange = PhasedExchange(
-            part.mesh, part.exchanges, part.transport.common, form, finds_final=finds_final, verifies=verifies
-        )
+            part.mesh, part.exchanges, part.transport.common, form,
+            finds_final=finds_final and part.replicas == 1, verifies=verifies,
+        )  # fmt: skip
         self._travels: dict[int, list[Travel]] = {}
 
     def begin(self, number: int) -> None:
@@ -141,6 +145,7 @@ class PhasedWindows:
                 if travel.held is not None:
                     travel.held.release()
         self._travels.clear()
+        self._part.settle()
         self._exchange.begin()
 
     def open(self, window: Window) -> None:
@@ -172,9 +177,11 @@ class PhasedWindows:
         self._exchange.push(self._travels[window.number], part)
 
     def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
-        """Updates the rows of this rank."""
-        updates = [Update(lrs[index], self._part.scaling, step) for index in self._part.indices]
+        """Updates the rows of this rank, their copies and their replicas. Collective."""
+        updates = self._part.updates(lrs, step)
         self._exchange.update(self._travels.pop(window.number), updates, window.number)
+        self._part.tell_replicas(updates)
+        self._part.settle()
 
     @property
     def num_bytes(self) -> int:
@@ -188,6 +195,6 @@ def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifi
         return WholeWindows(part, "tensor-train rows are computed where they are looked up")
     kinds = [kind for exchange in part.exchanges for kind in exchange.address_map.kinds]
     is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
-    if obstacle := phased_obstacle(part.transport.name, kinds, part.replicas, is_tiered=is_tiered):
+    if obstacle := phased_obstacle(part.transport.name, kinds, is_tiered=is_tiered):
         return WholeWindows(part, obstacle)
     return PhasedWindows(part, form, finds_final=finds_final, verifies=verifies)

@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rowmesh.observe.json_lines import JsonLines
 
-FIELDS = ("ids", "unique_ids", "all_to_all_rounds", "bytes_sent", "bytes_received")
+ROUNDS = "all_to_all_rounds"
+TRAFFIC = ("ids", "unique_ids", ROUNDS, "bytes_sent", "bytes_received")
 
 
-class Counts(Protocol):
-    """Counters on this rank, growing from step to step: of a group of tables, or of messages that serve all groups.
+@dataclass(frozen=True)
+class Source:
+    """Counters on this rank, growing from step to step.
 
-    Those of a group have `ids` and `unique_ids` too.
+    Attributes:
+        name: what they are written as.
+        counts: has them as attributes; one that it lacks is written as 0.
+        fields: their names.
     """
 
-    all_to_all_rounds: int
-    bytes_sent: int
-    bytes_received: int
+    name: str
+    counts: object
+    fields: tuple[str, ...] = TRAFFIC
+
+    def read(self) -> list[int]:
+        """All of them, now."""
+        return [getattr(self.counts, field, 0) for field in self.fields]
 
 
 class CounterLog:
-    """Writes what every step added to the counters, one line for each step and group.
+    """Writes what every step added to the counters, one line for each step and source.
 
     A step costs no communication: each rank keeps its numbers until `flush` sums them over ranks.
     Rounds are the same on every rank and are not summed.
 
     Args:
-        names: what each of the counters is written as: the groups' names.
-        counters: the groups' counters, read after every step. A field that one does not have is written as 0.
+        sources: read after every step.
         lines: where to write; only the writer of rank 0 writes.
         group: the process group; None for a single process.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        counters: Sequence[Counts],
-        lines: JsonLines,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._names, self._counters, self._lines, self._group = tuple(names), counters, lines, group
+        self, sources: Sequence[Source], lines: JsonLines, group: dist.ProcessGroup | None = None
+    ) -> None:  # fmt: skip
+        self._sources, self._lines, self._group = tuple(sources), lines, group
+        are_rounds = [field == ROUNDS for source in sources for field in source.fields]
+        self._are_rounds = torch.tensor(are_rounds, device="cpu")
         self._steps: list[int] = []
         self._rows: list[list[int]] = []
         self._last = self._read()
@@ -64,18 +71,17 @@ class CounterLog:
         """Sums the noted steps over ranks and writes them. Collective: every rank calls it."""
         if not self._rows:
             return
-        counts = torch.tensor(self._rows, dtype=torch.int64, device="cpu").view(len(self._rows), len(self._names), -1)
-        rounds = FIELDS.index("all_to_all_rounds")
-        own_rounds = counts[:, :, rounds].clone()
+        own = torch.tensor(self._rows, dtype=torch.int64, device="cpu")
+        counts = own.clone()
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        counts[:, :, rounds] = own_rounds
-        for step, groups in zip(self._steps, counts.tolist(), strict=True):
-            for name, values in zip(self._names, groups, strict=True):
-                record: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
-                self._lines.write(step=step, group=name, **record)
+        for step, row in zip(self._steps, torch.where(self._are_rounds, own, counts).tolist(), strict=True):
+            values = iter(row)
+            for source in self._sources:
+                record: dict[str, Any] = {field: next(values) for field in source.fields}
+                self._lines.write(step=step, group=source.name, **record)
         self._steps.clear()
         self._rows.clear()
 
     def _read(self) -> list[int]:
-        return [getattr(counts, field, 0) for counts in self._counters for field in FIELDS]
+        return [value for source in self._sources for value in source.read()]

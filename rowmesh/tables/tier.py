@@ -27,7 +27,8 @@ class TierCounters:
 
     Attributes:
         leases: made.
-        rows_found: of leases, rows that were in the fast arena: forwarded from batches in sight, or still there.
+        rows_found: of leases, rows that were in the fast arena.
+        rows_forwarded: of these, rows that other batches in sight held; the others were retained.
         rows_read, bytes_read: from the backing store.
         rows_initialized: of leases, rows that were never written, computed instead of read.
         rows_written, bytes_written: to the backing store.
@@ -38,6 +39,7 @@ class TierCounters:
 
     leases: int = 0
     rows_found: int = 0
+    rows_forwarded: int = 0
     rows_read: int = 0
     bytes_read: int = 0
     rows_initialized: int = 0

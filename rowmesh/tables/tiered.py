@@ -248,8 +248,10 @@ class TieredArena:
         tier, table = self._tier, self._tier.table
         with tier.changed:
             self._writer.raise_failure()
+            num_pinned = table.num_pinned
             missing = table.find(lease.slots, lease.frames)
             lease.num_found = len(lease.slots) - missing
+            num_forwarded = lease.num_found - (table.num_pinned - num_pinned)
             try:
                 self._wait_for_frames(missing, lease)
             except BaseException:
@@ -260,6 +262,7 @@ class TieredArena:
             self._num_leases += 1
             tier.counters.leases += 1
             tier.counters.rows_found += lease.num_found
+            tier.counters.rows_forwarded += num_forwarded
             tier.counters.peak_frames = max(tier.counters.peak_frames, table.num_pinned)
             return taken, tier.written.contains(lease.slots[taken])
 

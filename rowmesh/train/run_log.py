@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
+from rowmesh.collection import EmbeddingCollection
 from rowmesh.observe import CounterLog, JsonLines, Progress
-from rowmesh.observe.counters import Counts
+from rowmesh.observe.counters import Source
 from rowmesh.observe.tensorboard import TensorBoard
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
@@ -18,6 +19,9 @@ ALL_GROUPS = "all groups"
 
 REPLICAS = "replicas"
 """And beside a group's name: what keeping its replicas together moved."""
+FAST_MEMORY = "fast memory"
+"""And of a tiered group: what batches found there, what was read, and what was written back."""
+_TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initialized", "rows_written", "bytes_written")
 
 
 class RunLog:
@@ -34,15 +38,7 @@ class RunLog:
         self._open = ExitStack()
         self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None))
         lines = self._open.enter_context(JsonLines(run.counters if first else None))
-        names: list[str] = [group.name for group in job.embeddings.groups]
-        counters: list[Counts] = [*job.embeddings.counters]
-        if "collective" in job.embeddings.transport:  # under the others no message serves all groups
-            names.append(ALL_GROUPS)
-            counters.append(job.embeddings.common_counters)
-        if job.embeddings.plan.is_replicated:
-            names += [f"{group.name}, {REPLICAS}" for group in job.embeddings.groups]
-            counters += [of_group.synchronization for of_group in job.embeddings.counters]
-        self._counters = CounterLog(names, counters, lines, job.mesh.group)
+        self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
         self._board = TensorBoard(run.tensorboard) if first and job.config.train.tensorboard else None
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
 
@@ -77,3 +73,16 @@ class RunLog:
         self._open.close()
         if self._board is not None:
             self._board.close()
+
+
+def _sources(embeddings: EmbeddingCollection) -> list[Source]:
+    """All that is counted of some tables."""
+    names, counters = [group.name for group in embeddings.groups], embeddings.counters
+    found = [Source(name, each) for name, each in zip(names, counters, strict=True)]
+    if "collective" in embeddings.transport:  # under the others no message serves all groups
+        found.append(Source(ALL_GROUPS, embeddings.common_counters))
+    if embeddings.plan.is_replicated:
+        pairs = zip(names, counters, strict=True)
+        found += [Source(f"{name}, {REPLICAS}", each.synchronization) for name, each in pairs]
+    tiers = embeddings.tier_counters.items()
+    return found + [Source(f"{name}, {FAST_MEMORY}", each, _TIER) for name, each in tiers]

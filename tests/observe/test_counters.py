@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from rowmesh.observe import CounterLog, JsonLines
+from rowmesh.observe.counters import Source
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Counts:
 def test_a_line_for_each_step_and_group_holds_what_the_step_added(tmp_path):
     groups = [Counts(ids=100), Counts()]
     with JsonLines(tmp_path / "counters.jsonl") as lines:
-        log = CounterLog(["small", "large"], groups, lines)
+        log = CounterLog([Source("small", groups[0]), Source("large", groups[1])], lines)
         for step in (1, 2):
             groups[0].ids += 10 * step
             groups[1].all_to_all_rounds += 3
@@ -39,3 +40,15 @@ def test_a_line_for_each_step_and_group_holds_what_the_step_added(tmp_path):
         (3, "small", 7, 0),
         (3, "large", 0, 0),
     ]
+
+
+def test_sources_have_fields_of_their_own(tmp_path):
+    counts = Counts()
+    with JsonLines(tmp_path / "counters.jsonl") as lines:
+        log = CounterLog([Source("few", counts, ("ids", "absent")), Source("all", counts)], lines)
+        counts.ids, counts.bytes_sent = 3, 5
+        log.record(1)
+        log.flush()
+    few, all_ = [json.loads(line) for line in (tmp_path / "counters.jsonl").read_text().splitlines()]
+    assert few == {"step": 1, "group": "few", "ids": 3, "absent": 0}
+    assert (all_["ids"], all_["bytes_sent"], all_["all_to_all_rounds"]) == (3, 5, 0)

@@ -15,6 +15,7 @@ from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
 from tests.support.jobs import pipelined_jobs, placed
+from tests.support.plans import in_groups, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import merged, train, train_reference
@@ -64,6 +65,28 @@ def test_micro_batches_train_the_reference(ranks, form, depth):
     options = {"depth": depth, "micro_batches": 3, "exchange": form, "verify": True}
     scenario = Scenario(tables=DOUBLE, batch_sizes=(9, 8), num_steps=5, pipeline=options, evaluates=True)
     assert_close(scenario, whole(ranks, scenario), train_reference(scenario))
+
+
+def test_copied_rows_and_replicas_travel_by_micro_batch_too(ranks):
+    options = {"depth": 1, "micro_batches": 3, "verify": True}
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(9, 8, 5, 7), num_steps=5, pipeline=options, sharing="hot")
+    copied = replace(scenario, plan=with_copies(DOUBLE, world_size=4))
+    for placed_job in (copied, in_groups(scenario, 2)):
+        parts = on_ranks(ranks, placed_job, "collective")
+        assert all("by micro-batch (delta)" in reason for part in parts for reason in part.reasons)
+        assert_close(scenario, merged(placed_job, parts), train_reference(scenario))
+
+
+def test_copied_rows_are_not_fetched(ranks):
+    options = {"depth": 1, "micro_batches": 3, "final_rows": False}
+    scenario = Scenario(tables=DOUBLE, batch_sizes=(9, 8), num_steps=4, pipeline=options)
+    everywhere = make_plan(DOUBLE, 2, 2, lambda number: ("replicated", 0, 0, False))
+    received = [
+        sum(group.bytes_received for group in on_ranks(ranks, each, "collective")[0].counters.values())
+        for each in (scenario, replace(scenario, plan=everywhere, pipeline=None), replace(scenario, plan=everywhere))
+    ]
+    uses_bytes = 4 * sum(group.unique_ids for group in on_ranks(ranks, scenario, "collective")[1].counters.values())
+    assert received[1] <= received[2] <= received[1] + uses_bytes, "as in the plain loop, but for the uses of each row"
 
 
 @pytest.mark.parametrize("world_size, examples", [(1, 15), (2, 25), (4, 15)])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import pipelines
+from tests.support.plans import in_groups, with_copies
 from tests.support.ranks import RankPool
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -23,6 +24,7 @@ JOBS = {
     "naive": replace(JOB, pipeline=JOB.pipeline | {"exchange": "naive"}),
     "two hosts": replace(JOB, ranks_per_node=1),
     "an empty rank": replace(JOB, batch_sizes=(9, 0)),
+    "copied rows": replace(JOB, plan=with_copies(TABLES, world_size=2)),
 }
 
 
@@ -48,6 +50,12 @@ def test_whoever_is_slow_changes_no_bit(pool, name):
 
 def test_four_ranks(pool):
     hunt(pool, "collective", range(12), world_size=4)
+
+
+@pytest.mark.parametrize("mode", ["exact", "average"])
+def test_two_groups_of_ranks(pool, mode):
+    scenario = in_groups(replace(JOB, batch_sizes=(5, 3, 7, 4)), 2, mode=mode)
+    assert pool.run(pipelines.hunt, scenario, "collective", range(8), world_size=4) == [[]] * 4
 
 
 @pytest.mark.slow

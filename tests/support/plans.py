@@ -37,6 +37,13 @@ def random_plans(draw, tables, world_size, ranks_per_node):
     )  # fmt: skip
 
 
+def with_copies(tables, world_size):
+    """A plan whose ranks all have the first and the last third of every table."""
+    return make_plan(
+        tables, world_size, world_size, lambda number: ("dealt" if number % 3 == 1 else "replicated", 0, 0, False)
+    )
+
+
 def in_groups(scenario, replicas, together="shards", mode="exact"):
     """The job with replicas of every table, or of each by name."""
     shapes = [TableShape.of(spec) for spec in scenario.tables]

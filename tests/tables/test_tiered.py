@@ -190,6 +190,7 @@ def test_shapes_of_batches(batches, depth, poison):
         pair.check()
         if batches == SHAPES["all rows shared"] and not (poison and depth == 0):
             assert tiered.counters.rows_found == 19 * 8
+            assert tiered.counters.rows_forwarded == (19 * 8 if depth else 0)
 
 
 def test_retained_rows_are_found_again_and_others_are_not():
