@@ -1,0 +1,427 @@
+"""Merge of duplicate slots fused with the optimizer's update, on a GPU.
+
+Entries are sorted by slot, stably, so that those of one slot stand together in entry order: the order of the ranks that
+sent them. Then one tile of distinct slots a program sums their gradients and changes their rows and states in place: a
+gradient is read once, a row read and written once, and no sum is stored. Nothing is added by atomics, and every row
+belongs to one program, so that replays are equal to the bit.
+
+[Note: hot slots]
+A program would be busy for long with a slot of 100,000 entries. So only the first CHUNK entries of a slot are added one
+by one by the program that updates it; every CHUNK after them is added up beforehand by a program of its own, in order,
+and these sums are added in order too. Chunks are counted from the first entry of the slot: the order of sums depends on
+the entries of that slot alone, not on the others of the batch. Slots of up to CHUNK entries are summed as on a CPU;
+longer ones come out equal to rounding only.
+
+Distinct slots are in ascending order, not in that of their first appearance as on a CPU: no result depends on it.
+"""
+
+# Triton's language is not typed in a way that a checker could follow.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.ops.gpu import Signature, ceil_div, check, launch, next_power_of_2
+
+BLOCK = 1024  # entries of a program where each costs a few instructions
+CHUNK = 256
+MOST_COLUMNS = 4096
+# Elements of a program's tile of rows: two 16-byte loads a thread and gradient, and so few registers (about 60 for
+# float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
+_TILE = 1024
+_UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
+_CHUNK_UNROLL = tl.constexpr(8)
+_NO_SLOT = tl.constexpr(0x7FFFFFFF)  # the key of slot 2³² − 1, which no arena has; sorted last
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Entries by distinct slot; everything on the device.
+
+    Attributes:
+        order: int64 `[M]`: the entries, sorted by slot, those of equal slots in order.
+        slots: int64 `[M]`: the distinct slots, ascending; the first `num` are valid.
+        starts: int32 `[M + 1]`: where the entries of each begin in `order`; the first `num + 1` are valid.
+        ranks: int32 `[M]`: one more than which distinct slot each of the sorted entries belongs to.
+        num: int32 `[1]`: distinct slots.
+        most: the most entries that a slot can have, as far as is known without asking the device.
+        node_ends: int64 `[nodes]`: one past the last entry from each node, or None where there is one node.
+    """
+
+    order: Tensor
+    slots: Tensor
+    starts: Tensor
+    ranks: Tensor
+    num: Tensor
+    most: int
+    node_ends: Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that entries came from."""
+        return 1 if self.node_ends is None else self.node_ends.numel()
+
+
+@triton.jit(do_not_specialize=("num_entries",))
+def _keys_of(slots, count, keys, num_entries, BLOCK: tl.constexpr):
+    """Sort keys: slots of 32 bits as signed numbers in the same order; entries from `count` on come last."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + i, mask=i < num_entries, other=0).to(tl.int64) & 0xFFFFFFFF
+    key = (slot - 0x80000000).to(tl.int32)
+    if count is not None:
+        key = tl.where(i < tl.load(count), key, _NO_SLOT)
+    tl.store(keys + i, key, mask=i < num_entries)
+
+
+@triton.jit(do_not_specialize=("num_entries",))
+def _flag_heads(keys, flags, num_entries, BLOCK: tl.constexpr):
+    """1 where a key differs from the one before it, and is that of a slot."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_entries
+    key = tl.load(keys + i, mask=inside, other=_NO_SLOT)
+    before = tl.load(keys + i - 1, mask=inside & (i > 0), other=_NO_SLOT)
+    tl.store(flags + i, ((key != before) & (key != _NO_SLOT)).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_entries",))
+def _list_heads(keys, ranks, slots, starts, num_entries, BLOCK: tl.constexpr):
+    """The distinct slots and where their entries begin; and where those of the last one end."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_entries
+    key = tl.load(keys + i, mask=inside, other=_NO_SLOT)
+    rank = tl.load(ranks + i, mask=inside, other=0)
+    before = tl.load(ranks + i - 1, mask=inside & (i > 0), other=0)
+    is_head = inside & (rank != before)
+    tl.store(slots + rank - 1, key.to(tl.int64) + 0x80000000, mask=is_head)
+    tl.store(starts + rank - 1, i, mask=is_head)
+    following = tl.load(keys + i + 1, mask=i + 1 < num_entries, other=_NO_SLOT)
+    tl.store(starts + rank, i + 1, mask=inside & (key != _NO_SLOT) & (following == _NO_SLOT))
+    tl.store(starts + i, tl.zeros_like(i), mask=(i == 0) & (key == _NO_SLOT))
+
+
+def merge(
+    slots: Tensor, count: Tensor | None = None, *, most: int | None = None, node_ends: Tensor | None = None
+) -> Merged:  # fmt: skip
+    """Sorts entries by slot.
+
+    Args:
+        slots: `[M]`, int64, or int32 as the bits of uint32: of each entry, in the order that gradients are to be added.
+        count: int `[1]`: how many of them are valid; default: all.
+        most: the most entries of one slot, where that is known; where every rank asks for a slot once at most, the
+            number of ranks. Up to CHUNK of them need no sums of their own.
+        node_ends: int64 `[nodes]`, where entries come from several nodes: one past the last from each. A node's
+            gradients are then summed first, the sums of nodes next.
+
+    Source: FusedRec §3 "Lossless Lookup" (owner-side unique).
+
+    Example:
+        >>> merged = merge(torch.tensor([7, 3, 7, 9], device=device))
+        >>> merged.order.tolist(), merged.slots[: merged.num].tolist(), merged.starts[: merged.num + 1].tolist()
+        ([1, 0, 2, 3], [3, 7, 9], [0, 1, 3, 4])
+    """
+    check("slots", slots, (torch.int32, torch.int64), 1, slots.device)
+    num_entries, device = slots.numel(), slots.device
+    keys = torch.empty(num_entries, dtype=torch.int32, device=device)
+    starts = torch.empty(num_entries + 1, dtype=torch.int32, device=device)
+    if num_entries == 0:
+        none = torch.zeros(1, dtype=torch.int32, device=device)
+        return Merged(keys.to(torch.int64), keys.to(torch.int64), starts.zero_(), keys, none, 0, node_ends)
+    programs = ceil_div(num_entries, BLOCK)
+    launch(_keys_of, programs, slots, count, keys, num_entries, BLOCK=BLOCK)
+    keys, order = torch.sort(keys, stable=True)  # 32 bits: half the passes of a sort of int64
+    flags = torch.empty_like(keys)
+    launch(_flag_heads, programs, keys, flags, num_entries, BLOCK=BLOCK)
+    ranks = torch.cumsum(flags, 0, dtype=torch.int32)
+    distinct = torch.empty_like(order)
+    launch(_list_heads, programs, keys, ranks, distinct, starts, num_entries, BLOCK=BLOCK)
+    return Merged(order, distinct, starts, ranks, ranks[-1:], num_entries if most is None else most, node_ends)
+
+
+def singles(slots: Tensor, count: Tensor) -> Merged:
+    """Slots that are distinct already, with one gradient each, in the form of what `merge` returns.
+
+    Args:
+        slots: int64 `[M]`.
+        count: int32 `[1]`: how many are valid.
+    """
+    order = torch.arange(slots.numel() + 1, device=slots.device)
+    starts = order.to(torch.int32)
+    return Merged(order[:-1], slots, starts, starts[1:], count, 1)
+
+
+@triton.jit
+def _sum_entries(
+    order, starts, node_ends, partials, gradients, m, is_slot, columns, inside,
+    D: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, NUM_NODES: tl.constexpr,
+):  # fmt: skip
+    """The sums of the gradients of distinct slots `m`, `[ROWS, COLUMNS]`."""
+    begin = tl.load(starts + m, mask=is_slot, other=0)
+    end = tl.load(starts + m + 1, mask=is_slot, other=0)
+    total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
+    if NUM_NODES > 1:
+        # `part` is the sum so far of a node; it joins the total when the next node's first entry comes.
+        part, node = total, tl.full(m.shape, -1, tl.int32)
+        for j in range(tl.max(end - begin)):
+            here = begin + j < end
+            entry = tl.load(order + begin + j, mask=here, other=0)
+            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+            of = tl.zeros_like(node)
+            for n in tl.static_range(NUM_NODES - 1):
+                of += (entry >= tl.load(node_ends + n)).to(tl.int32)
+            is_new = (here & (of != node))[:, None]
+            total = tl.where(is_new, total + part, total)
+            part = tl.where(is_new, gradient.to(DTYPE), part + gradient.to(DTYPE))
+            node = tl.where(here, of, node)
+        return total + part
+    first_end = tl.minimum(end, begin + CHUNK)
+    for j in range(0, tl.max(first_end - begin), _UNROLL):
+        for u in tl.static_range(_UNROLL):
+            here = begin + j + u < first_end
+            entry = tl.load(order + begin + j + u, mask=here, other=0)
+            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+            total += gradient.to(DTYPE)
+    if partials is not None:
+        chunks = (end - begin + CHUNK - 1) // CHUNK
+        for k in range(1, tl.max(chunks), _UNROLL):
+            for u in tl.static_range(_UNROLL):
+                here = k + u < chunks
+                at = (begin // CHUNK + k + u).to(tl.int64)
+                total += tl.load(partials + at[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+    return total
+
+
+@triton.jit
+def _sum_chunks(
+    order, starts, ranks, gradients, partials,
+    D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`partials[b]` = the sum of the chunk, not the first of its slot, that begins at a sorted entry from b · CHUNK on.
+
+    There is at most one in a block: it belongs to the slot of entry b · CHUNK, as any slot that begins later in the
+    block has its second chunk in a later one. Chunk k of a slot that begins at s is found in block s // CHUNK + k.
+    """
+    dtype: tl.constexpr = partials.dtype.element_ty
+    block = tl.program_id(0) + tl.arange(0, 1)  # a tile of one row
+    m = tl.load(ranks + block * CHUNK) - 1
+    begin, end = tl.load(starts + m, mask=m >= 0, other=0), tl.load(starts + m + 1, mask=m >= 0, other=0)
+    first = begin + (block * CHUNK - begin + CHUNK - 1) // CHUNK * CHUNK
+    last = tl.where(begin < block * CHUNK, tl.minimum(first + CHUNK, end), first)
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros([1, COLUMNS], dtype)
+    for j in range(0, tl.max(last - first), _CHUNK_UNROLL):
+        for u in tl.static_range(_CHUNK_UNROLL):
+            here = first + j + u < last
+            entry = tl.load(order + first + j + u, mask=here, other=0)
+            inside = here[:, None] & (columns < D)[None, :]
+            total += tl.load(gradients + entry[:, None] * D + columns[None, :], mask=inside, other=0).to(dtype)
+    inside = (first < last)[:, None] & (columns < D)[None, :]
+    tl.store(partials + block.to(tl.int64)[:, None] * D + columns[None, :], total, mask=inside)
+
+
+@triton.jit
+def _root_of(x):
+    """√x, correctly rounded: a fast root may take subnormal numbers for 0, and steps without eps divide by it."""
+    return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
+
+
+@triton.jit
+def change(
+    g, rows, state1, state2, at, inside, slot, is_slot, lr_, eps_, beta1_, beta2_, rest1_, rest2_, correction_,
+    D: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Rows and their states, given the gradients; the formulas of `rowmesh.optim.rules`.
+
+    `at` are offsets of elements, `slot` those of whole rows. Numbers come as float64, so that 1 − β is exact before it
+    is rounded, and states are of the type of the arithmetic.
+    """
+    lr, eps, correction = tl.full((), lr_, DTYPE), tl.full((), eps_, DTYPE), tl.full((), correction_, DTYPE)
+    row = tl.load(rows + at, mask=inside, other=0)
+    storage: tl.constexpr = row.dtype
+    row = row.to(DTYPE)
+    if RULE == "sgd":
+        row -= lr * g
+    elif RULE == "adagrad":
+        total = tl.load(state1 + at, mask=inside, other=1) + g * g
+        tl.store(state1 + at, total, mask=inside)
+        row -= lr * g / (correction * _root_of(total) + eps)
+    elif RULE == "row_wise_adagrad":
+        squares = tl.sum(tl.where(inside, g * g, 0), axis=1)
+        mean = tl.load(state1 + slot, mask=is_slot, other=1) + squares / D
+        tl.store(state1 + slot, mean, mask=is_slot)
+        row -= (lr / (correction * _root_of(mean) + eps))[:, None] * g
+    else:
+        tl.static_assert(RULE == "adam")
+        beta1, beta2 = tl.full((), beta1_, DTYPE), tl.full((), beta2_, DTYPE)
+        rest1, rest2 = tl.full((), rest1_, DTYPE), tl.full((), rest2_, DTYPE)
+        first = beta1 * tl.load(state1 + at, mask=inside, other=0) + rest1 * g
+        second = beta2 * tl.load(state2 + at, mask=inside, other=1) + rest2 * (g * g)
+        tl.store(state1 + at, first, mask=inside)
+        tl.store(state2 + at, second, mask=inside)
+        row -= lr * first / (correction * _root_of(second) + eps)
+    tl.store(rows + at, row.to(storage), mask=inside)
+
+
+@triton.jit
+def _update_merged(
+    order, slots, starts, num, node_ends, partials, gradients, rows, state1, state2,
+    # Numbers would be passed as float32 where nothing else is said.
+    lr: tl.float64, scaling: tl.float64, eps: tl.float64, beta1: tl.float64, beta2: tl.float64, rest1: tl.float64,
+    rest2: tl.float64, correction: tl.float64,
+    D: tl.constexpr, RULE: tl.constexpr, NUM_NODES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sums the gradients of ROWS distinct slots and updates their rows."""
+    dtype: tl.constexpr = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(num)
+    if tl.program_id(0) * ROWS < count:
+        is_slot, columns = m < count, tl.arange(0, COLUMNS)
+        inside = is_slot[:, None] & (columns < D)[None, :]
+        slot = tl.load(slots + m, mask=is_slot, other=0)
+        total = _sum_entries(
+            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES,
+        )  # fmt: skip
+        change(
+            total * tl.full((), scaling, dtype), rows, state1, state2, slot[:, None] * D + columns[None, :], inside,
+            slot, is_slot, lr, eps, beta1, beta2, rest1, rest2, correction, D, dtype, RULE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_sums(
+    order, starts, num, node_ends, partials, gradients, out,
+    D: tl.constexpr, NUM_NODES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sums the gradients of ROWS distinct slots."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(num)
+    if tl.program_id(0) * ROWS < count:
+        is_slot, columns = m < count, tl.arange(0, COLUMNS)
+        inside = is_slot[:, None] & (columns < D)[None, :]
+        total = _sum_entries(
+            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES,
+        )  # fmt: skip
+        tl.store(out + m.to(tl.int64)[:, None] * D + columns[None, :], total, mask=inside)
+
+
+def update(
+    rows: Tensor, state: tuple[Tensor, ...], merged: Merged, gradients: Tensor, rule: str, numbers: tuple[float, ...]
+) -> None:  # fmt: skip
+    """Changes the rows of merged slots and their states, in place.
+
+    Args:
+        rows: `[R, D]`, float32, float64 or bfloat16, contiguous.
+        state: of the rule, in the order of its `state`; float32, or float64 where rows are: `[R, D]`, or `[R]` where it
+            has one value a row.
+        merged: what `merge` returned.
+        gradients: `[M, D]` of the entries that were merged, contiguous, of the type of states or of rows.
+        rule: the name of an update rule.
+        numbers: what its `numbers` returned.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a layout or device does not fit.
+        ConfigurationError: rows are longer than 4,096.
+    """
+    compute = _arithmetic(rows.dtype)
+    check("rows", rows, (torch.float32, torch.float64, torch.bfloat16), 2, rows.device)
+    check("gradients", gradients, (compute, rows.dtype), 2, rows.device)
+    for tensor in state:
+        check("state", tensor, (compute,), tensor.dim(), rows.device)
+    lr, scaling, eps, beta1, beta2, correction = numbers
+    shape = _shape_of(rows.shape[1])
+    launch(
+        _update_merged, ceil_div(merged.slots.numel(), shape["ROWS"]), merged.order, merged.slots, merged.starts,
+        merged.num, merged.node_ends, _partials(merged, gradients, compute), gradients, rows,
+        *(*state, None, None)[:2], lr, scaling, eps, beta1, beta2, 1.0 - beta1, 1.0 - beta2, correction,
+        RULE=rule, NUM_NODES=merged.num_nodes, **shape,
+    )  # fmt: skip
+
+
+def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
+    """The sums that `update` would apply, one a distinct slot.
+
+    Args:
+        merged, gradients: as for `update`.
+        out: `[M, D]`, float32 or float64, of the type of the arithmetic; the first `num` rows are written.
+
+    Returns:
+        `out`.
+    """
+    check("out", out, (torch.float32, torch.float64), 2, gradients.device)
+    check("gradients", gradients, (gradients.dtype,), 2, gradients.device)
+    shape = _shape_of(out.shape[1])
+    launch(
+        _store_sums, ceil_div(merged.slots.numel(), shape["ROWS"]), merged.order, merged.starts, merged.num,
+        merged.node_ends, _partials(merged, gradients, out.dtype), gradients, out, NUM_NODES=merged.num_nodes, **shape,
+    )  # fmt: skip
+    return out
+
+
+def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor | None:
+    """The sums of chunks that are not a slot's first; None where no slot has more than one."""
+    if merged.most <= CHUNK or merged.num_nodes > 1:
+        return None
+    num_blocks, dim = ceil_div(merged.order.numel(), CHUNK), gradients.shape[1]
+    partials = torch.empty(num_blocks, dim, dtype=compute, device=gradients.device)
+    columns = next_power_of_2(dim)
+    launch(
+        _sum_chunks, num_blocks, merged.order, merged.starts, merged.ranks, gradients, partials,
+        D=dim, COLUMNS=columns, CHUNK=CHUNK, num_warps=_warps_of(columns),
+    )  # fmt: skip
+    return partials
+
+
+def _warps_of(columns: int) -> int:
+    """Warps for one row: 16 bytes a thread."""
+    return max(1, min(4, columns // 128))
+
+
+def _shape_of(dim: int) -> dict[str, int]:
+    """Rows and columns of a program's tile; the columns are all of a row's, rounded up to a power of two."""
+    columns = next_power_of_2(dim)
+    if columns > MOST_COLUMNS:
+        raise ConfigurationError(
+            f"a row of {dim} values does not fit into one program; dim may be up to {MOST_COLUMNS}: split the table"
+        )
+    return {"D": dim, "ROWS": max(1, _TILE // columns), "COLUMNS": columns, "CHUNK": CHUNK}
+
+
+def _arithmetic(storage: torch.dtype) -> torch.dtype:
+    return torch.float64 if storage == torch.float64 else torch.float32
+
+
+def _update_signature(storage: str, rule: str, dim: int, num_nodes: int = 1, num_states: int = 0) -> Signature:
+    compute = "fp64" if storage == "fp64" else "fp32"
+    missing = dict.fromkeys(["state1", "state2"][num_states:])
+    missing |= {"partials" if num_nodes > 1 else "node_ends": None}
+    between = "*i64" if num_nodes > 1 else f"*{compute}"
+    types = f"*i64 *i64 *i32 *i32 {between} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 8
+    return Signature(_update_merged, types, {"RULE": rule, "NUM_NODES": num_nodes, **_shape_of(dim), **missing})
+
+
+SIGNATURES = (
+    Signature(_keys_of, "*i32 *i32 *i32 i32", {"BLOCK": BLOCK}),
+    Signature(_keys_of, "*i64 *i32 i32", {"BLOCK": BLOCK, "count": None}),
+    Signature(_flag_heads, "*i32 *i32 i32", {"BLOCK": BLOCK}),
+    Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK}),
+    Signature(
+        _sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)
+    ),
+    Signature(_store_sums, "*i64 *i32 *i32 *fp32 *fp32 *fp32", {"NUM_NODES": 1, "node_ends": None, **_shape_of(64)}),
+    _update_signature("fp32", "sgd", 128),
+    _update_signature("bf16", "adagrad", 128, num_states=1),
+    _update_signature("fp32", "row_wise_adagrad", 64, num_states=1),
+    _update_signature("fp32", "row_wise_adagrad", 128, num_nodes=4, num_states=1),
+    _update_signature("fp32", "adam", 100, num_states=2),
+    _update_signature("fp64", "adam", 64, num_states=2),
+)  # fmt: skip
