@@ -1,0 +1,301 @@
+"""Route on a GPU: every unique id finds its range, a stable sort by (stop, segment) brings ids of equal stops together.
+
+Ranges are found by bisection. They are few and stay in the first-level cache; buckets, which save a CPU half of the
+steps, would be one more table to read. Divisions are whole-numbered and exact; even at a hundred instructions each they
+take less time than reading the ids.
+
+The sort has W · S′ different keys, so that 16 bits mostly do: two passes instead of the eight of 64 bits. What the host
+must know before it can send anything is in one tensor, `Routed.sizes`: one copy brings it there. See [Note: GPU
+kernels] in `rowmesh.ops.gpu`.
+"""
+
+# Triton's language is not typed in a way that a checker could follow.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.ops.gpu import Signature, ceil_div, check, launch
+from rowmesh.ops.route.cpu import COPY, RELAY
+
+BLOCK = 512
+NOWHERE = -(2**63)  # of a row that this rank asks itself for, as an agent
+_NOWHERE = tl.constexpr(NOWHERE)
+_NONE = tl.constexpr(2**63 - 1)
+_RELAY, _COPY = tl.constexpr(RELAY), tl.constexpr(COPY)
+_FIELDS = 8  # of a range; the reciprocals that follow are for the CPU
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """An address map on a device; what `AddressMap` says of its arrays holds.
+
+    Attributes:
+        ranges: int64 `[8, R]`, a field after the other: start, shift, modulus, rank, divisor, base, kind, flags.
+        index: int64 `[2, S]`: the first range of each table, and how many it has.
+        num_rows: int64 `[S]`.
+        most_ranges: of one table.
+        num_kinds, num_replying: kinds that occur; the first so many get replies.
+        world_size, rank, ranks_per_node, key_stride: W, who asks, ranks of a node, V.
+    """
+
+    ranges: Tensor
+    index: Tensor
+    num_rows: Tensor
+    most_ranges: int
+    num_kinds: int
+    num_replying: int
+    world_size: int
+    rank: int
+    ranks_per_node: int
+    key_stride: int
+
+    @classmethod
+    def make(
+        cls, device: torch.device, ranges: NDArray[np.int64], index: NDArray[np.int64], num_rows: tuple[int, ...],
+        *, num_kinds: int, num_replying: int, world_size: int, rank: int, ranks_per_node: int, key_stride: int,
+    ) -> DeviceMap:  # fmt: skip
+        """Copies the arrays of an `AddressMap` to a device."""
+        fields = torch.from_numpy(np.ascontiguousarray(ranges[:, :_FIELDS].T)).to(device)
+        places = torch.from_numpy(np.ascontiguousarray(index[:, :2].T)).to(device)
+        limits = torch.tensor(num_rows, dtype=torch.int64).to(device)
+        most = int(index[:, 1].max())
+        return cls(
+            fields, places, limits, most, num_kinds, num_replying, world_size, rank, ranks_per_node, key_stride
+        )  # fmt: skip
+
+    @property
+    def num_tables(self) -> int:
+        """S."""
+        return self.num_rows.numel()
+
+    @property
+    def num_segments(self) -> int:
+        """S′: tables times kinds."""
+        return self.num_tables * self.num_kinds
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where every unique id is asked for, sorted; everything on the device.
+
+    Attributes:
+        sizes: int64 `[1 + 2 · W · S′]`, all that the host has to know: the index of the first unique id that is not a
+            row of its table, or −1; then how many keys there are by stop and segment; then how many ids.
+        keys: int32 `[U]`, the bits of uint32, sorted by (stop, segment).
+        uniques: int32 `[U]`: `keys[p]` asks for unique id `uniques[p]`.
+        places: int64 `[U]`: where the row of each unique id is: from 0 on among the replies, in the order in which they
+            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as an agent.
+
+    An id that is no row is left out of all but `sizes`; what stands at the end of `keys` and `uniques` in its place,
+    and past the number of unique ids, is not valid.
+    """
+
+    sizes: Tensor
+    keys: Tensor
+    uniques: Tensor
+    places: Tensor
+    world_size: int
+    num_segments: int
+
+    @property
+    def refused(self) -> Tensor:
+        """int64 `[]`: the first element of `sizes`."""
+        return self.sizes[0]
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 `[W, S′]`: keys by stop and segment."""
+        return self.sizes[1:].view(2, self.world_size, self.num_segments)[0]
+
+    @property
+    def accesses(self) -> Tensor:
+        """int64 `[W, S′]`: ids, not only distinct ones, by stop and segment."""
+        return self.sizes[1:].view(2, self.world_size, self.num_segments)[1]
+
+
+@triton.jit
+def _last_not_above(values, first, last, x, num_steps):
+    """The last of the ascending `values[first … last]` that is not above x; the first one is not."""
+    for _ in range(num_steps):
+        middle = (first + last + 1) // 2
+        is_after = tl.load(values + middle) <= x
+        first = tl.where(is_after, middle, first)
+        last = tl.where(is_after, last, tl.maximum(middle - 1, first))
+    return first
+
+
+@triton.jit
+def _find(ranges, index, num_ranges, num_tables, table, row, num_steps):
+    """The number of the range that each row is in."""
+    first = tl.load(index + table)
+    return _last_not_above(ranges, first, first + tl.load(index + num_tables + table) - 1, row, num_steps)
+
+
+@triton.jit
+def _home(ranges, num_ranges, part, row):
+    """Home and slot of each row, given its range."""
+    x = row - tl.load(ranges + part)
+    y = x + tl.load(ranges + num_ranges + part)
+    home = y % tl.load(ranges + 2 * num_ranges + part) + tl.load(ranges + 3 * num_ranges + part)
+    return home, tl.load(ranges + 5 * num_ranges + part) + x // tl.load(ranges + 4 * num_ranges + part)
+
+
+@triton.jit(do_not_specialize=("table", "num_ids", "num_ranges", "num_tables", "num_steps"))
+def _locate(
+    ids, homes, slots, ranges, index, table, num_ids, num_ranges, num_tables, num_steps, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + i, mask=i < num_ids, other=0)
+    part = _find(ranges, index, num_ranges, num_tables, table + tl.zeros_like(row), row, num_steps)
+    home, slot = _home(ranges, num_ranges, part, row)
+    tl.store(homes + i, home.to(tl.int32), mask=i < num_ids)
+    tl.store(slots + i, slot, mask=i < num_ids)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "num_unique", "num_ranges", "num_tables", "num_segments", "world_size", "rank", "ranks_per_node", "key_stride",
+        "table_steps", "range_steps",
+    )
+)  # fmt: skip
+def _place_all(
+    unique, offsets, cells, keys, refused, ranges, index, num_rows, num_unique, num_ranges, num_tables, num_segments,
+    world_size, rank, ranks_per_node, key_stride, table_steps, range_steps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cell, stop · S′ + segment, and key of every unique id; the last cell for what is no row or no id."""
+    u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = u < tl.load(offsets + num_tables)
+    row = tl.load(unique + u, mask=is_id, other=0)
+    table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
+    is_row = is_id & (row >= 0) & (row < tl.load(num_rows + table))
+    row = tl.where(is_row, row, 0)
+    part = _find(ranges, index, num_ranges, num_tables, table, row, range_steps)
+    stop, key = _home(ranges, num_ranges, part, row)
+    segment = tl.load(ranges + 6 * num_ranges + part) * num_tables + table
+    is_relayed = (tl.load(ranges + 7 * num_ranges + part) & _RELAY) != 0
+    node = tl.where(is_relayed, stop // ranks_per_node, 0)
+    key += node * key_stride
+    stop = tl.where(is_relayed, stop % ranks_per_node + rank // ranks_per_node * ranks_per_node, stop)
+    cell = tl.where(is_row, stop * num_segments + segment, world_size * num_segments)
+    tl.store(cells + u, cell.to(cells.dtype.element_ty), mask=u < num_unique)
+    tl.store(keys + u, key.to(tl.int32), mask=u < num_unique)
+    first = tl.min(tl.where(is_id & (is_row == 0), u, _NONE))
+    tl.atomic_min(refused, first, mask=first != _NONE)  # of whole numbers: in any order the same
+
+
+@triton.jit(do_not_specialize=("num_unique", "num_tables", "num_segments", "world_size", "rank", "key_stride"))
+def _place_sorted(
+    order, cells, keys, counts, kind_flags, shifts, sorted_keys, uniques, places, accesses,
+    num_unique, num_tables, num_segments, world_size, rank, key_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and ids in sorted order, and where the row of each is."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    u = tl.load(order + p, mask=p < num_unique, other=0)
+    cell = tl.load(cells + p, mask=p < num_unique, other=0).to(tl.int32)  # divides faster than 64 bits
+    is_row = (p < num_unique) & (cell < world_size * num_segments)
+    key = tl.load(keys + u, mask=is_row, other=0)
+    tl.store(sorted_keys + p, key, mask=is_row)
+    tl.store(uniques + p, u.to(tl.int32), mask=is_row)
+    tl.store(accesses + p, tl.load(counts + u, mask=is_row, other=0).to(tl.int64), mask=p < num_unique)
+    stop = cell // num_segments
+    flags = tl.load(kind_flags + cell % num_segments // num_tables, mask=is_row, other=0)
+    key = key.to(tl.uint32, bitcast=True)
+    reply = p + tl.load(shifts + stop, mask=is_row, other=0)
+    is_relayed, is_copy = (flags & _RELAY) != 0, (flags & _COPY) != 0
+    slot = tl.where(is_relayed, key % key_stride.to(tl.uint32), key).to(tl.int64)
+    place = tl.where(stop == rank, tl.where(is_relayed, _NOWHERE, -1 - slot), reply)
+    place = tl.where(is_copy, -1 - slot, place)
+    tl.store(places + u, place, mask=is_row)
+
+
+def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Home and slot of rows of one table.
+
+    Args:
+        device_map: where rows are.
+        table: its number in the map.
+        ids: int64 `[N]`, all of them rows of the table: not checked.
+
+    Returns:
+        Homes, int32 `[N]`, and slots, int64 `[N]`.
+
+    Source: OPER §5.1.
+    """
+    check("ids", ids, (torch.int64,), 1, device_map.ranges.device)
+    homes, slots = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids)
+    launch(
+        _locate, ceil_div(ids.numel(), BLOCK), ids, homes, slots, device_map.ranges, device_map.index, table,
+        ids.numel(), device_map.ranges.shape[1], device_map.num_tables, _steps(device_map.most_ranges), BLOCK=BLOCK,
+    )  # fmt: skip
+    return homes, slots
+
+
+def route(
+    device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor
+) -> Routed:  # fmt: skip
+    """Where every unique id is asked for, sorted by (stop, segment).
+
+    Args:
+        device_map: where rows are.
+        kind_flags: int64 `[kinds]`: the flags of each kind, RELAY and COPY.
+        unique: int64 `[N]`; the first U are valid, a table's after the other's.
+        offsets: int64 `[S + 1]`: where each table's begin; the last is U.
+        counts: int32 `[N]`: how often each occurs.
+
+    Source: FusedRec §3 "Embedding Route" (rank-wise sort) and "Lossless Lookup".
+    """
+    m, device, num_unique = device_map, unique.device, unique.numel()
+    check("unique", unique, (torch.int64,), 1, m.ranges.device)
+    check("offsets", offsets, (torch.int64,), 1, device)
+    check("counts", counts, (torch.int32, torch.int64), 1, device)
+    num_cells = m.world_size * m.num_segments
+    narrow = torch.int16 if num_cells < 2**15 else torch.int32
+    cells = torch.empty(num_unique, dtype=narrow, device=device)
+    keys, sorted_keys, uniques = (torch.empty(num_unique, dtype=torch.int32, device=device) for _ in range(3))
+    refused = torch.full((1,), _NONE.value, dtype=torch.int64, device=device)
+    launch(
+        _place_all, ceil_div(num_unique, BLOCK), unique, offsets, cells, keys, refused, m.ranges, m.index, m.num_rows,
+        num_unique, m.ranges.shape[1], m.num_tables, m.num_segments, m.world_size, m.rank, m.ranks_per_node,
+        m.key_stride, _steps(m.num_tables), _steps(m.most_ranges), BLOCK=BLOCK,
+    )  # fmt: skip
+    cells, order = torch.sort(cells, stable=True)
+    bounds = torch.searchsorted(cells, torch.arange(num_cells + 1, dtype=narrow, device=device))
+    begins = bounds[:-1].view(m.world_size, m.num_segments)
+    replying = bounds[torch.arange(m.world_size, device=device) * m.num_segments + m.num_replying * m.num_tables]
+    replies = replying - begins[:, 0]
+    places, accesses = torch.empty_like(unique), torch.zeros(num_unique + 1, dtype=torch.int64, device=device)
+    launch(
+        _place_sorted, ceil_div(num_unique, BLOCK), order, cells, keys, counts, kind_flags,
+        replies.cumsum(0) - replying, sorted_keys, uniques, places, accesses[1:],
+        num_unique, m.num_tables, m.num_segments, m.world_size, m.rank, m.key_stride, BLOCK=BLOCK,
+    )  # fmt: skip
+    # Sums over a cell are differences of running sums: no atomics, however uneven the cells.
+    sizes = torch.cat(
+        [torch.where(refused == _NONE.value, -1, refused), bounds.diff(), accesses.cumsum(0)[bounds].diff()]
+    )
+    return Routed(sizes, sorted_keys, uniques, places, m.world_size, m.num_segments)
+
+
+def _steps(count: int) -> int:
+    """Of a bisection among so many."""
+    return (count - 1).bit_length()
+
+
+SIGNATURES = (
+    Signature(_locate, "*i64 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+    Signature(
+        _place_all, "*i64 *i64 *i16 *i32 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32 i32 i32 i64 i32 i32", {"BLOCK": BLOCK}
+    ),
+    Signature(
+        _place_sorted, "*i64 *i16 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 i32 i32 i32 i32 i32 i64", {"BLOCK": BLOCK}
+    ),
+)  # fmt: skip

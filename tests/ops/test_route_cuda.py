@@ -1,0 +1,130 @@
+"""Route in Triton against its reference and the plan: stops, keys, the stable sort, and where every row is."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh.ops.route import reference
+from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.address_map import COPIES, FLAGS, RELAYS, REPLIES
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+cuda = kernels_of("route")
+
+
+def on_device(address_map, device):
+    plan = address_map.plan
+    flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], device=device)
+    return cuda.DeviceMap.make(
+        device, address_map.ranges, address_map.index, address_map.num_rows, num_kinds=len(address_map.kinds),
+        num_replying=sum(kind in REPLIES for kind in address_map.kinds), world_size=plan.world_size,
+        rank=address_map.rank, ranks_per_node=plan.ranks_per_node, key_stride=address_map.key_stride,
+    ), flags  # fmt: skip
+
+
+@st.composite
+def plans(draw):
+    ranks_per_node = draw(st.integers(1, 3))
+    world_size = ranks_per_node * draw(st.integers(1, 3))
+    tables = []
+    for index, num_rows in enumerate(draw(st.lists(st.sampled_from([1, 3, 100, 8 * 10**8]), min_size=1, max_size=4))):
+        cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=9))) if num_rows > 1 else []
+        ranges = []
+        for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
+            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
+            ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
+        tables.append(TablePlan(TableShape(f"t{index}", num_rows, 20, 20), tuple(ranges)))
+    return Plan(tuple(tables), world_size, ranks_per_node)
+
+
+@st.composite
+def requests(draw):
+    plan = draw(plans())
+    parts = []
+    for table in plan.tables:
+        rows = st.integers(0, table.shape.num_rows - 1) | st.sampled_from([part.start for part in table.ranges])
+        parts.append(draw(st.lists(rows, unique=True, max_size=15)))
+    unique = [row for part in parts for row in part]
+    offsets = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
+    counts = torch.tensor([draw(st.integers(1, 9)) for _ in unique], dtype=torch.int32)
+    rank = draw(st.integers(0, plan.world_size - 1))
+    return AddressMap(plan, [table.name for table in plan.tables], rank), unique, offsets, counts
+
+
+@settings(max_examples=40)
+@given(requests=requests(), spare=st.integers(0, 3))
+def test_equals_the_reference(device, requests, spare):
+    """`spare` ids past the unique ones, which nobody asks for."""
+    address_map, unique, offsets, counts = requests
+    world_size, rank = address_map.plan.world_size, address_map.rank
+    routed = cuda.route(
+        *on_device(address_map, device), torch.tensor(unique + [-5] * spare, dtype=torch.int64, device=device),
+        offsets.to(device), torch.cat([counts, counts.new_full((spare,), 99)]).to(device),
+    )  # fmt: skip
+    places = []
+    for table in range(address_map.num_tables):
+        for row in unique[offsets[table] : offsets[table + 1]]:
+            stop, key, kind = address_map.locate(table, row)
+            places.append((stop, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
+    stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
+    keys, order, bounds, accesses = reference.route(
+        stops, wanted, segments, counts.long(), world_size, address_map.num_segments
+    )  # fmt: skip
+    assert int(routed.refused) == -1
+    assert (routed.keys[: len(unique)].cpu().long() % 2**32).tolist() == keys.tolist()
+    assert routed.uniques[: len(unique)].tolist() == order.tolist()
+    assert routed.counts.tolist() == bounds.diff().tolist()
+    assert routed.accesses.tolist() == accesses.tolist()
+    reply = 0
+    for u in order.tolist():  # in the order in which rows are asked for
+        stop, key, _, kind = places[u]
+        if kind in COPIES - REPLIES:
+            expected = -1 - key % address_map.key_stride
+        elif stop == rank:
+            expected = cuda.NOWHERE if kind in RELAYS else -1 - key
+        else:
+            expected = reply
+        assert int(routed.places[u]) == expected
+        reply += kind in REPLIES
+
+
+@settings(max_examples=15)
+@given(requests=requests())
+def test_homes_and_slots_are_those_of_the_plan(device, requests):
+    address_map, unique, offsets, _ = requests
+    plan = address_map.plan
+    device_map, _ = on_device(address_map, device)
+    for table, entry in enumerate(plan.tables):
+        rows = unique[offsets[table] : offsets[table + 1]]
+        homes, slots = cuda.locate(device_map, table, torch.tensor(rows, dtype=torch.int64, device=device))
+        for row, home, slot in zip(rows, homes.tolist(), slots.tolist(), strict=True):
+            assert home == entry.range_of(row).home(row, plan.world_size)
+            pieces = AddressMap(plan, [t.name for t in plan.tables], home).homed(table)
+            assert [piece.slots[piece.rows.index(row)] for piece in pieces if row in piece.rows] == [slot]
+
+
+@pytest.mark.parametrize("row", [-1, 3, 2**40, -(2**63), 2**63 - 1])
+def test_tells_the_first_id_that_is_no_row(device, row):
+    shapes = [TableShape("a", 1, 4, 4), TableShape("b", 3, 4, 4)]
+    device_map, flags = on_device(AddressMap(Plan.dealt(shapes, 2), ["a", "b"], 0), device)
+    unique = torch.tensor([0, 1, 2, row, -1], device=device)
+    counts = torch.ones(5, dtype=torch.int32, device=device)
+    routed = cuda.route(device_map, flags, unique, torch.tensor([0, 1, 5], device=device), counts)
+    assert int(routed.refused) == 3
+    assert int(routed.counts.sum()) == 3
+
+
+def test_many_cells_need_wider_keys(device):
+    """More than 2¹⁵ of them."""
+    shapes = [TableShape(f"t{index}", 5000, 4, 4) for index in range(9)]
+    address_map = AddressMap(Plan.dealt(shapes, 4000), [shape.name for shape in shapes], 7)
+    unique = torch.arange(9 * 10, device=device) % 10 * 499
+    offsets, counts = torch.arange(10, device=device) * 10, torch.ones(90, dtype=torch.int32, device=device)
+    routed = cuda.route(*on_device(address_map, device), unique, offsets, counts)
+    places = [address_map.locate(u // 10, u % 10 * 499) for u in range(90)]
+    order = sorted(range(90), key=lambda u: (places[u][0], u // 10))
+    assert routed.uniques.tolist() == order
+    assert int(routed.counts.sum()) == 90
