@@ -239,8 +239,6 @@ def predicted_ms(variant: Variant, tasks: dict[str, float]) -> float:
     schedule = make_schedule(variant.depth, variant.micro_batches, fetches_final=finds_final)
 
     def seconds(task: Task) -> float:
-        if task.stage == "step":
-            return tasks["average.0"]
         return tasks.get(f"{task.stage}.{task.part}", 0.0)
 
     count = 12

@@ -3,6 +3,7 @@
 The schedule is played with durations that a model derives from those of steps done in turn:
 
     compute     of a micro-batch: its share of the samples, and COST_S for being one more
+    dense       as measured: the network is averaged and updated beside the last gradients of rows
     rows        its share of the batch's distinct rows, by Heaps' law; with final rows, FINAL_SHARE of them come before
     gradients   the same, from the end
     all others  as measured
@@ -16,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rowmesh.pipeline.cutter import even_sizes
+from rowmesh.pipeline.cutter import Sizes, sizes_of
 from rowmesh.pipeline.schedule import Task, make_schedule, play, step_s
-from rowmesh.pipeline.sizes import new_rows
+from rowmesh.pipeline.sizes import WindowWork, new_rows
 
 DEPTHS, COUNTS = (0, 1), (1, 2, 4, 8)
 LEAST_GAIN = 0.03
@@ -58,8 +59,14 @@ class Choice:
         )
 
 
+def work_of(stages: Mapping[str, float]) -> WindowWork:
+    """What a window has to do, from seconds of each stage of a step in turn."""
+    compute, rows, gradients = (1e3 * stages.get(name, 0.0) for name in ("compute", "rows", "gradients"))
+    return WindowWork(compute_ms=compute, fetch_ms=rows, push_ms=gradients)
+
+
 def choose(
-    stages: Mapping[str, float], cpu: Mapping[str, float], *, cores: float, can_split: bool,
+    stages: Mapping[str, float], cpu: Mapping[str, float], *, cores: float, can_split: bool, sizes: Sizes = "even",
     depths: tuple[int, ...] = DEPTHS, counts: tuple[int, ...] = COUNTS,
 ) -> Choice:  # fmt: skip
     """The best depth and number of micro-batches.
@@ -69,6 +76,7 @@ def choose(
         cpu: of that, processor time; of "compute" all.
         cores: of this rank.
         can_split: whether rows can travel by micro-batch.
+        sizes: of micro-batches.
         depths: to choose from, the simplest first.
         counts: to choose from, the simplest first.
 
@@ -80,7 +88,12 @@ def choose(
     """
     in_turn = sum(stages.values())
     candidates = [
-        Choice(depth, count, predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split), in_turn)
+        Choice(
+            depth,
+            count,
+            predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split, sizes=sizes),
+            in_turn,
+        )
         for depth in depths
         for count in (counts if can_split else counts[:1])
     ]
@@ -91,21 +104,22 @@ def choose(
 
 
 def predicted_s(
-    stages: Mapping[str, float], cpu: Mapping[str, float], depth: int, count: int, *, cores: float, can_split: bool
+    stages: Mapping[str, float], cpu: Mapping[str, float], depth: int, count: int, *, cores: float, can_split: bool,
+    sizes: Sizes = "even",
 ) -> float:  # fmt: skip
     """Seconds of a step by the model."""
     if depth == 0 and count == 1:
         return sum(stages.values())
-    sizes = even_sizes(1000 * count, count)
-    arrive = new_rows(sizes, ROWS_EXPONENT) if can_split else [1.0, *([0.0] * (count - 1))]
-    leave = new_rows(sizes[::-1], ROWS_EXPONENT)[::-1] if can_split else [*([0.0] * (count - 1)), 1.0]
+    cut = sizes_of(1000 * count, count, sizes, work_of(stages))
+    arrive = new_rows(cut, ROWS_EXPONENT) if can_split else [1.0, *([0.0] * (count - 1))]
+    leave = new_rows(cut[::-1], ROWS_EXPONENT)[::-1] if can_split else [*([0.0] * (count - 1)), 1.0]
     finds_final = depth > 0 and can_split
     final = FINAL_SHARE if finds_final else 0.0
 
     def seconds(task: Task) -> float:
         whole = stages.get(task.stage, 0.0)
         if task.stage == "compute":
-            return whole / count + COST_S * (count > 1)
+            return whole * cut[task.part] / sum(cut) + COST_S * (count > 1)
         if task.stage == "rows":
             return whole * arrive[task.part] * (1 - final)
         if task.stage == "gradients":

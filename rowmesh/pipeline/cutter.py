@@ -17,7 +17,7 @@ from rowmesh.tables import TableSpec
 Sizes = Literal["even", "light_ends"]
 Clustering = Literal["off", "greedy", "light_ends"]
 
-TYPICAL = WindowWork(compute_ms=60.0, fetch_ms=20.0, push_ms=20.0)  # 40 % of a step is communication
+TYPICAL = WindowWork.of_share(0.4)
 
 
 class Cutter:
@@ -45,7 +45,8 @@ class Cutter:
         for name, value, known in (("sizes", sizes, Sizes), ("clustering", clustering, Clustering)):
             if value not in known.__args__:
                 raise ConfigurationError(f"{name} must be one of {list(known.__args__)}, got {value!r}")
-        self._count, self._sizes, self._clustering, self._work = count, sizes, clustering, work
+        self._sizes: Sizes = sizes
+        self._count, self._clustering, self._work = count, clustering, work
         self._number = RowNumbering(tables)
         self._known: dict[int, tuple[int, ...]] = {}
 
@@ -59,11 +60,15 @@ class Cutter:
 
     def _sizes_of(self, batch_size: int) -> tuple[int, ...]:
         if batch_size not in self._known:
-            if self._sizes == "light_ends" and batch_size >= self._count:
-                self._known[batch_size] = choose_sizes(batch_size, self._count, self._work)
-            else:
-                self._known[batch_size] = even_sizes(batch_size, self._count)
+            self._known[batch_size] = sizes_of(batch_size, self._count, self._sizes, self._work)
         return self._known[batch_size]
+
+
+def sizes_of(batch_size: int, count: int, sizes: Sizes, work: WindowWork) -> tuple[int, ...]:
+    """The size of each micro-batch."""
+    if sizes == "light_ends" and batch_size >= count:
+        return choose_sizes(batch_size, count, work)
+    return even_sizes(batch_size, count)
 
 
 def even_sizes(batch_size: int, count: int) -> tuple[int, ...]:

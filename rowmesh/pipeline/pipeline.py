@@ -80,6 +80,7 @@ class Flight(Generic[T]):
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[float] | None = None
+        self.stepped_s = 0.0  # when its learning rates came
         self._num_computed = 0
 
     def __iter__(self) -> Iterator[Part]:
@@ -229,6 +230,7 @@ class Pipeline(Generic[T]):
                         f"batch {turn} had no step: after the backward of its last micro-batch call the step of the "
                         "EmbeddingOptimizer"
                     )
+                self.recorder.add_dense(Task("dense", turn), flight.stepped_s, time.perf_counter())
             turn += 1
 
     def _end_turn(self, runner: Runner, turn: int) -> None:
@@ -311,7 +313,7 @@ class Pipeline(Generic[T]):
         flight = self._current
         if flight is None or not flight.is_computed or flight.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
-        flight.lrs = lrs
+        flight.lrs, flight.stepped_s = lrs, time.perf_counter()
         self._runner.done(Task("step", flight.batch))
 
     # What other threads do, a stage each

@@ -19,12 +19,14 @@ class Totals:
     Attributes:
         exposed_s: the driver waited for rows.
         compute_s: from looking a micro-batch up to the next.
+        dense_s: from the step of the rows' optimizer to the end of a batch: the dense network is averaged and updated.
         stages: by stage, how long its tasks took.
         cpu: of that, by stage, the processor time.
     """
 
     exposed_s: float = 0.0
     compute_s: float = 0.0
+    dense_s: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
 
@@ -55,6 +57,11 @@ class Recorder:
     def add_compute(self, task: Task, start_s: float, end_s: float) -> None:
         """A micro-batch that was computed."""
         self.totals.compute_s += end_s - start_s
+        self._spans.append(Span(task, COMPUTE, start_s, end_s))
+
+    def add_dense(self, task: Task, start_s: float, end_s: float) -> None:
+        """What the driver did after the step of a batch."""
+        self.totals.dense_s += end_s - start_s
         self._spans.append(Span(task, COMPUTE, start_s, end_s))
 
     def add_exposed(self, task: Task, start_s: float, end_s: float) -> None:

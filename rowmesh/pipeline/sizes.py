@@ -56,6 +56,15 @@ class WindowWork:
         if not 0 < self.rows_exponent <= 1:
             raise ConfigurationError(f"rows_exponent must be above 0 and at most 1, got {self.rows_exponent}")
 
+    @classmethod
+    def of_share(cls, communication: float) -> WindowWork:
+        """Of a step in turn of which communication takes this share, rows and gradients half of it each.
+
+        >>> WindowWork.of_share(0.25).fetch_ms
+        0.125
+        """
+        return cls(compute_ms=1 - communication, fetch_ms=communication / 2, push_ms=communication / 2)
+
 
 def rows_exponent(num_rows: int, batch_size: int, part_rows: int, part_size: int) -> float:
     """α, such that `part_size` of `batch_size` samples have `part_rows` of `num_rows` distinct rows.

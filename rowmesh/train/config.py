@@ -306,6 +306,8 @@ class PipelineConfig(Section):
             with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it.
         sizes: of micro-batches: even, or light_ends (small where nothing hides the exchange).
+        communication_share: what light_ends suppose communication to take of a step done in turn; or auto: what it
+            takes of measured first steps.
         clustering: of samples into micro-batches: off, greedy (those that share rows meet) or light_ends (and those
             whose rows most others have are in the first and the last).
         verify: whether every row that is read must be the one that steps in turn would read.
@@ -317,6 +319,7 @@ class PipelineConfig(Section):
     exchange: Literal["delta", "naive", "unsplit"] = "delta"
     final_rows: bool = True
     sizes: Literal["even", "light_ends"] = "even"
+    communication_share: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = 0.4
     clustering: Literal["off", "greedy", "light_ends"] = "off"
     verify: bool = False
     trace: bool = False
@@ -325,6 +328,12 @@ class PipelineConfig(Section):
     def is_off(self) -> bool:
         """Whether steps are done in turn, whole."""
         return self.depth == 0 and self.micro_batches == 1 and not (self.verify or self.trace)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether something follows from measured first steps."""
+        asks_share = self.sizes == "light_ends" and self.communication_share == "auto"
+        return "auto" in (self.depth, self.micro_batches) or (asks_share and self.micro_batches != 1)
 
 
 class DriftConfig(Section):

@@ -13,8 +13,9 @@ from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.trace import Event, write_trace
 from rowmesh.pipeline import Flight, Pipeline
-from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose
+from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose, work_of
 from rowmesh.pipeline.recorder import Totals
+from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.train.config import PipelineConfig
 from rowmesh.train.job import Job
 
@@ -89,11 +90,13 @@ class PipelinedSteps:
         self._trainer, self._job, self._segment, self._say = trainer, job, segment, say
         self._pipeline: Pipeline[Batch] | None = None
         self._pipelines: list[Pipeline[Batch]] = []
+        share = job.config.pipeline.communication_share
+        self._work = None if share == "auto" else WindowWork.of_share(share)
 
     def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
         """Trains on so many batches."""
         config, left = self._job.config.pipeline, count
-        if "auto" in (config.depth, config.micro_batches):
+        if config.is_measured:
             in_turn = self._make(0, 1, overlap=False)
             yield from self._run(in_turn, batches, min(WARM_UP_STEPS, left))
             in_turn.recorder.take()
@@ -138,8 +141,8 @@ class PipelinedSteps:
         config = self._job.config.pipeline
         pipeline = Pipeline[Batch](
             self._job.embeddings, depth=depth, micro_batches=micro_batches, exchange=config.exchange,
-            final_rows=config.final_rows, sizes=config.sizes, clustering=config.clustering, verify=config.verify,
-            overlap=overlap,
+            final_rows=config.final_rows, sizes=config.sizes, clustering=config.clustering, work=self._work,
+            verify=config.verify, overlap=overlap,
         )  # fmt: skip
         self._pipelines.append(pipeline)
         return pipeline
@@ -166,15 +169,18 @@ class PipelinedSteps:
         mesh = self._job.mesh
         cores = (os.cpu_count() or 1) / mesh.hosts.count(mesh.hosts[mesh.rank])
         choice = choose(
-            stages, cpu, cores=cores, can_split=pipeline.can_split,
+            stages, cpu, cores=cores, can_split=pipeline.can_split, sizes=config.sizes,
             depths=DEPTHS if config.depth == "auto" else (config.depth,),
             counts=COUNTS if config.micro_batches == "auto" else (config.micro_batches,),
         )  # fmt: skip
         self._say(f"pipeline  {choice}")
+        if config.communication_share == "auto":
+            self._work = work_of(stages)
         return config.model_copy(update={"depth": choice.depth, "micro_batches": choice.micro_batches})
 
 
 def _per_step(totals: Totals, steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each stage of a step, and of them those of the processor."""
     stages = {name: seconds / steps for name, seconds in totals.stages.items()}
-    return {**stages, "compute": totals.compute_s / steps}, {name: s / steps for name, s in totals.cpu.items()}
+    stages |= {"compute": totals.compute_s / steps, "dense": totals.dense_s / steps}
+    return stages, {name: s / steps for name, s in totals.cpu.items()}

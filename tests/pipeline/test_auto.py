@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from rowmesh.pipeline.auto import COST_S, LEAST_GAIN, choose, predicted_s
+from rowmesh.pipeline.auto import COST_S, LEAST_GAIN, choose, predicted_s, work_of
 
 STAGES = {"read": 1e-4, "route": 1e-3, "open": 2e-3, "rows": 0.02, "compute": 0.06, "gradients": 0.02, "update": 1e-3}
 
@@ -50,3 +50,16 @@ def test_a_choice_gains_or_is_off(times, cores, can_split):
     choice = choose(times, {}, cores=cores, can_split=can_split)
     assert choice.is_off or choice.step_s <= (1 + LEAST_GAIN) * (1 - LEAST_GAIN) * choice.in_turn_s
     assert can_split or choice.micro_batches == 1
+
+
+def test_the_dense_network_is_beside_the_last_gradients():
+    without, short, long = (predict(1, 4, STAGES | {"dense": dense_s}) for dense_s in (0.0, 1e-3, 0.05))
+    assert short == without
+    assert without + 0.03 < long < without + 0.05
+
+
+def test_light_ends_are_sized_by_what_was_measured():
+    work = work_of(STAGES)
+    assert (work.compute_ms, work.fetch_ms, work.push_ms) == (60.0, 20.0, 20.0)
+    light = predicted_s(STAGES, {}, 1, 8, cores=2.0, can_split=True, sizes="light_ends")
+    assert light < predict(1, 8)

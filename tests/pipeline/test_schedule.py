@@ -98,7 +98,7 @@ def test_what_is_declared_for_each_depth():
     sequential = make_schedule(0, 2)
     assert stages_of(sequential, "rows") == [("open", 0), ("rows", 0)]
     assert stages_of(sequential, "worker") == [("read", 0), ("route", 0)]
-    assert stages_of(sequential, COMPUTE) == [("compute", 0), ("step", 0)]
+    assert stages_of(sequential, COMPUTE) == [("compute", 0), ("step", 0), ("dense", 0)]
     assert stages_of(sequential, "gradients") == [("gradients", 0), ("update", 0)]
     assert stages_of(make_schedule(3, 2), "rows") == [("rows", 0), ("open", 3), ("final", 1)]
     assert stages_of(make_schedule(1, 2, fetches_final=False), "rows") == [("rows", 0), ("open", 1)]
@@ -150,6 +150,16 @@ def test_rows_that_are_final_shorten_the_step():
     assert step_s(final, 20) == pytest.approx(10 + 1 + 1)
 
 
+def test_the_dense_network_is_averaged_beside_the_last_gradients():
+    """The longer of the two is exposed."""
+
+    def step(dense_s):
+        times = {"compute": 10.0, "gradients": 2.0, "dense": dense_s}
+        return step_s(play(make_schedule(1, 1), lambda task: times.get(task.stage, 0.0), 20), 20)
+
+    assert [step(dense_s) for dense_s in (0.0, 1.5, 5.0)] == pytest.approx([12.0, 12.0, 15.0])
+
+
 def test_small_ends_expose_less():
     """Two ways to cut 8 s of computing and 4 s of rows: what is exposed is the first fetch and the last push."""
 
@@ -169,14 +179,14 @@ def test_the_sequential_loop_adds_up(num_parts):
     schedule = make_schedule(0, num_parts)
     alone = replace(schedule, stages=tuple(replace(stage, resource=COMPUTE) for stage in in_order(schedule)))
     spans = play(alone, lambda task: 1.0, 4)
-    tasks = 5 + 3 * num_parts
+    tasks = 6 + 3 * num_parts
     assert max(span.end_s for span in spans) == 4 * tasks
     assert step_s(spans, 4) == tasks
 
 
 def in_order(schedule):
     """The stages of a batch, each after what it waits for."""
-    order = ["read", "route", "open", "rows", "compute", "step", "gradients", "update"]
+    order = ["read", "route", "open", "rows", "compute", "step", "dense", "gradients", "update"]
     return [schedule.stage(name) for name in order]
 
 

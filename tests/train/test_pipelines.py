@@ -29,6 +29,15 @@ def test_auto_says_what_it_chose(train):
     assert "pipeline  off: " in run.out or "ms a step expected" in run.out
 
 
+def test_light_ends_follow_what_was_measured(train):
+    """Even sizes are never asked for; the model is the same."""
+    plain = train("plain", *COLLECTIVE, "train.epochs=4")
+    light = ["pipeline.depth=1", "pipeline.micro_batches=3", "pipeline.sizes=light_ends"]
+    run = train("light", *COLLECTIVE, *light, "pipeline.communication_share=auto", "train.epochs=4")
+    assert "pipeline  depth 1, 3 micro-batch(es): " in run.out
+    assert run.metrics == pytest.approx(plain.metrics, abs=1e-9)
+
+
 def test_whole_rows_say_why(train):
     run = train("whole", "parallel.transport=one_sided", "pipeline.depth=1")
     assert "travel whole: the transport is one_sided, which reads rows in place" in run.out
