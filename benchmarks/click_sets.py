@@ -1,14 +1,15 @@
-"""Small click data that ends in numbers: drawn from a planted model, or real rows of Criteo, prepared as for training.
+"""Small click data that ends in numbers: drawn from a planted model, or real rows, prepared as for training.
 
-Every seed has data of its own: another planted model and samples of it, or another random cut of Criteo's rows.
+Every seed has data of its own: another planted model and samples of it, or another random cut of the real rows.
 Learning rates are tuned on other seeds than are reported: planted models that no reported run sees, but, as there are
-so few, other cuts of the same rows of Criteo.
+so few, other cuts of the same real rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,7 @@ from rowmesh.data import Batch, Loader, PlantedConfig, Prepared, Schema, Splitte
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import TableSpec
 
-CRITEO_HELD_OUT = 0.2
+HELD_OUT = 0.2
 CRITEO_FILES = ("train.tsv.gz", "dev.tsv.gz", "test.tsv.gz")
 EXPONENTS = (1.05, 1.25)
 
@@ -40,32 +41,50 @@ class Synthetic:
     def prepared(self, folder: Path, seed: int, tuning: bool) -> Prepared:
         """The planted model of this seed; seeds for tuning are others."""
         config = PlantedConfig(seed=2 * seed + tuning, num_rows=self.rows, head=self.head, exponents=EXPONENTS)
-        synthesize(folder / "drawn", {"train": self.samples, "test": self.held_out}, config)
+        optimum = synthesize(folder / "drawn", {"train": self.samples, "test": self.held_out}, config)
         drawn = folder / "drawn"
         files = {split: sorted(drawn.glob(f"{split}-*.parquet")) for split in ("train", "test")}
-        return prepare(files, folder / "prepared", Schema.load(drawn / "schema.toml"))
+        return prepare(files, folder / "prepared", Schema.load(drawn / "schema.toml"), optimum=optimum)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Criteo:
-    """Rows of Criteo's Kaggle data.
+class RealRows:
+    """Rows of a public data set, in its raw format.
 
     Attributes:
-        source: the folder of its files in the raw format: train, dev and test.
+        source: the folder of its files.
+        folder: what that is called where all data sets lie side by side.
+        files: their names.
+        schema: the name of their format.
     """
 
     source: Path
+    folder: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    schema: ClassVar[str]
 
     @property
     def missing(self) -> list[str]:
         """Files that are not there."""
-        return [name for name in CRITEO_FILES if not (self.source / name).is_file()]
+        return [name for name in self.files if not (self.source / name).is_file()]
 
     def prepared(self, folder: Path, seed: int, tuning: bool) -> Prepared:
         """The cut of this seed; seeds for tuning are others."""
-        splitter = Splitter(validation=0.0, test=CRITEO_HELD_OUT, how="random", seed=2 * seed + tuning)
-        files = {"train": [self.source / name for name in CRITEO_FILES]}
-        return prepare(files, folder / "prepared", Schema.load("criteo"), splitter=splitter)
+        splitter = Splitter(validation=0.0, test=HELD_OUT, how="random", seed=2 * seed + tuning)
+        files = {"train": [self.source / name for name in self.files]}
+        return prepare(files, folder / "prepared", Schema.load(self.schema), splitter=splitter)
+
+
+class Criteo(RealRows):
+    """Rows of Criteo's Kaggle data: train, dev and test."""
+
+    folder, files, schema = "criteo_kaggle", CRITEO_FILES, "criteo"
+
+
+class Avazu(RealRows):
+    """Rows of Avazu's data."""
+
+    folder, files, schema = "avazu", ("train.csv.gz",), "avazu"
 
 
 def table_specs(prepared: Prepared, dim: int, rule: RowWiseAdaGrad, dtype: torch.dtype) -> list[TableSpec]:

@@ -4,6 +4,7 @@
     python -m benchmarks.tensor_train --ablation        what each part of it gives
     python -m benchmarks.tensor_train --footprint       sizes of the tables of three data sets
     python -m benchmarks.tensor_train --versus-dense    a table of 40 M rows, beside a dense one that fits
+    python -m benchmarks.tensor_train --quality         AUC of models with such tables, beside dense ones
 
 One bag an id, Zipf-distributed and scattered over the table; cores of the same shapes for everyone. Forward is without
 gradients; a training step is forward, backward and an SGD update. `rowmesh` updates through TensorTrainOptimizer,
@@ -26,7 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import tensor_train_ablation, tensor_train_footprint, tensor_train_versus_dense
+from benchmarks import (
+    tensor_train_ablation,
+    tensor_train_footprint,
+    tensor_train_quality,
+    tensor_train_versus_dense,
+)
 from benchmarks.command import Report
 from benchmarks.measure import summarize
 from benchmarks.peers.tensor_train import make
@@ -193,6 +199,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--footprint", action="store_true", help="instead: sizes of three data sets' tables, beside the paper's")
     add("--versus-dense", action="store_true", help="instead: a 40 M × 128 table beside a dense one that fits")
     add("--dense-bytes", type=int, default=4 << 30, help="of that")
+    tensor_train_quality.add_options(parser)
     add("--quick", action="store_true", help="a small case that ends within 30 s")
     add("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args(arguments)
@@ -218,6 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
         tensor_train_footprint.run(report, options)
     elif options.versus_dense:
         tensor_train_versus_dense.run(report, options, measure)
+    elif options.quality:
+        tensor_train_quality.run(report, options)
     else:
         run_cases(report, options)
     report.finish()
