@@ -1,7 +1,7 @@
 """Tensor-train look-ups and training steps on one thread, beside what others have.
 
     python -m benchmarks.tensor_train
-    python -m benchmarks.tensor_train --ablation        what each part of it gives
+    python -m benchmarks.tensor_train --ablation        what each part of it gives, and reordering
     python -m benchmarks.tensor_train --footprint       sizes of the tables of three data sets
     python -m benchmarks.tensor_train --versus-dense    a table of 40 M rows, beside a dense one that fits
     python -m benchmarks.tensor_train --quality         AUC of models with such tables, beside dense ones
@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks import (
     tensor_train_ablation,
     tensor_train_footprint,
+    tensor_train_orders,
     tensor_train_quality,
     tensor_train_versus_dense,
 )
@@ -195,16 +196,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--t3nsor", default="", help="checkout of KhrulkovV/tt-pytorch")
     add("--recsys-benchmark", default="", help="checkout of chenxing1999/recsys-benchmark")
-    add("--ablation", action="store_true", help="instead: what reuse, aggregation and the fused update give")
+    add("--ablation", action="store_true", help="instead: what order, reuse, aggregation and fused update give")
     add("--footprint", action="store_true", help="instead: sizes of three data sets' tables, beside the paper's")
     add("--versus-dense", action="store_true", help="instead: a 40 M × 128 table beside a dense one that fits")
     add("--dense-bytes", type=int, default=4 << 30, help="of that")
+    tensor_train_orders.add_options(parser)
     tensor_train_quality.add_options(parser)
     add("--quick", action="store_true", help="a small case that ends within 30 s")
     add("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args(arguments)
     if options.quick:
-        quick = {"rows": [100_000], "dim": [16], "rank": [16], "batch": [1024], "steps": 4, "repeats": 2}
+        quick = {"rows": [100_000], "dim": [16], "rank": [16], "batch": [1024], "steps": 4, "repeats": 2,
+                 "planted_rows": [20_000]}  # fmt: skip
         for name, value in quick.items():
             if getattr(options, name) == parser.get_default(name):
                 setattr(options, name, value)
@@ -229,6 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
         tensor_train_quality.run(report, options)
     else:
         run_cases(report, options)
+    if options.ablation:
+        tensor_train_orders.run(report, options, Case, measure)
     report.finish()
 
 

@@ -199,7 +199,7 @@ def reorder(
     batch_size
         Samples of a training batch: ids of one batch occur together; in a multi-hot table those of one sample do.
     prefix_rows
-        Consecutive rows that share a prefix, the last row factor of a tensor-train table; 0: the cube root of the rows.
+        Consecutive rows that share a prefix, the last row factor of a tensor-train table; 0: that of chosen factors.
     max_ids
         Ids after the hot ones that may change places; memory is 256 bytes for each.
     max_edges

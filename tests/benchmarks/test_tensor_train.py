@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import tensor_train, tensor_train_ablation
+from benchmarks import tensor_train, tensor_train_ablation, tensor_train_orders
 from benchmarks.peers.tensor_train import PlainTorch, make
 from benchmarks.tensor_train import Case
 from rowmesh.ops.tensor_train.reference import rows
@@ -45,7 +45,9 @@ def test_every_way_of_training_ends_with_the_same_cores():
 
 
 @pytest.mark.parametrize("extra", [[], ["--ablation"]])
-def test_every_contestant_is_reported(extra, capsys):
+def test_every_contestant_is_reported(extra, capsys, monkeypatch):
+    reordered = []
+    monkeypatch.setattr(tensor_train_orders, "run", lambda *arguments: reordered.append(arguments))
     tensor_train.main(["--quick", "--rows", "3000", "--steps", "1", "--repeats", "1", *extra])
     *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(line["step_ms"] > 0 for line in lines)
@@ -55,3 +57,4 @@ def test_every_contestant_is_reported(extra, capsys):
     else:
         assert forward == {"rowmesh", "plain_torch", "plain_torch_unique", "embedding_bag"}
     assert len(last["summary"]) == (len(lines) if extra else 4)
+    assert len(reordered) == len(extra)

@@ -1,6 +1,7 @@
 """TensorTrainEmbeddingBag against the dense reconstruction, and against nn.EmbeddingBag on a table at full rank."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -129,6 +130,17 @@ def test_takes_the_place_of_embedding_bag(mode, padding, include_last_offset):
         weights = torch.randn(7, dtype=torch.float64)
         expected = theirs(jagged_ids, offsets, per_sample_weights=weights)
         torch.testing.assert_close(ours(jagged_ids, offsets, weights), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward", "from_pretrained"])
+def test_takes_the_arguments_of_embedding_bag(method):
+    """In their order and with their defaults; its own come after them, by keyword."""
+    theirs, ours = (
+        [(p.name, p.default, p.kind) for p in inspect.signature(getattr(kind, method)).parameters.values()]
+        for kind in (nn.EmbeddingBag, rowmesh.TensorTrainEmbeddingBag)
+    )
+    assert ours[: len(theirs)] == theirs
+    assert {kind for *_, kind in ours[len(theirs) :]} <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.tables.tensor_train import factor_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class ReorderOptions:
         hot_share: the share of a table's rows, the most frequent, that stay in order of frequency.
         batch_size: ids of so many consecutive samples occur together, where samples have one each; in a multi-hot
             table those of one sample do. The new order is judged by batches of this size.
-        prefix_rows: p₃, so many consecutive rows share a prefix; 0 for the cube root of a table's rows.
+        prefix_rows: p₃, so many consecutive rows share a prefix; 0 for that of cores whose factors are chosen.
         max_ids: so many ids after the hot ones are put in order of communities; the others stay as they are.
         max_edges: pairs of ids that are looked at in each table.
         seed: of the choice of pairs.
@@ -56,7 +57,7 @@ class ReorderOptions:
     def rows_of_a_prefix(self, num_rows: int) -> int:
         """How many consecutive rows share a prefix.
 
-        >>> ReorderOptions().rows_of_a_prefix(1_000_000), ReorderOptions(prefix_rows=7).rows_of_a_prefix(10)
-        (100, 7)
+        >>> ReorderOptions().rows_of_a_prefix(1_000_001), ReorderOptions(prefix_rows=7).rows_of_a_prefix(10)
+        (107, 7)
         """
-        return self.prefix_rows or max(1, round(num_rows ** (1 / 3)))
+        return self.prefix_rows or factor_rows(num_rows)[2]
