@@ -4,6 +4,9 @@ Each rank is in a network namespace of its own; they are joined by a cable of li
 width of the model (`benchmarks.tower`) is chosen so that, in a step that does everything in turn, keys, rows, gradients
 and the averaging of the network's gradients take the share that is asked for.
 
+With `--elsewhere` forward and backward of the network are a wait, as for an accelerator: on a rank's only core
+computation slows what sends, and is slowed by it. What is chosen then is how long the wait is.
+
 All pipelines share one collection and take turns. Each is also run without threads: the times of its tasks then, by
 which the schedule is played, are the model that the step is compared with.
 
@@ -38,6 +41,7 @@ TARGET_EXPOSED, TARGET_MODEL = 0.15, 0.05
 START_S = 300.0
 NETWORK = ("open", "final", "rows", "gradients", "average")  # tasks that wait for the cable
 WIDTHS = (16, 160)
+MIDDLE = 64
 _IN_TURN = ", in turn"
 
 
@@ -52,6 +56,19 @@ class Variant:
     sizes: str = "even"
     clustering: str = "off"
     overlap: bool = True
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a rank computes.
+
+    Attributes:
+        hidden: width of the network.
+        wait_ms: if not 0, how long its forward and backward are waited for instead.
+    """
+
+    hidden: int
+    wait_ms: float = 0.0
 
 
 def variants(count: int) -> dict[str, Variant]:
@@ -72,6 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hosts", type=int, default=0, choices=(0, 2), help="overlap between so many hosts, of one rank each")
     add("--rate", type=bits_per_s, default="500mbit", help="of the cable in each direction, such as 100mbit")
     add("--share", type=_integers, default=[20, 40, 60], help="per cent of a step that communication takes, by commas")
+    add("--elsewhere", action="store_true", help="forward and backward of the network take no core: they are a wait")
     add("--micro-batches", type=_integers, default=[4, 8], help="how many, separated by commas")
     add("--hosts-dim", type=int, default=64, help="dimension of the tables")
     add("--hosts-batch", type=int, default=4096, help="samples a step, of both ranks together")
@@ -117,26 +135,29 @@ class Case:
 
     def run(self, share: int) -> None:
         """One share of communication."""
-        hidden = self._width(share / 100)
+        network = self._network(share / 100)
         with ExitStack() as stack:
-            peers = self._peers(stack, hidden)
+            peers = self._peers(stack, network.hidden)
             for count in self._options.micro_batches:
-                self._compare(share, count, hidden, peers)
+                self._compare(share, count, network, peers)
 
-    def _width(self, share: float) -> int:
-        """The width with which communication is this share of a step in turn: computation is linear in it."""
-        self._make("calibration", 64, Variant(overlap=False))
+    def _network(self, share: float) -> Network:
+        """With which communication is this share of a step in turn: computation is linear in the width."""
+        self._make("calibration", Network(MIDDLE), Variant(overlap=False))
         self._round("calibration")
         tasks = self._round("calibration")[0]["tasks"]
         wanted_s = sum(tasks.get(f"{stage}.0", 0.0) for stage in NETWORK) * (1 - share) / share
-        at = [statistics.median(slowest(self._ranks.ask("compute", hidden=width, steps=4), "step")) for width in WIDTHS]
-        beside_s = tasks["compute.0"] - statistics.median(
-            slowest(self._ranks.ask("compute", hidden=64, steps=4), "step")
+        narrow, middle, wide = (
+            statistics.median(slowest(self._ranks.ask("compute", hidden=width, steps=4), "step"))
+            for width in (WIDTHS[0], MIDDLE, WIDTHS[1])
         )
-        slope = (at[1] - at[0]) / (WIDTHS[1] - WIDTHS[0])
-        return max(4, round(WIDTHS[0] + (wanted_s - beside_s - at[0]) / slope))
+        wanted_s -= tasks["compute.0"] - middle  # pooling and the like
+        if self._options.elsewhere:
+            return Network(MIDDLE, round(1e3 * max(wanted_s, 1e-3), 2))
+        slope = (wide - narrow) / (WIDTHS[1] - WIDTHS[0])
+        return Network(max(4, round(WIDTHS[0] + (wanted_s - narrow) / slope)))
 
-    def _compare(self, share: int, count: int, hidden: int, peers: list[Contestant]) -> None:
+    def _compare(self, share: int, count: int, network: Network, peers: list[Contestant]) -> None:
         """Rounds of all pipelines and of the peer, A B A B."""
         chosen = variants(count)
         modelled = {
@@ -146,26 +167,26 @@ class Case:
         rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in everyone}
         peer_s: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for name, variant in everyone.items():
-            self._make(name, hidden, variant)
+            self._make(name, network, variant)
         for _ in range(self._options.hosts_repeats):
             for name in everyone:
                 rounds[name].append(self._round(name))
             for peer in peers:
                 peer_s[peer.name] += slowest(peer.ask("train"), "full")
-        self._say(share, count, hidden, everyone, rounds, peer_s)
+        self._say(share, count, network, everyone, rounds, peer_s)
 
     def _say(
-        self, share: int, count: int, hidden: int, everyone: dict[str, Variant], rounds: dict[str, Any],
+        self, share: int, count: int, network: Network, everyone: dict[str, Variant], rounds: dict[str, Any],
         peer_s: dict[str, list[float]],
     ) -> None:  # fmt: skip
         times = {name: median([slowest(each, "step")[0] * 1e3 for each in of]) for name, of in rounds.items()}
         base = mean_tasks(rounds["in turn"])
         communication = sum(1e3 * seconds for task, seconds in base.items() if task.split(".")[0] in NETWORK)
         about = {
-            "share": share, "micro_batches": count, "hidden": hidden, "dim": self._workload.dim,
+            "share": share, "micro_batches": count, **asdict(network), "dim": self._workload.dim,
             "global_batch": self._workload.global_batch, "rate_bits_per_s": self._options.rate,
         }  # fmt: skip
-        case = f"share {share} %, N={count}"
+        case = f"share {share} %{', computed elsewhere' if network.wait_ms else ''}, N={count}"
         for name, variant in everyone.items():
             tasks, received = mean_tasks(rounds[name]), median([r[0]["received_bytes"] for r in rounds[name]], 0)
             line = {
@@ -190,15 +211,15 @@ class Case:
             best = min(times[each] for each, variant in everyone.items() if variant.overlap)
             self._report.ratio(f"{case}: {name} / best", round(step_ms / best, 3))
 
-    def _make(self, name: str, hidden: int, variant: Variant) -> None:
-        self._ranks.ask("make", name=name, hidden=hidden, **asdict(variant))
+    def _make(self, name: str, network: Network, variant: Variant) -> None:
+        self._ranks.ask("make", name=name, **asdict(network), **asdict(variant))
 
     def _round(self, name: str) -> list[dict[str, Any]]:
         return self._ranks.ask("round", name=name, warmup=self._workload.warmup, steps=self._workload.steps)
 
     def _peers(self, stack: ExitStack, hidden: int) -> list[Contestant]:
         """TorchRec by both ways of cutting tables, where there is one."""
-        if not self._options.peer_python:
+        if not self._options.peer_python or self._options.elsewhere:
             return []
         peers = [
             stack.enter_context(

@@ -15,7 +15,7 @@ from benchmarks.tower import Tower
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.observe.memory import resident_bytes
-from rowmesh.pipeline import Flight, Pipeline
+from rowmesh.pipeline import Flight, Part, Pipeline
 from rowmesh.sparse import take
 from rowmesh.tables import Tiers
 from rowmesh.train.gradients import SharedGradients
@@ -72,17 +72,20 @@ class Commands:
         """Seconds of forward and backward of a network of this width, embeddings given."""
         self._build(hidden)
         item, seconds = self._items[0], []
-        samples = len(item.labels)
-        given = torch.randn(samples, NUM_TABLES, self._workload.dim, requires_grad=True)
+        given = self._given_vectors().requires_grad_()
         for _ in range(steps + 1):
             began = time.perf_counter()
             self._loss(self._network(item.dense, given), item.labels).backward()
             seconds.append(time.perf_counter() - began)
         return {"seconds": {"step": seconds[1:]}, "parameters": sum(p.numel() for p in self._network.parameters())}
 
-    def make(self, name: str, hidden: int, **options: Any) -> dict[str, Any]:
-        """Makes a pipeline, and the network anew."""
+    def _given_vectors(self) -> Tensor:
+        return torch.randn(len(self._items[0].labels), NUM_TABLES, self._workload.dim)
+
+    def make(self, name: str, hidden: int, wait_ms: float = 0.0, **options: Any) -> dict[str, Any]:
+        """Makes a pipeline, and the network anew; with `wait_ms` so long a wait takes the place of computing it."""
         self._build(hidden)
+        self._wait_s, self._given = wait_ms / 1e3, self._given_vectors() if wait_ms else torch.empty(0)
         self._pipelines[name] = Pipeline[Item](self._embeddings, **options)
         return {"reasons": self._pipelines[name].reasons}
 
@@ -126,16 +129,24 @@ class Commands:
     def _step(self, window: Flight[Item]) -> float:
         """One step; returns the seconds of averaging the network's gradients."""
         self._gradients.zero()
-        item, scale = window.item, 1 / len(window.item.labels)
         for part in window:
-            logits = self._network(item.dense[part.samples], part.embeddings.stacked())
-            (self._loss(logits, item.labels[part.samples]) * scale).backward()
+            self._compute(window.item, part)
         self._optimizer.step()
         began = time.perf_counter()
         self._gradients.average()
         averaged_s = time.perf_counter() - began
         self._dense.step()
         return averaged_s
+
+    def _compute(self, item: Item, part: Part) -> None:
+        """Forward and backward of a micro-batch."""
+        vectors, scale = part.embeddings.stacked(), 1 / len(item.labels)
+        if self._wait_s:
+            time.sleep(self._wait_s * scale * len(vectors))
+            vectors.backward(self._given[part.samples] * scale)
+            return
+        logits = self._network(item.dense[part.samples], vectors)
+        (self._loss(logits, item.labels[part.samples]) * scale).backward()
 
     def close(self) -> None:
         """Lets go of shared memory."""
