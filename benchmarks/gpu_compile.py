@@ -123,11 +123,19 @@ def main(arguments: list[str] | None = None) -> None:
                     stacks[name] = max(usage["stack_bytes"], stacks.get(name, 0))
                 report.line(
                     op=op, kernel=signature.name, target=f"sm_{target}", num_warps=signature.num_warps,
-                    types=signature.types, constants=signature.constants, **usage,
+                    types=signature.types, constants=_plain(signature.constants), **usage,
                 )  # fmt: skip
     report.line(summary={"compiled": count - len(failed), "failed": failed, "stack_bytes": stacks}, **_versions())
     if failed:
         raise SystemExit(f"{len(failed)} of {count} kernels do not compile: {', '.join(failed)}")
+
+
+def _plain(constants: dict[str, Any]) -> dict[str, Any]:
+    """Types, which JSON does not know, by their names."""
+    return {
+        name: value if value is None or isinstance(value, (int, float, str)) else str(value)
+        for name, value in constants.items()
+    }
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

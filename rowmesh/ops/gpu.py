@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Programs of a kernel that finds out on the device how many rows there are. Enough to fill a GPU: each goes on to
+# further rows, and none is started for rows that turn out not to be there.
+MOST_PROGRAMS = 4096
 _TILE_BYTES = 8192
 
 
@@ -106,6 +109,15 @@ def check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dim: int, 
         )
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, other arguments on {device}; bring them together with .to()")
+
+
+def compute_dtype(storage: torch.dtype) -> torch.dtype:
+    """The type that rows of a storage are computed in.
+
+    >>> compute_dtype(torch.bfloat16), compute_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if storage == torch.float64 else torch.float32
 
 
 def tile_of_rows(dim: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rowmesh.ops.gpu import Signature, ceil_div, check, launch, tile_of_rows
+from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, tile_of_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -15,19 +15,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # Sizes that change from batch to batch are not specialized on: a kernel is compiled once.
 @triton.jit(do_not_specialize=("num_slots",))
 def _gather(table, slots, out, count, num_slots, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * ROWS
     end = num_slots
     if count is not None:
         end = tl.minimum(tl.load(count), num_slots)
-    if first >= end:
-        return
-    rows = first + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    is_row = rows < end
-    mask = is_row[:, None] & (columns < DIM)[None, :]
-    slot = tl.load(slots + rows, mask=is_row, other=0).to(tl.int64)
-    values = tl.load(table + slot[:, None] * DIM + columns[None, :], mask=mask)
-    tl.store(out + rows[:, None] * DIM + columns[None, :], values, mask=mask)
+    for tile in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = tile + tl.arange(0, ROWS).to(tl.int64)
+        is_row = row < end
+        mask = is_row[:, None] & (columns < DIM)[None, :]
+        slot = tl.load(slots + row, mask=is_row, other=0).to(tl.int64)
+        values = tl.load(table + slot[:, None] * DIM + columns[None, :], mask=mask)
+        tl.store(out + row[:, None] * DIM + columns[None, :], values, mask=mask)
 
 
 def gather(table: Tensor, slots: Tensor, out: Tensor | None = None, count: Tensor | None = None) -> Tensor:
@@ -62,6 +60,8 @@ def gather(table: Tensor, slots: Tensor, out: Tensor | None = None, count: Tenso
         check("count", count, (torch.int64, torch.int32), 1, table.device)
     columns, rows = tile_of_rows(dim, table.dtype)
     programs = ceil_div(num_slots, rows)
+    if count is not None:
+        programs = min(programs, MOST_PROGRAMS)
     launch(_gather, programs, table, slots, out, count, num_slots, DIM=dim, COLUMNS=columns, ROWS=rows)
     return out
 

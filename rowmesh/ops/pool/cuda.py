@@ -1,0 +1,460 @@
+"""Pool and its backward on a GPU. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
+
+Forward: a program sums a tile of bags of one feature, ids in order, rows where they are: behind the inverse, and behind
+a list of slots where that is given. Backward: ids are sorted by their rows, stably (`file_cells`); then every gradient
+is read once, every sum stays in registers and is written once.
+
+[Note: rows with many ids]
+A row of a small table may have a third of all ids, and one program would add them up for long. So a row's ids are
+summed in chunks of CHUNK, counted from its first: the first chunk by the program of the row, each other one by a
+program of its own, and the sums of chunks are added in order. The order depends on the ids of that row alone. Up to
+CHUNK ids it is that of the CPU, and the sum equal to the bit; beyond that it is equal to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, tile_of_rows
+
+DESCRIPTOR = 8  # int64 values that describe a feature
+CHUNK = 256
+_BLOCK = 1024
+_FEW = 256  # bags of a program that divides in 64 bits, which takes many registers
+_WIDEST = 16  # elements: 16 bytes of any type, and more
+_STORAGE = (torch.float32, torch.bfloat16, torch.float64)
+_INDEX = (torch.int64, torch.int32)
+_UNROLL = tl.constexpr(4)  # loads that do not wait for one another
+_CHUNK_UNROLL = tl.constexpr(8)
+
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """How the ids of a batch form bags, and where the vectors of bags belong.
+
+    Attributes:
+        features: int64 `[F, 8]`, the descriptors of features.
+        offsets: int64, the bounds of bags; None where no feature has any.
+        weights: `[N]`, float32 or float64: factors of ids, or None.
+        num_bags: the most bags of a feature.
+        has_mean: whether any feature is a mean.
+        is_single: whether every bag has one id.
+        alignment: every vector of the output begins at a multiple of so many elements; a power of two.
+    """
+
+    features: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    num_bags: int
+    has_mean: bool
+    is_single: bool
+    alignment: int
+
+    @classmethod
+    def describe(
+        cls, features: Sequence[Sequence[int]], device: torch.device, offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Bags:  # fmt: skip
+        """Takes descriptors to the device, without waiting for it.
+
+        Args:
+            features: one feature or more, each as eight numbers::
+
+                    ids_begin  ids_end  offsets  bag_size  num_bags  first_cell  stride  mean
+
+                `offsets` is where its `num_bags` + 1 bounds begin in the tensor of that name (only their differences
+                count), or −1 where every bag has `bag_size` ids. The vector of bag i begins at element first_cell +
+                i · stride of the output; ids that are not pooled are bags of one. `mean` is 1 where sums are divided
+                by the number of ids.
+            device: of everything.
+            offsets, weights: as above.
+        """
+        table = torch.tensor(features, dtype=torch.int64, pin_memory=device.type == "cuda")
+        if table.dim() != 2 or table.shape[1] != DESCRIPTOR:
+            raise ValueError(f"a feature has {DESCRIPTOR} numbers, got a table of shape {list(table.shape)}")
+        common = math.gcd(_WIDEST, *(number for feature in features for number in feature[5:7]))
+        return cls(
+            table.to(device, non_blocking=True), offsets, weights,
+            num_bags=max(feature[4] for feature in features),
+            has_mean=any(feature[7] for feature in features),
+            is_single=all(feature[2] < 0 and feature[3] == 1 for feature in features),
+            alignment=common,
+        )  # fmt: skip
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether rows are multiplied before they are added."""
+        return self.has_mean or self.weights is not None
+
+    def check(self, num_ids: int, device: torch.device) -> None:
+        """Raises where the kernels could not read them.
+
+        Raises:
+            TypeError: a dtype is wrong.
+            ValueError: a shape, layout or device does not fit.
+        """
+        check("features", self.features, (torch.int64,), 2, device)
+        if self.offsets is not None:
+            check("offsets", self.offsets, (torch.int64,), 1, device)
+        if self.weights is not None:
+            check("weights", self.weights, (torch.float32, torch.float64), 1, device)
+            if self.weights.numel() != num_ids:
+                raise ValueError(f"{num_ids} ids need as many weights, got {self.weights.numel()}")
+
+
+@dataclass(frozen=True, eq=False)
+class FiledCells:
+    """The inverse by rows: row u went into `cells[pointers[u]:pointers[u + 1]]`, in the order of the ids.
+
+    Attributes:
+        rows: int32 `[N]`: the row of each entry, ascending.
+        pointers: int32 `[U + 1]`; N for rows that do not occur.
+        cells: int64 `[N]`: elements of the output.
+        factors: `[N]` of the type of the arithmetic, or None.
+        alignment: all cells are multiples of it.
+    """
+
+    rows: Tensor
+    pointers: Tensor
+    cells: Tensor
+    factors: Tensor | None
+    alignment: int
+
+
+@triton.jit
+def _bags_of(feature, offsets, bag, is_bag):
+    """The first id of each bag, and how many there are."""
+    bounds = tl.load(feature + 2)
+    size = bag * 0 + tl.load(feature + 3)
+    first = tl.load(feature) + bag * size
+    if offsets is not None:  # noqa: SIM102 (known when the kernel is compiled; what follows is not)
+        if bounds >= 0:
+            begin = tl.load(offsets + bounds + bag, mask=is_bag, other=0)
+            size = tl.load(offsets + bounds + bag + 1, mask=is_bag, other=0) - begin
+            first = tl.load(feature) + begin - tl.load(offsets + bounds)
+    return first, tl.where(is_bag, size, 0)
+
+
+@triton.jit
+def _factor_of(weights, feature, at, size, here, MEAN: tl.constexpr, DTYPE: tl.constexpr):
+    """The weight of an id (1 where there are none), over the bag's size where the feature is a mean."""
+    if weights is None:
+        factor = tl.zeros(at.shape, tl.float64) + 1
+    else:
+        factor = tl.load(weights + at, mask=here, other=0).to(tl.float64)
+    if MEAN:
+        # 64 bits, as on a CPU; one division an id is nothing beside its row.
+        factor = factor / tl.where((tl.load(feature + 7) != 0) & here, size, 1).to(tl.float64)
+    return factor.to(DTYPE)
+
+
+@triton.jit
+def _pool(
+    rows, slots, inverse, features, offsets, weights, out,
+    DIM: tl.constexpr, DTYPE: tl.constexpr, MEAN: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The sums of BAGS bags of a feature; programs are numbered by tile and feature."""
+    feature = features + tl.program_id(1) * 8
+    num_bags = tl.load(feature + 4)
+    begin = tl.program_id(0).to(tl.int64) * BAGS
+    if begin >= num_bags:
+        return
+    bag, columns = begin + tl.arange(0, BAGS), tl.arange(0, COLUMNS)
+    is_bag, is_column = bag < num_bags, columns < DIM
+    first, size = _bags_of(feature, offsets, bag, is_bag)
+    total = tl.zeros([BAGS, COLUMNS], DTYPE)
+    for j in range(0, tl.max(size), UNROLL):
+        for k in tl.static_range(UNROLL):
+            at, here = first + j + k, j + k < size
+            row = tl.load(inverse + at, mask=here, other=0).to(tl.int64)
+            if slots is not None:
+                row = tl.load(slots + row, mask=here, other=0).to(tl.int64)
+            mask = here[:, None] & is_column[None, :]
+            values = tl.load(rows + row[:, None] * DIM + columns[None, :], mask=mask, other=0).to(DTYPE)
+            if MEAN or weights is not None:
+                values *= _factor_of(weights, feature, at, size, here, MEAN, DTYPE)[:, None]
+            total += values
+    # What the compiler cannot see, and what lets it write 16 bytes at a time.
+    cell = tl.multiple_of(tl.load(feature + 5) + bag * tl.load(feature + 6), ALIGNMENT)
+    tl.store(out + cell[:, None] + columns[None, :], total, mask=is_bag[:, None] & is_column[None, :])
+
+
+def pool(rows: Tensor, inverse: Tensor, bags: Bags, out: Tensor, slots: Tensor | None = None) -> Tensor:
+    """The (weighted) sum or mean of each bag's rows; an empty bag is zero.
+
+    Args:
+        rows: `[R, D]`, float32, float64 or bfloat16: fetched rows, or a table.
+        inverse: int32 `[N]`: the number of each id's row.
+        bags: of the ids.
+        out: where vectors go; float64 where rows are, else float32.
+        slots: int64 or int32 `[U]`: row u is `rows[slots[u]]`; None where it is `rows[u]`.
+
+    Returns:
+        `out`, of which only the cells of bags are written.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape, layout or device does not fit.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]], device=device)
+        >>> offsets = torch.tensor([0, 2, 3], device=device)  # one feature: a bag of ids 0 and 1, and one of id 2
+        >>> bags = Bags.describe([(0, 3, 0, 0, 2, 0, 2, 0)], device, offsets)
+        >>> pool(rows, torch.tensor([0, 1, 1], dtype=torch.int32, device=device), bags, torch.empty_like(rows)).tolist()
+        [[11.0, 22.0], [10.0, 20.0]]
+    """
+    device, compute = rows.device, compute_dtype(rows.dtype)
+    check("rows", rows, _STORAGE, 2, device)
+    check("inverse", inverse, (torch.int32,), 1, device)
+    check("out", out, (compute,), out.dim(), device)
+    if slots is not None:
+        check("slots", slots, _INDEX, 1, device)
+    bags.check(inverse.numel(), device)
+    columns, tile = tile_of_rows(rows.shape[1], compute)
+    unroll = 1 if bags.is_single else _UNROLL.value
+    tile = max(tile // unroll, 1)  # as many loads under way, whether of different bags or of one
+    launch(
+        _pool, (ceil_div(bags.num_bags, tile), len(bags.features)),
+        rows, slots, inverse, bags.features, bags.offsets, bags.weights, out,
+        DIM=rows.shape[1], DTYPE=_arithmetic(compute), MEAN=bags.has_mean, ALIGNMENT=bags.alignment, BAGS=tile,
+        COLUMNS=columns, UNROLL=unroll,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _find_cells(
+    features, offsets, weights, cells, factors, DTYPE: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr
+):  # fmt: skip
+    """The cell of every id, and its factor, in the order of the ids."""
+    feature = features + tl.program_id(1) * 8
+    num_bags = tl.load(feature + 4)
+    begin = tl.program_id(0).to(tl.int64) * BAGS
+    if begin >= num_bags:
+        return
+    bag = begin + tl.arange(0, BAGS)
+    first, size = _bags_of(feature, offsets, bag, bag < num_bags)
+    cell = tl.load(feature + 5) + bag * tl.load(feature + 6)
+    for j in range(tl.max(size)):
+        at, here = first + j, j < size
+        tl.store(cells + at, cell, mask=here)
+        if factors is not None:
+            tl.store(factors + at, _factor_of(weights, feature, at, size, here, MEAN, DTYPE), mask=here)
+
+
+@triton.jit(do_not_specialize=("num_ids",))
+def _file(order, rows, cells, factors, pointers, filed_cells, filed_factors, num_ids, BLOCK: tl.constexpr):
+    """Cells and factors in the order of their rows, and where the entries of each row begin."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_entry = entry < num_ids
+    at = tl.load(order + entry, mask=is_entry, other=0)
+    tl.store(filed_cells + entry, tl.load(cells + at, mask=is_entry, other=0), mask=is_entry)
+    if factors is not None:
+        tl.store(filed_factors + entry, tl.load(factors + at, mask=is_entry, other=0), mask=is_entry)
+    row = tl.load(rows + entry, mask=is_entry, other=0)
+    # Rows between that of the entry before and this one do not occur: they begin, and end, here as well.
+    missed = row - tl.load(rows + entry - 1, mask=is_entry & (entry > 0), other=-1)
+    missed = tl.where(is_entry, missed, 0)
+    for back in range(tl.max(missed)):
+        tl.store(pointers + row - back, entry, mask=back < missed)
+
+
+def file_cells(inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = torch.float32) -> FiledCells:
+    """Files the output cell of every id, and its factor, under its row, in the order of the ids.
+
+    Args:
+        inverse: int32 `[N]`.
+        bags: of the ids.
+        num_rows: an upper bound on the rows; `backward` writes so many sums.
+        dtype: of the arithmetic: float32 or float64.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape, layout or device does not fit.
+
+    Example:
+        >>> bags = Bags.describe([(0, 3, -1, 1, 3, 0, 2, 0)], device)  # three bags of one id
+        >>> filed = file_cells(torch.tensor([1, 0, 1], dtype=torch.int32, device=device), bags, num_rows=2)
+        >>> filed.pointers.tolist(), filed.cells.tolist()
+        ([0, 1, 3], [2, 0, 4])
+    """
+    device, num_ids = inverse.device, inverse.numel()
+    check("inverse", inverse, (torch.int32,), 1, device)
+    bags.check(num_ids, device)
+    cells, filed_cells = (torch.empty(num_ids, dtype=torch.int64, device=device) for _ in range(2))
+    factors, filed_factors = (
+        torch.empty(num_ids, dtype=dtype, device=device) if bags.has_factors else None for _ in range(2)
+    )
+    launch(
+        _find_cells, (ceil_div(bags.num_bags, _FEW), len(bags.features)),
+        bags.features, bags.offsets, bags.weights, cells, factors,
+        DTYPE=_arithmetic(dtype), MEAN=bags.has_mean, BAGS=_FEW,
+    )  # fmt: skip
+    rows, order = torch.sort(inverse, stable=True)
+    pointers = torch.full((num_rows + 1,), num_ids, dtype=torch.int32, device=device)
+    launch(
+        _file, ceil_div(num_ids, _BLOCK), order, rows, cells, factors, pointers, filed_cells, filed_factors, num_ids,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return FiledCells(rows, pointers, filed_cells, filed_factors, bags.alignment)
+
+
+@triton.jit
+def _gradient_of(grad, cells, factors, entry, here, columns, is_column, ALIGNMENT: tl.constexpr):
+    """The output gradient of an entry's cell, times its factor."""
+    cell = tl.multiple_of(tl.load(cells + entry, mask=here, other=0), ALIGNMENT)
+    values = tl.load(grad + cell[:, None] + columns[None, :], mask=here[:, None] & is_column[None, :], other=0)
+    if factors is not None:
+        values *= tl.load(factors + entry, mask=here, other=0)[:, None]
+    return values
+
+
+@triton.jit
+def _sum_chunks(
+    grad, rows, pointers, cells, factors, partials,
+    DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """`partials[b]` = the sum of the chunk, other than a row's first, that begins in entries b · CHUNK … + CHUNK − 1.
+
+    There is one at most. It belongs to the row of entry b · CHUNK, since a row that begins later in the block has its
+    second chunk in a later one; and chunk k of a row that begins at entry s is that of block s // CHUNK + k.
+    """
+    block = tl.program_id(0)
+    begin = block * CHUNK
+    row = tl.load(rows + begin)
+    row_begin, row_end = tl.load(pointers + row), tl.load(pointers + row + 1)
+    first = row_begin + (begin - row_begin + CHUNK - 1) // CHUNK * CHUNK
+    last = tl.minimum(first + CHUNK, row_end)
+    if (row_begin < begin) & (first < last):
+        columns = tl.arange(0, COLUMNS)
+        is_column = columns < DIM
+        total = tl.zeros([1, COLUMNS], DTYPE)
+        for j in range(first, last, UNROLL):
+            for k in tl.static_range(UNROLL):
+                entry = j + k + tl.arange(0, 1)
+                total += _gradient_of(grad, cells, factors, entry, entry < last, columns, is_column, ALIGNMENT)
+        at = block.to(tl.int64) * DIM + columns
+        tl.store(partials + at[None, :], total, mask=is_column[None, :])
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _sum_rows(
+    grad, pointers, cells, factors, partials, out, count, num_rows,
+    DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """`out[u]` = the sum of row u's entries: one by one up to CHUNK of them, then the sums of chunks."""
+    end = num_rows
+    if count is not None:
+        end = tl.minimum(tl.load(count), num_rows)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < DIM
+    for tile in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = tile + tl.arange(0, ROWS)
+        is_row = row < end
+        first = tl.load(pointers + row, mask=is_row, other=0)
+        size = tl.load(pointers + row + 1, mask=is_row, other=0) - first
+        total = tl.zeros([ROWS, COLUMNS], DTYPE)
+        for j in range(0, tl.minimum(tl.max(size), CHUNK), UNROLL):
+            for k in tl.static_range(UNROLL):
+                here = j + k < tl.minimum(size, CHUNK)
+                total += _gradient_of(grad, cells, factors, first + j + k, here, columns, is_column, ALIGNMENT)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for j in range(1, tl.max(chunks), UNROLL):
+            for k in tl.static_range(UNROLL):
+                mask = (j + k < chunks)[:, None] & is_column[None, :]
+                at = (first // CHUNK + j + k).to(tl.int64)
+                total += tl.load(partials + at[:, None] * DIM + columns[None, :], mask=mask, other=0)
+        at = row.to(tl.int64)[:, None] * DIM + columns[None, :]
+        tl.store(out + at, total, mask=is_row[:, None] & is_column[None, :])
+
+
+def backward(grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None = None) -> Tensor:
+    """The gradients of rows: sums over the cells that each went into. See [Note: rows with many ids].
+
+    Args:
+        grad: of the output of `pool`, of the same shape; float32 or float64.
+        filed: the cells by rows.
+        out: `[U, D]` of the same dtype, U the `num_rows` of `file_cells`; rows that do not occur become zero.
+        count: `[1]` int64 or int32: only the first `count` rows are written. None for all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape, layout or device does not fit.
+
+    Example:
+        >>> inverse = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+        >>> filed = file_cells(inverse, Bags.describe([(0, 3, -1, 1, 3, 0, 2, 0)], device), num_rows=2)
+        >>> grad = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]], device=device)
+        >>> backward(grad, filed, torch.empty(2, 2, device=device)).tolist()
+        [[10.0, 20.0], [101.0, 202.0]]
+    """
+    device, dtype = grad.device, grad.dtype
+    check("grad", grad, (torch.float32, torch.float64), grad.dim(), device)
+    check("out", out, (dtype,), 2, device)
+    num_rows, num_ids, dim = filed.pointers.numel() - 1, filed.cells.numel(), out.shape[1]
+    if len(out) != num_rows:
+        raise ValueError(f"cells are filed under {num_rows} rows, out has {len(out)}")
+    if count is not None:
+        check("count", count, _INDEX, 1, device)
+    columns, tile = tile_of_rows(dim, dtype)
+    tile = max(tile // _UNROLL.value, 1)
+    common = {
+        "DIM": dim, "DTYPE": _arithmetic(dtype), "ALIGNMENT": filed.alignment, "COLUMNS": columns, "CHUNK": CHUNK,
+    }  # fmt: skip
+    num_chunks = ceil_div(num_ids, CHUNK)
+    partials = torch.empty(num_chunks, dim, dtype=dtype, device=device)
+    launch(
+        _sum_chunks, num_chunks, grad, filed.rows, filed.pointers, filed.cells, filed.factors, partials,
+        num_warps=max(1, min(4, columns // 128)), UNROLL=_CHUNK_UNROLL.value, **common,
+    )  # fmt: skip
+    launch(
+        _sum_rows, min(ceil_div(num_rows, tile), MOST_PROGRAMS), grad, filed.pointers, filed.cells, filed.factors,
+        partials, out, count, num_rows, ROWS=tile, UNROLL=_UNROLL.value, **common,
+    )  # fmt: skip
+    return out
+
+
+def _arithmetic(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -> tuple[Signature, ...]:
+    alignment = math.gcd(dim, _WIDEST)
+    common = {"DIM": dim, "DTYPE": tl.dtype(compute), "ALIGNMENT": alignment, "COLUMNS": columns}
+    single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 1}
+    chunks = {"factors": None, "CHUNK": CHUNK, "UNROLL": _CHUNK_UNROLL.value}
+    row_sums = {"ROWS": tile // 4, "CHUNK": CHUNK, "UNROLL": _UNROLL.value}
+    return (
+        Signature(_pool, f"*{storage} *i32 *i64 *{compute}", common | single),
+        Signature(
+            _pool, f"*{storage} *i64 *i32 *i64 *i64 *{compute} *{compute}",
+            common | {"MEAN": True, "BAGS": tile // 4, "UNROLL": _UNROLL.value},
+        ),
+        Signature(
+            _sum_chunks, f"*{compute} *i32 *i32 *i64 *{compute}", common | chunks, max(1, min(4, columns // 128))
+        ),
+        Signature(_sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *{compute} *i64 i32", common | row_sums),
+    )  # fmt: skip
+
+
+SIGNATURES = (
+    *_signatures("fp32", "fp32", 64, 64, 32),
+    *_signatures("fp32", "fp32", 128, 128, 16),
+    *_signatures("bf16", "fp32", 100, 128, 16),
+    *_signatures("fp64", "fp64", 3, 4, 256),
+    Signature(_find_cells, "*i64 *i64 *fp32 *i64 *fp32", {"DTYPE": tl.float32, "MEAN": True, "BAGS": _FEW}),
+    Signature(_file, "*i64 *i32 *i64 *fp32 *i32 *i64 *fp32 i32", {"BLOCK": _BLOCK}),
+)
