@@ -33,6 +33,13 @@ def test_rows_past_the_count_stay(device, index, count):
     assert bool(out.result()[written:].isnan().all())
 
 
+def test_rows_of_negative_slots_stay(device):
+    table, out = torch.randn(9, 5, device=device), Poisoned(torch.float32, 4, 5, device=device)
+    cuda.gather(table, torch.tensor([3, -1, 0, -7], device=device), out.tensor)
+    assert torch.equal(out.result()[[0, 2]], table[[3, 0]])
+    assert bool(out.result()[[1, 3]].isnan().all())
+
+
 def test_keeps_every_bit_of_bfloat16(device):
     table = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.int16).view(-1, 1024).to(device)
     slots = torch.arange(len(table), device=device)

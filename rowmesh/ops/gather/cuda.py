@@ -21,9 +21,8 @@ def _gather(table, slots, out, count, num_slots, DIM: tl.constexpr, COLUMNS: tl.
     columns = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = tile + tl.arange(0, ROWS).to(tl.int64)
-        is_row = row < end
-        mask = is_row[:, None] & (columns < DIM)[None, :]
-        slot = tl.load(slots + row, mask=is_row, other=0).to(tl.int64)
+        slot = tl.load(slots + row, mask=row < end, other=-1).to(tl.int64)
+        mask = (slot >= 0)[:, None] & (columns < DIM)[None, :]
         values = tl.load(table + slot[:, None] * DIM + columns[None, :], mask=mask)
         tl.store(out + row[:, None] * DIM + columns[None, :], values, mask=mask)
 
@@ -33,7 +32,8 @@ def gather(table: Tensor, slots: Tensor, out: Tensor | None = None, count: Tenso
 
     Args:
         table: `[R, D]`, float32, float64 or bfloat16.
-        slots: `[M]` int64 or int32, each in [0, R): not checked.
+        slots: `[M]` int64 or int32, each less than R: not checked. Where one is negative, the row of `out` stays as it
+            is.
         out: `[M, D]` of the table's dtype; made where it is None.
         count: `[1]` int64 or int32: only the first `count` slots are read, and rows of `out` past them stay as they
             are. None for all.

@@ -1,4 +1,4 @@
-"""What the window kernels decide, in plain Python."""
+"""What the window kernels decide and find, in plain Python."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def mark_final(slots: Sequence[int], fetches: Sequence[int], touched: dict[int, 
     return [
         mask if touched.get(slot, 0) == number - 1 else 1 << FINAL for slot, mask in zip(slots, fetches, strict=True)
     ]
+
+
+def intersect(keys: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Where each key stands among the others, or −1."""
+    position = {other: index for index, other in enumerate(others)}
+    return [position.get(key, -1) for key in keys]
