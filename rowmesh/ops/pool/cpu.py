@@ -127,6 +127,31 @@ def file_weights(features, num_features, inverse, pointers, num_unique, cursors,
                 store_u32(out + 4 * at, load_u32(weights + 4 * i))
 
 
+# Inlined into the kernels with dim, storage, … as constants.
+@inlined
+def first_cell(grad, cells, weights, j, last, dim, out, element, out_bytes):
+    """The output gradient in cell j, times its factor unless `weights` is 0."""
+    prefetch(grad + element * load_u32(cells + 4 * min(j + AHEAD, last)), out_bytes)
+    row = load_row(grad + element * load_u32(cells + 4 * j), dim, out)
+    if weights:
+        row = scale(load_scalar(weights + element * j, out), row)
+    return row
+
+
+@inlined
+def add_cells(row, grad, cells, weights, j, end, last, dim, out, element, out_bytes):
+    """`row` and the output gradients in cells j … end − 1, each times its factor unless `weights` is 0."""
+    while j < end:
+        prefetch(grad + element * load_u32(cells + 4 * min(j + AHEAD, last)), out_bytes)
+        more = load_row(grad + element * load_u32(cells + 4 * j), dim, out)
+        if weights:
+            row = axpy(load_scalar(weights + element * j, out), more, row)
+        else:
+            row = add(row, more)
+        j += 1
+    return row
+
+
 @functools.cache
 def kernels(dim: int, storage: int) -> SimpleNamespace:
     """The kernels that depend on the dimension and on how rows are stored, compiled at their first call."""
@@ -194,19 +219,8 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 for p in range(load_i64(bounds), load_i64(bounds + 8)):
                     u = load_u32(uniques + 4 * p)
                     j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
-                    prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                    row = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                    if weights:
-                        row = scale(load_scalar(weights + ELEMENT * j, STORAGE), row)
-                    j += 1
-                    while j < end:
-                        prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                        more = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                        if weights:
-                            row = axpy(load_scalar(weights + ELEMENT * j, STORAGE), more, row)
-                        else:
-                            row = add(row, more)
-                        j += 1
+                    row = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
+                    row = add_cells(row, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
                     store_row(sink + OUT_BYTES * p, row, OUT)
 
     return SimpleNamespace(pool=pool, backward=backward)

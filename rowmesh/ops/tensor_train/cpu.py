@@ -20,6 +20,7 @@ from rowmesh.ops.merge_update.cpu import RULES, change_row
 from rowmesh.ops.simd import (
     FLOAT64,
     STORAGE_BYTES,
+    copy_bytes,
     inlined,
     kernel,
     load_i64,
@@ -30,7 +31,7 @@ from rowmesh.ops.simd import (
     store_i64,
     store_u32,
 )
-from rowmesh.ops.tensor_train.tile import copy_bytes, lanes, multiply, multiply_transposed, tile_of
+from rowmesh.ops.tensor_train.tile import lanes, multiply, multiply_transposed, tile_of
 
 NO_RULE = -1
 ARRANGED = 5  # int64 values that `arrange` counts

@@ -278,15 +278,3 @@ def _sum_lanes(e: _Emitter, vectors: list[Any]) -> Any:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [e.b.fadd(e.shuffle(u, v, evens), e.shuffle(u, v, odds)) for u, v in pairs]
     return e.shuffle(vectors[0], vectors[0], list(range(count)))
-
-
-@_intrinsic
-def copy_bytes(typing: Any, to: Any, source: Any, count: Any) -> Any:
-    """Copies memory."""
-
-    def codegen(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(builder, builder.inttoptr(args[0], byte), builder.inttoptr(args[1], byte), args[2], 1)
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen

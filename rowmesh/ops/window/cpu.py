@@ -12,22 +12,19 @@ import functools
 from types import SimpleNamespace
 
 from rowmesh.ops.merge_update.cpu import END
-from rowmesh.ops.pool.cpu import _BEGIN, _END, AHEAD, DESCRIPTOR
+from rowmesh.ops.pool.cpu import _BEGIN, _END, AHEAD, DESCRIPTOR, add_cells, first_cell
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
     FLOAT64,
     STORAGE_BYTES,
     add,
-    axpy,
     kernel,
     load_i64,
     load_row,
-    load_scalar,
     load_u8,
     load_u32,
     prefetch,
-    scale,
     store_i64,
     store_row,
     store_u8,
@@ -241,21 +238,10 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                         continue
                     u = load_u32(uniques + 4 * p)
                     j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
-                    prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                    row = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                    if weights:
-                        row = scale(load_scalar(weights + ELEMENT * j, STORAGE), row)
+                    row = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
                     if mask & earlier and kept_begin <= p < kept_end:
                         row = add(load_row(sink + OUT_BYTES * p, DIM, OUT), row)
-                    j += 1
-                    while j < end:
-                        prefetch(grad + ELEMENT * load_u32(cells + 4 * min(j + AHEAD, last)), OUT_BYTES)
-                        more = load_row(grad + ELEMENT * load_u32(cells + 4 * j), DIM, OUT)
-                        if weights:
-                            row = axpy(load_scalar(weights + ELEMENT * j, STORAGE), more, row)
-                        else:
-                            row = add(row, more)
-                        j += 1
+                    row = add_cells(row, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
                     store_row(sink + OUT_BYTES * p, row, OUT)
 
     return SimpleNamespace(
