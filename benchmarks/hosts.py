@@ -15,12 +15,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from benchmarks.command import Report
 
 NUM_HOSTS = 2
 INTERFACE = "cable"
@@ -154,6 +158,20 @@ class Hosts:
             raise HostsError(f"{' and '.join(missing)} not found: install iproute2 and procps, or leave --hosts out")
         if os.geteuid() != 0:
             raise HostsError("network namespaces need root: run as root, or leave --hosts out")
+
+
+def enter_hosts(stack: ExitStack, report: Report, layout: str) -> Hosts | None:
+    """Two hosts and an unlimited cable until the stack is left; where none can be made, None and a line that says why.
+
+    SIGTERM leaves the stack too.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stack.callback(signal.signal, signal.SIGTERM, before)
+    try:
+        return stack.enter_context(Hosts(None))
+    except HostsError as error:
+        report.line(hosts=layout, unavailable=str(error))
+        return None
 
 
 def _remove_leftovers() -> None:

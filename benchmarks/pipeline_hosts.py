@@ -19,9 +19,7 @@ Source: NestPipe §V, Table II (exposed 0.13 with 4 micro-batches on 1,536 worke
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +27,7 @@ from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError
+from benchmarks.hosts import PAYLOAD_SHARE, Hosts, enter_hosts
 from benchmarks.measure import median, slowest
 from benchmarks.two_dimensional_hosts import bits_per_s
 from benchmarks.workload import Workload
@@ -103,16 +101,12 @@ def run(report: Report, options: argparse.Namespace) -> None:
     if options.quick:
         options.share, options.micro_batches, options.hosts_repeats, options.hosts_steps = [40], [4], 1, 4
         options.hosts_batch, options.hosts_max_rows, options.peer_python = 1024, 20_000, None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed then too
     workload = Workload(
         dim=options.hosts_dim, global_batch=options.hosts_batch, max_rows=options.hosts_max_rows,
         steps=options.hosts_steps, warmup=2,
     )  # fmt: skip
     with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(None))
-        except HostsError as error:
-            report.line(hosts=options.hosts, unavailable=str(error))
+        if (hosts := enter_hosts(stack, report, options.hosts)) is None:
             return
         ranks = stack.enter_context(Contestant("rowmesh", MODULE, workload, ranks=2, hosts=hosts))
         _, absent = connect_all([ranks], time.monotonic() + START_S)

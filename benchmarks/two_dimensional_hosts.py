@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -29,7 +27,7 @@ from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError, HostsShape
+from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError, HostsShape, enter_hosts
 from benchmarks.measure import median, slowest, summarize
 from benchmarks.planned_step import EXTRA_MEMORY, topology, true_profile
 from benchmarks.workload import Workload
@@ -118,12 +116,8 @@ def run(report: Report, options: argparse.Namespace) -> None:
         raise SystemExit(f"two_dimensional: {error}") from error
     if any(batch % shape.num_ranks for batch in options.hosts_batch):
         raise SystemExit(f"two_dimensional: --hosts-batch must divide by {shape.num_ranks} ranks")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed then too
     with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(None))
-        except HostsError as error:
-            report.line(hosts=options.hosts, unavailable=str(error))
+        if (hosts := enter_hosts(stack, report, options.hosts)) is None:
             return
         for dim in options.hosts_dim:
             for batch in options.hosts_batch:

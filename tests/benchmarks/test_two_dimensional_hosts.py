@@ -49,7 +49,7 @@ def test_where_hosts_cannot_be_made_a_line_says_so(capsys, monkeypatch):
     def refuse(self):
         raise HostsError("network namespaces need root")
 
-    monkeypatch.setattr("benchmarks.two_dimensional_hosts.Hosts.__enter__", refuse)
+    monkeypatch.setattr("benchmarks.hosts.Hosts.__enter__", refuse)
     two_dimensional.main(["--hosts", "2x2", "--quick"])
     line, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert line["unavailable"] == "network namespaces need root"
