@@ -1,9 +1,6 @@
 """The command `rowmesh plan`."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +11,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
+from tests.support.commands import run_on
 
 
 def test_it_prints_strategies_ranks_and_levels(run, config_file):
@@ -138,14 +136,10 @@ def test_mistakes_are_one_message(run, options, message):
     assert text.count("\n") == 1
 
 
-def test_links_are_measured_on_the_running_mesh(config_file, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rowmesh.cli"]
-    done = subprocess.run(
-        [*command, "plan", str(config_file), "--measure", "--strategy", "dealt", "--out", str(tmp_path / "plan.json"),
-         "--topology-out", str(tmp_path / "links.toml")],
-        capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("a step costs") == 1
-    assert "measured on 2 ranks" in done.stdout
+def test_links_are_measured_on_the_running_mesh(config_file, ranks, tmp_path):
+    files = ["--out", str(tmp_path / "plan.json"), "--topology-out", str(tmp_path / "links.toml")]
+    done = run_on(ranks, ["plan", str(config_file), "--measure", "--strategy", "dealt", *files], ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("a step costs") == 1
+    assert "measured on 2 ranks" in done.out
     assert Topology.load(tmp_path / "links.toml").world_size == Plan.load(tmp_path / "plan.json").world_size == 2

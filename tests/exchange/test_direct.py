@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
@@ -59,13 +60,14 @@ def test_a_rank_that_comes_late_breaks_nothing(pool, world_size):
 
 def wait_in_vain(mesh, gives_up):
     """Rank 1 sends nothing; the others end in time, and so do their threads."""
-    channel = channel_of(mesh if gives_up else replace(mesh, timeout_s=2.0))
+    done = mesh.subgroup([range(mesh.world_size)], "gradients")
+    channel = channel_of(mesh if gives_up else replace(mesh, timeout_s=1.0))
     mesh.cancellation.event = event = threading.Event()
     message, began = "", time.monotonic()
     if gives_up:
         threading.Timer(0.5, event.set).start()
     if mesh.rank == 1:
-        time.sleep(6.0)
+        dist.barrier(done)
         return message, 0.0, 0
     try:
         exchange(channel, mesh, 0, [[4] * mesh.world_size] * mesh.world_size)
@@ -76,6 +78,7 @@ def wait_in_vain(mesh, gives_up):
     deadline = time.monotonic() + 3
     while (left := _messengers()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    dist.barrier(done)
     return message, elapsed_s, left
 
 

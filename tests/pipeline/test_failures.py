@@ -18,13 +18,13 @@ from tests.support.tables import table
 
 TABLES = (table("user", 60, 3, "adam"), table("item", 200, 16, "row_wise_adagrad"))
 STAGES = ("read", "route", "open", "final", "rows", "compute", "gradients", "update")
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture
 def pool():
     """Of its own, since nobody survives."""
-    ranks = RankPool(mesh_timeout_s=30.0, preload="tests.support.pipelines")
+    ranks = RankPool(mesh_timeout_s=30.0)
     yield ranks
     pids = ranks.pids
     ranks.close()
@@ -100,7 +100,9 @@ def test_a_rank_that_brings_more_batches(pool, transport):
     assert threads == []
 
 
-@pytest.mark.parametrize("stage, transport", [("rows", "collective"), ("gradients", "one_sided")])
+@pytest.mark.parametrize(
+    "stage, transport", [("rows", "collective"), pytest.param("gradients", "one_sided", marks=pytest.mark.slow)]
+)
 def test_programs_end(stage, transport):
     """With what was raised, and not by an abort while messages are under way; the peer learns it from the kernel."""
     before, port = shared_files(), free_port()

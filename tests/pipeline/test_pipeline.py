@@ -89,7 +89,10 @@ def test_copied_rows_are_not_fetched(ranks):
     assert received[1] <= received[2] <= received[1] + uses_bytes, "as in the plain loop, but for the uses of each row"
 
 
-@pytest.mark.parametrize("world_size, examples", [(1, 15), (2, 25), (4, 15)])
+MORE = [pytest.param(2, 60, marks=pytest.mark.slow), pytest.param(4, 40, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("world_size, examples", [(1, 10), (2, 15), (4, 8), *MORE])
 def test_when_rows_move_changes_no_bit(ranks, world_size, examples):
     """Depth, threads, rows that are final, transports, plans: the model is that of everything in turn."""
 

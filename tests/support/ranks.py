@@ -5,12 +5,14 @@
 
     ranks.run(add, 10, world_size=2)       # [10, 11]
 
-Importing torch costs seconds, so the processes stay. The first 2 and 3 of the 4 ranks have groups of their own. A rank
-that hangs, dies or leaves the others waiting fails the test with its name, and the next test gets fresh processes.
+Importing torch costs seconds, so the processes stay, and are forks of one that has imported it. The first 2 and 3 of
+the 4 ranks have groups of their own. A rank that hangs, dies or leaves the others waiting fails the test with its name,
+and the next test gets fresh processes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,6 +32,7 @@ WORLD_SIZE = 4
 GRACE_S = 3.0  # what the other ranks get once one has failed
 START_TIMEOUT_S = 120.0
 MESH_TIMEOUT_S = 30.0
+PRELOADED = ["tests.support.pipelines", "torch._dynamo"]  # the second is what torch.optim imports at its first use
 
 
 class RankError(AssertionError):
@@ -51,14 +54,12 @@ class RankPool:
 
     Args:
         mesh_timeout_s: how long they wait for each other.
-        preload: a module; processes start as forks of one that has imported it, which takes a tenth of the time.
     """
 
-    def __init__(self, mesh_timeout_s: float = MESH_TIMEOUT_S, preload: str = "") -> None:
+    def __init__(self, mesh_timeout_s: float = MESH_TIMEOUT_S) -> None:
         self._mesh_timeout_s = mesh_timeout_s
-        self._context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
-        if preload:
-            self._context.set_forkserver_preload([preload])
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: str | None = None
@@ -101,7 +102,7 @@ class RankPool:
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
-                self.close()
+                self.close(grace_s=0.1)  # who hangs has had its time
                 for rank in waiting.values():
                     results[rank] = (
                         False,
@@ -127,11 +128,11 @@ class RankPool:
             self.close()
             raise RankError(failed, {})
 
-    def close(self) -> None:
+    def close(self, grace_s: float = GRACE_S) -> None:
         """Ends all processes, whatever they are doing."""
         for pipe in self._pipes:
             pipe.close()  # an idle rank ends at the end of its pipe
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -149,6 +150,7 @@ def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
         meshes = _join(rank, store, mesh_timeout_s)
+        _compile_once(Path(store).parent)
         _answer(pipe, True, None)
     except BaseException:
         _answer(pipe, False, traceback.format_exc())
@@ -218,6 +220,21 @@ def _connect_parts(size: int, timeout_s: float) -> dict[tuple[str, tuple[int, ..
     for use in ("tables", "rows", "gradients", "cores"):
         parts[use, tuple(range(size))] = dist.new_group(list(range(size)), timeout=timedelta(seconds=timeout_s))
     return parts
+
+
+def _compile_once(folder: Path) -> None:
+    """Has one rank compile a kernel, and the others load it from disk; else all would compile it at the same time."""
+    from numba.core.dispatcher import Dispatcher  # in the ranks alone
+
+    compile_now = Dispatcher.compile
+
+    def compile_once(kernel: Any, signature: Any) -> Any:
+        name = kernel.py_func.__qualname__.replace("/", "_")
+        with (folder / f"{name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compile_now(kernel, signature)
+
+    Dispatcher.compile = compile_once
 
 
 def is_running(pid: int) -> bool:

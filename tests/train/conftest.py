@@ -1,10 +1,8 @@
 """A small planted data set and ways to run commands on it."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,9 @@ import torch
 
 from rowmesh.data import PlantedConfig, Prepared
 from tests.support.clicks import prepare_clicks
+from tests.support.commands import run_on
 
 BATCH_SIZE = 256
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a command left."""
-
-    status: int
-    out: str
-    err: str
 
 
 @dataclass(frozen=True)
@@ -83,27 +73,10 @@ def config_file(clicks, tmp_path) -> Path:
     return path
 
 
-def run_command(arguments: list[str], *, ranks: int = 0, timeout_s: float = 90.0) -> Finished:
-    """Runs `rowmesh` in a process of its own, or under torchrun where `ranks` are given."""
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "rowmesh.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        check=False,
-    )
-    return Finished(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.fixture(scope="session")
-def command():
-    """`run_command`, for tests."""
-    return run_command
+def command(ranks):
+    """Runs `rowmesh` on ranks."""
+    return partial(run_on, ranks)
 
 
 @pytest.fixture

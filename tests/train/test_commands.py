@@ -21,6 +21,7 @@ from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.schedule import factor
 from rowmesh.train.tables import table_specs
+from tests.support.commands import launch
 
 
 def records(path):
@@ -272,11 +273,11 @@ def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tm
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "one_sided"), (3, "collective")])
-def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, command, ranks, transport):
+def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, ranks, transport):
     options = ["tables.dtype=float64", f"run.folder={tmp_path / 'alone'}"]
     alone = run_training(resolve(config_file, options))
     options = ["tables.dtype=float64", f"parallel.transport={transport}"]
-    done = command(["train", str(config_file), *options], ranks=ranks)
+    done = launch(["train", str(config_file), *options], ranks=ranks)
     assert done.status == 0, done.err
     expected, actual = load_model(tmp_path / "alone"), load_model(tmp_path / "run")
     for name, tensor in expected.items():

@@ -20,6 +20,7 @@ from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
+from tests.support.commands import launch
 from tests.support.ranks import RankError
 
 LONG = ["train.epochs=100000", "train.log_every=1"]
@@ -95,17 +96,17 @@ def test_spoilt_data_name_the_step_and_the_feature(config_file, clicks, spoil, c
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("transport", ["one_sided", "collective"])
-def test_a_failing_rank_ends_the_run(config_file, spoil, command, tmp_path, transport):
+@pytest.mark.parametrize("transport", [pytest.param("one_sided", marks=pytest.mark.slow), "collective"])
+def test_a_failing_rank_ends_the_run(config_file, spoil, tmp_path, transport):
     options = [spoil("I3", 700, math.nan), "data.shuffle=false", f"parallel.transport={transport}"]
-    done = command(["train", str(config_file), *options, *LONG], ranks=2)
+    done = launch(["train", str(config_file), *options, *LONG], ranks=2)
     assert done.status != 0
     assert "rowmesh (rank 1): error: step 3 on rank 1: 1 of" in done.err
     assert not (tmp_path / "run" / ".lock").exists()
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+@pytest.mark.parametrize("transport", ["one_sided", pytest.param("collective", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run(config_file, tmp_path, transport):
     process = start(config_file, f"parallel.transport={transport}", *LONG, ranks=2)
     wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
