@@ -213,7 +213,7 @@ def check_adding(kernels, packed, gradients, cut, phase):
     values, bounds, own = cut
     picked, into = chosen(values, bounds, own, phase), Poisoned(gradients.dtype, *gradients.shape)
     earlier = [e for e in picked if values[e] & np.uint32((1 << phase) - 1)]
-    into._tensor[earlier] = gradients.flip(0)[earlier]
+    into.tensor[earlier] = gradients.flip(0)[earlier]
     kernels.add_gradients(
         packed.data_ptr(), at(values), at(bounds), len(bounds) - 1, own, phase, into.address
     )  # fmt: skip
