@@ -21,7 +21,6 @@ from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.schedule import factor
 from rowmesh.train.tables import table_specs
-from tests.support.commands import launch
 
 
 def records(path):
@@ -272,12 +271,12 @@ def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tm
         run_training(resolve(config_file, [f"data.folder={folder}"]), overwrite=True)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "one_sided"), (3, "collective")])
-def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, ranks, transport):
+@pytest.mark.parametrize(("num_ranks", "transport"), [(2, "one_sided"), (3, "collective")])
+def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, command, num_ranks, transport):
     options = ["tables.dtype=float64", f"run.folder={tmp_path / 'alone'}"]
     alone = run_training(resolve(config_file, options))
     options = ["tables.dtype=float64", f"parallel.transport={transport}"]
-    done = launch(["train", str(config_file), *options], ranks=ranks)
+    done = command(["train", str(config_file), *options], ranks=num_ranks)
     assert done.status == 0, done.err
     expected, actual = load_model(tmp_path / "alone"), load_model(tmp_path / "run")
     for name, tensor in expected.items():
