@@ -52,6 +52,8 @@ def compute(runner, schedule, turn, log=None):
     if log is not None:
         log(Task("step", turn))
     runner.done(Task("step", turn))
+    if log is not None:
+        log(Task("dense", turn))
 
 
 def left_threads():
