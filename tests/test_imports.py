@@ -77,8 +77,8 @@ def test_no_peer_and_no_gpu_library_is_imported(path):
 
 
 def test_gpu_kernels_are_imported_only_where_they_are_used():
-    """At the top of a module none is: triton may be absent, and takes a while to import."""
-    for path in MODULES:
+    """At the top of other modules none is: triton may be absent, and takes a while to import."""
+    for path in (path for path in MODULES if not path.match(KERNELS)):
         top = ast.parse((ROOT.parent / path).read_text()).body
         names = [node.module for node in top if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if name.startswith("rowmesh.ops.") and name.endswith(".cuda")], path

@@ -250,6 +250,7 @@ SIGNATURES = (
     Signature(_put, "*fp32 *i64 *fp32 *i32 i32", _TILE),
     Signature(_average, "*fp32 *i64 *i64 *i32 *i32 *fp32 *i64 *fp32 i32 i32 fp64", {"out": None, **_TILE}),
     Signature(
-        _average, "*bf16 *i64 *i64 *i32 *i32 *bf16 *i64 *bf16 *bf16 i32 i32 fp64", {"D": 1, "COLUMNS": 1, "ROWS": _MOST_ROWS}
+        _average, "*bf16 *i64 *i64 *i32 *i32 *bf16 *i64 *bf16 *bf16 i32 i32 fp64",
+        {"D": 1, "COLUMNS": 1, "ROWS": _MOST_ROWS},
     ),
 )  # fmt: skip

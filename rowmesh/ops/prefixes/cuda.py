@@ -1,0 +1,175 @@
+"""Tensor-train ids on a GPU, sorted by prefix and slice of the second core; and tiles of what was sorted.
+
+One sort by (i₂, i₁, i₃) is enough: ids of equal (i₁, i₂) then stand together, a *prefix*, and prefixes of equal i₂ too,
+a *group*. How many prefixes there are stays on the device. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
+"""
+
+# Triton's language is not typed in a way that a checker could follow.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rowmesh.ops.gpu import Signature, ceil_div, check, launch
+
+BLOCK = 512  # ids of a program
+_NONE = tl.constexpr(2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Ids sorted by prefix and slice of the second core; everything on the device.
+
+    Attributes:
+        row_factors: p₁, p₂, p₃.
+        order: int64 `[N]`: the position of each sorted id among the ids.
+        prefixes: int32 `[N]`: which prefix each sorted id has; −1 past the last one.
+        lasts: int32 `[N]`: i₃ of each; p₃ past the last one.
+        starts: int32 `[N + 1]`: where each prefix begins; the first `num_prefixes + 1` are valid.
+        firsts, seconds: int32 `[P]`: i₁ and i₂ of each prefix; p₁ and p₂ past the last one. P is N, or p₁·p₂ if less.
+        group_starts: int32 `[p₂ + 1]`: where the prefixes of each i₂ begin.
+        num_prefixes: int32 `[1]`.
+        refused: int64 `[1]`: the position of the first id that is no row, or −1. It has no part in anything.
+    """
+
+    row_factors: tuple[int, int, int]
+    order: Tensor
+    prefixes: Tensor
+    lasts: Tensor
+    starts: Tensor
+    firsts: Tensor
+    seconds: Tensor
+    group_starts: Tensor
+    num_prefixes: Tensor
+    refused: Tensor
+
+
+@triton.jit(do_not_specialize=("num_rows", "num_ids", "p1", "p2", "p3"))
+def _keys_of(ids, count, keys, refused, num_rows, num_ids, p1, p2, p3, BLOCK: tl.constexpr):
+    """(i₂ · p₁ + i₁) · p₃ + i₃ of each id; p₁·p₂·p₃ for what is none."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = i < num_ids
+    if count is not None:
+        is_id &= i < tl.load(count)
+    row = tl.load(ids + i, mask=is_id, other=0)
+    is_row = is_id & (row >= 0) & (row < num_rows)
+    row = tl.where(is_row, row, 0)
+    prefix = row // p3
+    first = prefix // p2
+    key = ((prefix - first * p2) * p1 + first) * p3 + row - prefix * p3
+    key = tl.where(is_row, key, p1.to(tl.int64) * p2 * p3)
+    tl.store(keys + i, key.to(keys.dtype.element_ty), mask=i < num_ids)
+    wrong = tl.min(tl.where(is_id & (is_row == 0), i, _NONE))
+    tl.atomic_min(refused, wrong, mask=wrong != _NONE)  # of whole numbers: in any order the same
+
+
+@triton.jit(do_not_specialize=("num_ids", "p1", "p2", "p3"))
+def _flag_heads(keys, flags, num_ids, p1, p2, p3, SHARED: tl.constexpr, BLOCK: tl.constexpr):
+    """1 where a prefix begins."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + i, mask=i < num_ids, other=0).to(tl.int64)
+    before = tl.load(keys + i - 1, mask=(i > 0) & (i < num_ids), other=0).to(tl.int64)
+    is_head = key < p1.to(tl.int64) * p2 * p3
+    if SHARED:
+        is_head &= (i == 0) | (key // p3 != before // p3)
+    tl.store(flags + i, is_head.to(tl.int32), mask=i < num_ids)
+
+
+@triton.jit(do_not_specialize=("num_ids", "p1", "p2", "p3"))
+def _list_prefixes(
+    keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3, BLOCK: tl.constexpr
+):  # fmt: skip
+    """What `Arrangement` has of every id and prefix."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_ids
+    none = p1.to(tl.int64) * p2 * p3
+    key = tl.load(keys + i, mask=inside, other=0).to(tl.int64)
+    following = tl.load(keys + i + 1, mask=i + 1 < num_ids, other=0).to(tl.int64)
+    is_id = inside & (key < none)
+    is_last = is_id & ((i + 1 == num_ids) | (following == none))
+    rank = tl.load(ranks + i, mask=inside, other=0)
+    is_head = is_id & (rank != tl.load(ranks + i - 1, mask=inside & (i > 0), other=0))
+    prefix = key // p3
+    second = prefix // p1
+    tl.store(prefixes + i, tl.where(is_id, rank - 1, -1), mask=inside)
+    tl.store(lasts + i, tl.where(is_id, key - prefix * p3, p3).to(tl.int32), mask=inside)
+    tl.store(starts + rank - 1, i, mask=is_head)
+    tl.store(starts + rank, i + 1, mask=is_last)
+    tl.store(firsts + rank - 1, (prefix - second * p1).to(tl.int32), mask=is_head)
+    tl.store(seconds + rank - 1, second.to(tl.int32), mask=is_head)
+
+
+@triton.jit
+def tile_of(starts, num_segments, tile, SIZE: tl.constexpr, SEARCHED: tl.constexpr):
+    """Which segment a tile is of, and where it begins and the segment ends; it is empty where that is not behind it.
+
+    A segment is cut into tiles of SIZE from its own beginning. Its first has the number starts[s] // SIZE + s: there are
+    no more before it. So no number stands for two tiles, and no running sum is needed.
+    """
+    segment = -1
+    for first in range(0, num_segments, SEARCHED):
+        s = first + tl.arange(0, SEARCHED)
+        number = tl.load(starts + s, mask=s < num_segments, other=0) // SIZE + s
+        segment += tl.sum(((s < num_segments) & (number <= tile)).to(tl.int32))
+    begin = tl.load(starts + segment)
+    begin += (tile - begin // SIZE - segment) * SIZE
+    return segment, begin, tl.load(starts + segment + 1)
+
+
+def arrange(
+    ids: Tensor, row_factors: tuple[int, int, int], num_rows: int, count: Tensor | None = None, *, shared: bool = True
+) -> Arrangement:  # fmt: skip
+    """Sorts ids by (i₂, i₁, i₃) and says where prefixes and groups begin.
+
+    Args:
+        ids: int64 `[N]`: distinct, or each makes a row of its own.
+        row_factors: p₁, p₂, p₃.
+        num_rows: ids are 0 … num_rows − 1.
+        count: `[1]`: how many of them are valid; None for all.
+        shared: False to make every id a prefix of its own, for comparison.
+
+    Source: EL-Rec (SC'22) §III-A, Algorithm 1. Differs: see `rowmesh.ops.tensor_train`.
+    """
+    check("ids", ids, (torch.int64,), 1, ids.device)
+    (p1, p2, p3), device, num_ids = row_factors, ids.device, ids.numel()
+    narrow = torch.int32 if p1 * p2 * p3 < 2**31 else torch.int64
+    keys = torch.empty(num_ids, dtype=narrow, device=device)
+    refused = torch.full((1,), _NONE.value, dtype=torch.int64, device=device)
+    programs = ceil_div(num_ids, BLOCK)
+    launch(_keys_of, programs, ids, count, keys, refused, num_rows, num_ids, p1, p2, p3, BLOCK=BLOCK)
+    keys, order = torch.sort(keys, stable=True)
+    flags, prefixes, lasts = (torch.empty(num_ids, dtype=torch.int32, device=device) for _ in range(3))
+    launch(_flag_heads, programs, keys, flags, num_ids, p1, p2, p3, SHARED=shared, BLOCK=BLOCK)
+    ranks = torch.cumsum(flags, 0, dtype=torch.int32)
+    starts = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
+    most = min(num_ids, p1 * p2) if shared else num_ids
+    firsts, seconds = (torch.full((most,), p, dtype=torch.int32, device=device) for p in (p1, p2))
+    launch(
+        _list_prefixes, programs, keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3,
+        BLOCK=BLOCK,
+    )  # fmt: skip
+    num_prefixes = ranks[-1:] if num_ids else starts
+    return Arrangement(
+        row_factors, order, prefixes, lasts, starts, firsts, seconds, starts_of(seconds, p2), num_prefixes,
+        torch.where(refused == _NONE.value, -1, refused),
+    )  # fmt: skip
+
+
+def starts_of(keys: Tensor, num_keys: int) -> Tensor:
+    """Int32 `[num_keys + 1]`: where each of the sorted keys begins."""
+    wanted = torch.arange(num_keys + 1, dtype=keys.dtype, device=keys.device)
+    return torch.searchsorted(keys, wanted, out_int32=True)
+
+
+SIGNATURES = (
+    Signature(_keys_of, "*i64 *i32 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK, "count": None}),
+    Signature(_keys_of, "*i64 *i32 *i64 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+    Signature(_flag_heads, "*i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK, "SHARED": True}),
+    Signature(_list_prefixes, "*i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+)  # fmt: skip
