@@ -151,7 +151,7 @@ def test_without_threads_the_driver_does_everything():
     mine = [(task.stage, task.part) for task in log.tasks if task.batch == 1]
     assert mine == [
         ("read", 0), ("route", 0), ("open", 0), ("rows", 0), ("rows", 1), ("compute", 0), ("gradients", 0),
-        ("compute", 1), ("step", 0), ("gradients", 1), ("update", 0), ("dense", 0),
+        ("compute", 1), ("step", 0), ("dense", 0), ("gradients", 1), ("update", 0),
     ]  # fmt: skip
 
 
