@@ -109,8 +109,8 @@ def _list_prefixes(
 def tile_of(starts, num_segments, tile, SIZE: tl.constexpr, SEARCHED: tl.constexpr):
     """Which segment a tile is of, and where it begins and the segment ends; it is empty where that is not behind it.
 
-    A segment is cut into tiles of SIZE from its own beginning. Its first has the number starts[s] // SIZE + s: there are
-    no more before it. So no number stands for two tiles, and no running sum is needed.
+    A segment is cut into tiles of SIZE from its own beginning. Its first has the number starts[s] // SIZE + s: there
+    are no more before it. So no number stands for two tiles, and no running sum is needed.
     """
     segment = -1
     for first in range(0, num_segments, SEARCHED):

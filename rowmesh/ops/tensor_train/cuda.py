@@ -44,7 +44,7 @@ _STEP = 32  # columns and lines that a matrix product takes at a time
 _MOST_TERMS = 8  # columns of the last core whose loads do not wait for one another
 _PARTS = tl.constexpr(4)  # likewise, parts of a slice's gradient
 _CHUNK_LINES = 512  # lines, Q₁·Q₂ an id, over which a program sums a gradient of the last core
-_SEARCHED = 1024  # segments that a program looks at at a time
+_SEARCHED = 256  # segments that a program looks at at a time
 _SLICE = 256  # elements of a slice that a program finishes
 _PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
 
