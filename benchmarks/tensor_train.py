@@ -2,6 +2,7 @@
 
     python -m benchmarks.tensor_train
     python -m benchmarks.tensor_train --ablation        what each part of it gives, and reordering
+    python -m benchmarks.tensor_train --device cuda     on a GPU, with --ablation too: `benchmarks.tensor_train_cuda`
     python -m benchmarks.tensor_train --footprint       sizes of the tables of three data sets
     python -m benchmarks.tensor_train --versus-dense    a table of 40 M rows, beside a dense one that fits
     python -m benchmarks.tensor_train --quality         AUC of models with such tables, beside dense ones
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from benchmarks import (
     tensor_train_ablation,
+    tensor_train_cuda,
     tensor_train_footprint,
     tensor_train_orders,
     tensor_train_quality,
@@ -202,8 +204,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--dense-bytes", type=int, default=4 << 30, help="of that")
     tensor_train_orders.add_options(parser)
     tensor_train_quality.add_options(parser)
+    tensor_train_cuda.add_options(parser)
     add("--quick", action="store_true", help="a small case that ends within 30 s")
     add("--output", type=Path, help="also append the lines to this file")
+    if "cuda" in parser.parse_known_args(arguments)[0].device:
+        parser.set_defaults(**tensor_train_cuda.DEFAULTS)
     options = parser.parse_args(arguments)
     if options.quick:
         quick = {"rows": [100_000], "dim": [16], "rank": [16], "batch": [1024], "steps": 4, "repeats": 2,
@@ -224,6 +229,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     tune_malloc()
     report = Report("tensor_train", options.output)
+    if options.device == "cuda":
+        tensor_train_cuda.run(report, options, Case, draw)
+        return
     if options.footprint:
         tensor_train_footprint.run(report, options)
     elif options.versus_dense:
