@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import gpu_ops
 from benchmarks.gpu_timing import COPY, Case, contestants, judge
+from tests.support.triton import find_obstacle
 
 
 def test_says_that_there_is_no_gpu(capsys, monkeypatch):
@@ -30,7 +31,8 @@ def test_ratios_are_to_peers_and_to_what_a_copy_moves():
 @pytest.mark.triton
 @pytest.mark.parametrize("op", gpu_ops.OPS)
 def test_contestants_of_every_case_agree(device, op):
-    pytest.importorskip("triton")
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
     from benchmarks import gpu_cases
 
     sizes = gpu_cases.Sizes(

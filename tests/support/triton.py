@@ -9,6 +9,7 @@ A module that tests kernels begins so, and its tests take the fixture `device`::
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from types import ModuleType
@@ -16,7 +17,15 @@ from types import ModuleType
 import pytest
 import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+def find_obstacle() -> str | None:
+    """Why kernels cannot be tested here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'rowmesh[gpu]'"
+    version = importlib.metadata.version("triton")
+    if not torch.cuda.is_available() and tuple(map(int, version.split(".")[:2])) < (3, 7):
+        return f"the interpreter of triton {version} does not know NumPy 2.4: pip install 'triton>=3.7'"
+    return None
 
 
 def use_interpreter() -> None:
@@ -31,8 +40,9 @@ def find_device() -> torch.device:
 
 
 def kernels_of(op: str) -> ModuleType:
-    """The GPU kernels of an op; where triton is not installed, the module that asks for them is skipped."""
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'rowmesh[gpu]'")
+    """The GPU kernels of an op; where they cannot be tested, the module that asks for them is skipped."""
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle, allow_module_level=True)
     return importlib.import_module(f"rowmesh.ops.{op}.cuda")
 
 
