@@ -63,6 +63,15 @@ def test_the_mean_of_equal_values_is_the_value(device, num_groups, dtype):
     assert torch.equal(average(device, old, told, own=0), new)
 
 
+@pytest.mark.parametrize("into_table", [True, False])
+def test_few_programs_for_many_rows(device, into_table, monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(cuda, "tile_of_rows", lambda dim, dtype: (4, 2))
+    old = torch.randn(NUM_ROWS, 3)
+    told = [(torch.arange(11), torch.randn(11, 3)), (torch.tensor([7, 11]), torch.randn(2, 3))]
+    torch.testing.assert_close(average(device, old, told, own=1, into_table=into_table), reference.average(old, told))
+
+
 @settings(max_examples=15)
 @given(steps=st.lists(st.lists(st.integers(0, 19), unique=True, max_size=8), max_size=4), spare=st.integers(0, 2))
 def test_lists_what_is_touched_and_what_it_was(device, steps, spare):

@@ -192,6 +192,17 @@ def test_replays_are_equal_to_the_bit(device):
     assert torch.equal(*results)
 
 
+def test_few_programs_for_many_slots(device, monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(cuda, "_TILE", 16)
+    slots, gradients = torch.arange(40).repeat(2) // 2, torch.randn(80, 4).to(device)
+    merged, rows = cuda.merge(slots.to(device)), torch.zeros(20, 4, device=device)
+    expected = sums_in_order(slots.tolist(), gradients)
+    assert torch.equal(summed(merged, gradients), expected)
+    cuda.update(rows, (), merged, gradients, "sgd", RULES["sgd"]().numbers(1.0, 1.0, 1))
+    assert torch.equal(-rows.cpu(), expected)
+
+
 def test_rows_too_long_are_refused():
     with pytest.raises(ConfigurationError, match="5000 values"):
         cuda.sum_merged(cuda.merge(torch.zeros(1, dtype=torch.int64)), torch.zeros(1, 5000), torch.zeros(1, 5000))

@@ -82,10 +82,12 @@ def test_shapes_that_fill_several_tiles(device, row_factors, dim_factors, ranks,
 
 @pytest.mark.parametrize("ids", [[], [7], [3 * i for i in range(8)], [*range(12, 24)], [*range(23, -1, -1)]])
 def test_tiles_of_few_prefixes_and_ids(device, ids, monkeypatch):
-    """Segments of many tiles and of none, found a few at a time: one i₃, one group, all ids, backwards."""
+    """Segments of many tiles and of none, found a few at a time, by few programs: one i₃, one group, all ids, backwards."""
     monkeypatch.setattr(cuda, "_LINES", 16)
     monkeypatch.setattr(cuda, "_CHUNK_LINES", 8)
+    monkeypatch.setattr(cuda, "_GRADIENT_LINES", 16)
     monkeypatch.setattr(cuda, "_SEARCHED", 2)
+    monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)
     Case(device, (4, 2, 3), (2, 2, 2), (3, 5), ids).check()
     Case(device, (2, 4, 3), (8, 1, 2), (3, 5), ids).check()
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rowmesh.ops.gpu import Signature, ceil_div, check, launch, tile_of_rows
+from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, tile_of_rows
 from rowmesh.ops.merge_update.cuda import Merged
 
 BLOCK = 1024
@@ -56,28 +56,25 @@ def _clear(slots, bounds, marks, most, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pack(table, slots, bounds, out, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    end, columns = tl.load(bounds + 1), tl.arange(0, COLUMNS)
     first = tl.load(bounds) + tl.program_id(0).to(tl.int64) * ROWS
-    end = tl.load(bounds + 1)
-    if first >= end:
-        return
-    i, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (i < end)[:, None] & (columns < D)[None, :]
-    slot = tl.load(slots + i, mask=i < end, other=0)
-    row = tl.load(table + slot[:, None] * D + columns[None, :], mask=inside)
-    tl.store(out + i[:, None] * D + columns[None, :], row, mask=inside)
+    for begin in range(first, end, tl.num_programs(0) * ROWS):
+        i = begin + tl.arange(0, ROWS)
+        inside = (i < end)[:, None] & (columns < D)[None, :]
+        slot = tl.load(slots + i, mask=i < end, other=0)
+        row = tl.load(table + slot[:, None] * D + columns[None, :], mask=inside)
+        tl.store(out + i[:, None] * D + columns[None, :], row, mask=inside)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
 def _put(table, slots, rows, count, num_rows, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    end = tl.minimum(tl.load(count), num_rows)
-    if first >= end:
-        return
-    i, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (i < end)[:, None] & (columns < D)[None, :]
-    slot = tl.load(slots + i, mask=i < end, other=0)
-    row = tl.load(rows + i[:, None] * D + columns[None, :], mask=inside)
-    tl.store(table + slot[:, None] * D + columns[None, :], row, mask=inside)
+    end, columns = tl.minimum(tl.load(count).to(tl.int64), num_rows), tl.arange(0, COLUMNS)
+    for begin in range(tl.program_id(0).to(tl.int64) * ROWS, end, tl.num_programs(0) * ROWS):
+        i = begin + tl.arange(0, ROWS)
+        inside = (i < end)[:, None] & (columns < D)[None, :]
+        slot = tl.load(slots + i, mask=i < end, other=0)
+        row = tl.load(rows + i[:, None] * D + columns[None, :], mask=inside)
+        tl.store(table + slot[:, None] * D + columns[None, :], row, mask=inside)
 
 
 @triton.jit
@@ -96,31 +93,33 @@ def _average(
 ):  # fmt: skip
     """The mean over groups of each merged slot's row: w₀ + Σ (wₘ − w₀) / M, in the order of the groups."""
     dtype: tl.constexpr = tl.float64 if table.dtype.element_ty == tl.float64 else tl.float32
-    m, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    is_slot = m < tl.load(num)
-    inside = is_slot[:, None] & (columns < D)[None, :]
-    at = tl.load(starts + m, mask=is_slot, other=0)
-    end = tl.load(starts + m + 1, mask=is_slot, other=0)
-    slot = tl.load(slots + m, mask=is_slot, other=0)
-    place = slot[:, None] * D + columns[None, :]
-    before = tl.load(table + place, mask=inside, other=0)
-    own_first, own_end = tl.load(ends + own), tl.load(ends + own + 1)
-    for j in range(num_groups):  # a slot has one entry of a group at most
-        entry = tl.load(order + at + j, mask=at + j < end, other=-1)
-        is_own = ((entry >= own_first) & (entry < own_end))[:, None]
-        kept = tl.load(old + (entry - own_first)[:, None] * D + columns[None, :], mask=is_own & inside, other=0)
-        before = tl.where(is_own, kept, before)
-    base, is_told = _value(order, told, ends, 0, at, end, before, inside, columns, D, dtype)
-    total = tl.zeros([ROWS, COLUMNS], dtype)
-    for group in range(1, num_groups):
-        at += is_told
-        row, is_told = _value(order, told, ends, group, at, end, before, inside, columns, D, dtype)
-        total += row - base
-    mean = (base + tl.full((), share, dtype) * total).to(table.dtype.element_ty)
-    if out is None:
-        tl.store(table + place, mean, mask=inside)
-    else:
-        tl.store(out + m.to(tl.int64)[:, None] * D + columns[None, :], mean, mask=inside)
+    count, columns = tl.load(num), tl.arange(0, COLUMNS)
+    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        m = first + tl.arange(0, ROWS)
+        is_slot = m < count
+        inside = is_slot[:, None] & (columns < D)[None, :]
+        at = tl.load(starts + m, mask=is_slot, other=0)
+        end = tl.load(starts + m + 1, mask=is_slot, other=0)
+        slot = tl.load(slots + m, mask=is_slot, other=0)
+        place = slot[:, None] * D + columns[None, :]
+        before = tl.load(table + place, mask=inside, other=0)
+        own_first, own_end = tl.load(ends + own), tl.load(ends + own + 1)
+        for j in range(num_groups):  # a slot has one entry of a group at most
+            entry = tl.load(order + at + j, mask=at + j < end, other=-1)
+            is_own = ((entry >= own_first) & (entry < own_end))[:, None]
+            kept = tl.load(old + (entry - own_first)[:, None] * D + columns[None, :], mask=is_own & inside, other=0)
+            before = tl.where(is_own, kept, before)
+        base, is_told = _value(order, told, ends, 0, at, end, before, inside, columns, D, dtype)
+        total = tl.zeros([ROWS, COLUMNS], dtype)
+        for group in range(1, num_groups):
+            at += is_told
+            row, is_told = _value(order, told, ends, group, at, end, before, inside, columns, D, dtype)
+            total += row - base
+        mean = (base + tl.full((), share, dtype) * total).to(table.dtype.element_ty)
+        if out is None:
+            tl.store(table + place, mean, mask=inside)
+        else:
+            tl.store(out + m.to(tl.int64)[:, None] * D + columns[None, :], mean, mask=inside)
 
 
 def mark(slots: Tensor, count: Tensor, marks: Tensor, used: Tensor, out: Tensor) -> Tensor:
@@ -186,7 +185,8 @@ def pack(table: Tensor, slots: Tensor, bounds: Tensor, out: Tensor, most: int) -
     check("bounds", bounds, (torch.int64,), 1, table.device)
     check("out", out, (table.dtype,), 2, table.device)
     columns, rows = tile_of_rows(table.shape[1], table.dtype)
-    launch(_pack, ceil_div(most, rows), table, slots, bounds, out, D=table.shape[1], COLUMNS=columns, ROWS=rows)
+    programs = min(ceil_div(most, rows), MOST_PROGRAMS)
+    launch(_pack, programs, table, slots, bounds, out, D=table.shape[1], COLUMNS=columns, ROWS=rows)
     return out
 
 
@@ -205,9 +205,8 @@ def put(table: Tensor, slots: Tensor, rows: Tensor, count: Tensor) -> None:
     check("count", count, _COUNTS, 1, table.device)
     num_rows, dim = slots.numel(), table.shape[1]
     columns, height = tile_of_rows(dim, table.dtype)
-    launch(
-        _put, ceil_div(num_rows, height), table, slots, rows, count, num_rows, D=dim, COLUMNS=columns, ROWS=height
-    )  # fmt: skip
+    programs = min(ceil_div(num_rows, height), MOST_PROGRAMS)
+    launch(_put, programs, table, slots, rows, count, num_rows, D=dim, COLUMNS=columns, ROWS=height)
 
 
 def average(
@@ -235,9 +234,10 @@ def average(
     num_groups, dim = ends.numel() - 1, table.shape[1]
     columns, rows = tile_of_rows(dim, table.dtype)
     rows = max(min(rows // 2, _MOST_ROWS), 1)  # a program holds four tiles
+    programs = min(ceil_div(merged.slots.numel(), rows), MOST_PROGRAMS)
     launch(
-        _average, ceil_div(merged.slots.numel(), rows), table, merged.order, merged.slots, merged.starts, merged.num,
-        told, ends, old, out, own, num_groups, 1.0 / num_groups, D=dim, COLUMNS=columns, ROWS=rows,
+        _average, programs, table, merged.order, merged.slots, merged.starts, merged.num, told, ends, old, out, own,
+        num_groups, 1.0 / num_groups, D=dim, COLUMNS=columns, ROWS=rows,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.ops.gpu import Signature, ceil_div, check, launch, next_power_of_2
+from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, next_power_of_2
 
 BLOCK = 1024  # entries of a program where each costs a few instructions
 CHUNK = 256
@@ -279,10 +279,10 @@ def _update_merged(
 ):  # fmt: skip
     """Sums the gradients of ROWS distinct slots and updates their rows."""
     dtype: tl.constexpr = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    count = tl.load(num)
-    if tl.program_id(0) * ROWS < count:
-        is_slot, columns = m < count, tl.arange(0, COLUMNS)
+    count, columns = tl.load(num), tl.arange(0, COLUMNS)
+    for begin in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        m = begin + tl.arange(0, ROWS)
+        is_slot = m < count
         inside = is_slot[:, None] & (columns < D)[None, :]
         slot = tl.load(slots + m, mask=is_slot, other=0)
         total = _sum_entries(
@@ -302,10 +302,10 @@ def _store_sums(
 ):  # fmt: skip
     """Sums the gradients of ROWS distinct slots."""
     dtype: tl.constexpr = out.dtype.element_ty
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    count = tl.load(num)
-    if tl.program_id(0) * ROWS < count:
-        is_slot, columns = m < count, tl.arange(0, COLUMNS)
+    count, columns = tl.load(num), tl.arange(0, COLUMNS)
+    for begin in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        m = begin + tl.arange(0, ROWS)
+        is_slot = m < count
         inside = is_slot[:, None] & (columns < D)[None, :]
         total = _sum_entries(
             order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES,
@@ -332,7 +332,7 @@ def update(
         ValueError: a layout or device does not fit.
         ConfigurationError: rows are longer than 4,096.
     """
-    compute = _arithmetic(rows.dtype)
+    compute = compute_dtype(rows.dtype)
     check("rows", rows, (torch.float32, torch.float64, torch.bfloat16), 2, rows.device)
     check("gradients", gradients, (compute, rows.dtype), 2, rows.device)
     for tensor in state:
@@ -340,7 +340,7 @@ def update(
     lr, scaling, eps, beta1, beta2, correction = numbers
     shape = _shape_of(rows.shape[1])
     launch(
-        _update_merged, ceil_div(merged.slots.numel(), shape["ROWS"]), merged.order, merged.slots, merged.starts,
+        _update_merged, _programs_of(merged, shape), merged.order, merged.slots, merged.starts,
         merged.num, merged.node_ends, _partials(merged, gradients, compute), gradients, rows,
         *(*state, None, None)[:2], lr, scaling, eps, beta1, beta2, 1.0 - beta1, 1.0 - beta2, correction,
         RULE=rule, NUM_NODES=merged.num_nodes, **shape,
@@ -361,7 +361,7 @@ def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
     check("gradients", gradients, (gradients.dtype,), 2, gradients.device)
     shape = _shape_of(out.shape[1])
     launch(
-        _store_sums, ceil_div(merged.slots.numel(), shape["ROWS"]), merged.order, merged.starts, merged.num,
+        _store_sums, _programs_of(merged, shape), merged.order, merged.starts, merged.num,
         merged.node_ends, _partials(merged, gradients, out.dtype), gradients, out, NUM_NODES=merged.num_nodes, **shape,
     )  # fmt: skip
     return out
@@ -381,6 +381,10 @@ def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor
     return partials
 
 
+def _programs_of(merged: Merged, shape: dict[str, int]) -> int:
+    return min(ceil_div(merged.slots.numel(), shape["ROWS"]), MOST_PROGRAMS)
+
+
 def _warps_of(columns: int) -> int:
     """Warps for one row: 16 bytes a thread."""
     return max(1, min(4, columns // 128))
@@ -394,10 +398,6 @@ def _shape_of(dim: int) -> dict[str, int]:
             f"a row of {dim} values does not fit into one program; dim may be up to {MOST_COLUMNS}: split the table"
         )
     return {"D": dim, "ROWS": max(1, _TILE // columns), "COLUMNS": columns, "CHUNK": CHUNK}
-
-
-def _arithmetic(storage: torch.dtype) -> torch.dtype:
-    return torch.float64 if storage == torch.float64 else torch.float32
 
 
 def _update_signature(storage: str, rule: str, dim: int, num_nodes: int = 1, num_states: int = 0) -> Signature:

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rowmesh.ops.gpu import Signature, ceil_div, check, launch, next_power_of_2
+from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, next_power_of_2
 from rowmesh.ops.merge_update.cuda import change
 from rowmesh.ops.prefixes.cuda import Arrangement, arrange, starts_of, tile_of
 
@@ -77,33 +77,34 @@ def _multiply(
         tl.store(products + at, total, mask=is_line[:, None] & (column < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=("num_ids",))
+@triton.jit
 def _multiply_last(
-    core3, products, order, prefixes, lasts, rows, num_ids,
+    core3, products, order, prefixes, lasts, starts, num_prefixes, rows,
     Q12: tl.constexpr, Q3: tl.constexpr, R2: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Rows of some ids: every line of a product, of R₂ values, with the Q₃ columns of the id's last slice."""
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    i = line // Q12
-    prefix = tl.load(prefixes + i, mask=i < num_ids, other=-1).to(tl.int64)
-    is_line = prefix >= 0
-    last = tl.load(lasts + i, mask=is_line, other=0).to(tl.int64)
-    position = tl.load(order + i, mask=is_line, other=0)
-    column = tl.arange(0, COLUMNS)
-    total = tl.zeros([LINES, COLUMNS], rows.dtype.element_ty)
-    for k in range(0, R2, STEP):
-        r = k + tl.arange(0, STEP)
-        inside = is_line[:, None] & (r < R2)[None, :]
-        product = tl.load(products + ((prefix * Q12 + line % Q12) * R2)[:, None] + r[None, :], mask=inside, other=0)
-        for c0 in range(0, Q3, TERMS):
-            for u in tl.static_range(TERMS):
-                c = c0 + u
-                slice_ = tl.load(core3 + ((last * Q3 + c) * R2)[:, None] + r[None, :], mask=inside, other=0)
-                found = tl.sum(product * slice_, axis=1)
-                total += tl.where(column[None, :] == c, found[:, None], 0)
-    at = (position * Q12 + line % Q12)[:, None] * Q3 + column[None, :]
-    tl.store(rows + at, total, mask=is_line[:, None] & (column < Q3)[None, :])
+    end, column = tl.load(starts + tl.load(num_prefixes)).to(tl.int64) * Q12, tl.arange(0, COLUMNS)
+    for begin in range(tl.program_id(0).to(tl.int64) * LINES, end, tl.num_programs(0) * LINES):
+        line = begin + tl.arange(0, LINES)
+        is_line = line < end
+        i = line // Q12
+        prefix = tl.load(prefixes + i, mask=is_line, other=0).to(tl.int64)
+        last = tl.load(lasts + i, mask=is_line, other=0).to(tl.int64)
+        position = tl.load(order + i, mask=is_line, other=0)
+        total = tl.zeros([LINES, COLUMNS], rows.dtype.element_ty)
+        for k in range(0, R2, STEP):
+            r = k + tl.arange(0, STEP)
+            inside = is_line[:, None] & (r < R2)[None, :]
+            product = tl.load(products + ((prefix * Q12 + line % Q12) * R2)[:, None] + r[None, :], mask=inside, other=0)
+            for c0 in range(0, Q3, TERMS):
+                for u in tl.static_range(TERMS):
+                    c = c0 + u
+                    slice_ = tl.load(core3 + ((last * Q3 + c) * R2)[:, None] + r[None, :], mask=inside, other=0)
+                    found = tl.sum(product * slice_, axis=1)
+                    total += tl.where(column[None, :] == c, found[:, None], 0)
+        at = (position * Q12 + line % Q12)[:, None] * Q3 + column[None, :]
+        tl.store(rows + at, total, mask=is_line[:, None] & (column < Q3)[None, :])
 
 
 @triton.jit
@@ -113,14 +114,13 @@ def _product_gradients(
     TERMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of products: Σ over a prefix's ids, in order, of the row's gradient times its last slice."""
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    count = tl.load(num_prefixes)
-    if tl.program_id(0).to(tl.int64) * LINES < count.to(tl.int64) * Q12:
+    end_line, r = tl.load(num_prefixes).to(tl.int64) * Q12, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for first in range(tl.program_id(0).to(tl.int64) * LINES, end_line, tl.num_programs(0) * LINES):
+        line = first + tl.arange(0, LINES)
+        is_line = line < end_line
         prefix = line // Q12
-        is_line = prefix < count
         begin = tl.load(starts + prefix, mask=is_line, other=0)
         end = tl.load(starts + prefix + 1, mask=is_line, other=0)
-        r = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros([LINES, COLUMNS], gradients.dtype.element_ty)
         for j in range(tl.max(end - begin)):  # at most p₃ ids, where they are distinct
             here = begin + j < end
@@ -290,10 +290,10 @@ def forward(
         STEP=shape.step(shape.r1), SEARCHED=_SEARCHED, PRECISION=shape.precision,
     )  # fmt: skip
     launch(
-        _multiply_last, ceil_div(num_ids * shape.q12, _LINES), cores[2], products, arrangement.order,
-        arrangement.prefixes, arrangement.lasts, rows, num_ids, Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=_LINES,
-        COLUMNS=next_power_of_2(shape.q3), STEP=min(_LINES, next_power_of_2(shape.r2)),
-        TERMS=shape.terms,
+        _multiply_last, min(ceil_div(num_ids * shape.q12, _LINES), MOST_PROGRAMS), cores[2], products,
+        arrangement.order, arrangement.prefixes, arrangement.lasts, arrangement.starts, arrangement.num_prefixes, rows,
+        Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=_LINES, COLUMNS=next_power_of_2(shape.q3),
+        STEP=min(_LINES, next_power_of_2(shape.r2)), TERMS=shape.terms,
     )  # fmt: skip
     return rows, products
 
@@ -416,10 +416,11 @@ class _Backward:
         p1, p2, p3 = a.row_factors
         self.gradients = torch.empty_like(products)
         columns = min(next_power_of_2(shape.r2), _LINES)
+        programs = min(ceil_div(len(products) * shape.q12, _GRADIENT_LINES), MOST_PROGRAMS)
         launch(
-            _product_gradients, (ceil_div(len(products) * shape.q12, _GRADIENT_LINES), ceil_div(shape.r2, columns)),
-            cores[2], row_gradients, a.order, a.lasts, a.starts, a.num_prefixes, self.gradients, Q12=shape.q12,
-            Q3=shape.q3, R2=shape.r2, LINES=_GRADIENT_LINES, COLUMNS=columns, TERMS=shape.terms,
+            _product_gradients, (programs, ceil_div(shape.r2, columns)), cores[2], row_gradients, a.order, a.lasts,
+            a.starts, a.num_prefixes, self.gradients, Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=_GRADIENT_LINES,
+            COLUMNS=columns, TERMS=shape.terms,
         )  # fmt: skip
         self.first_parts = cores[0].new_empty(len(products), shape.q1, shape.r1)
         launch(
@@ -496,7 +497,7 @@ def _signatures(shape: _Shape, storage: str = "fp32", rule: str = "sgd") -> tupl
             {**shape.tile(shape.width), "STEP": shape.step(shape.r1), **searched},
         ),
         Signature(
-            _multiply_last, f"{f} {f} *i64 *i32 *i32 {f} i32",
+            _multiply_last, f"{f} {f} *i64 *i32 *i32 *i32 *i32 {f}",
             {**last, "LINES": _LINES, "COLUMNS": next_power_of_2(shape.q3), "STEP": step, "TERMS": shape.terms},
         ),
         Signature(
