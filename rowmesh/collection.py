@@ -12,19 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowmesh.embeddings import Embeddings, LocalRows, Outputs, StoredRows
-from rowmesh.errors import ConfigurationError, DataError, IdRangeError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName
-from rowmesh.exchange.core_part import CoreExchange
+from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
-from rowmesh.exchange.pooling import compress
+from rowmesh.exchange.pooling import Pooling
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
@@ -32,11 +34,11 @@ from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.ops.memory import Scratch
 from rowmesh.placement import Piece, Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
+from rowmesh.tables.device_arena import DeviceArena
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tables.tier import TierCounters
 from rowmesh.tensor_train.arena import Cores
@@ -90,10 +92,12 @@ class EmbeddingCollection(nn.Module):
             of ranks.
         synchronization: how replicas are kept together; "exact" trains the same model as one replica does.
         tiers: how much of tiered tables is in fast memory, and where the rest is.
+        device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU). Batches stay in the host's memory,
+            best pinned; vectors come out on the device. It trains the same model, equal to rounding.
 
     Raises:
-        ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, or ranks
-            disagree about any of these.
+        ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, ranks
+            disagree about any of these, or the device cannot be used, or not for this; says what can be.
         MemoryError: a rank has no room for its rows.
 
     Example:
@@ -119,8 +123,10 @@ class EmbeddingCollection(nn.Module):
         replicas: int | Mapping[str, int] = 1,
         synchronization: Synchronization | None = None,
         tiers: Tiers | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
         super().__init__()
+        self._backend = backend_for(device)
         self.tables = tuple(tables)
         self.mesh = mesh or Mesh()
         self._rows_mesh = self.mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
@@ -130,9 +136,11 @@ class EmbeddingCollection(nn.Module):
         self.plan = self._planned(plan, replicas)
         self._check_agreement(seed)
         self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
+        self._backend.check(self.tables, self.plan, transport)
         self.tables = self._scaled(self.tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
-        self._outputs = Outputs(self.tables, self.groups)
+        self._outputs = Outputs(self.tables, self.groups, self._backend)
+        self._router = self._backend.make_router(self.groups, self._outputs.layouts, self.mesh.rank)
         self.features, self.dims = self._outputs.features, self._outputs.dims
         self._common = CommonCounters()
         self._parts = self._make_parts(self.plan)
@@ -140,8 +148,6 @@ class EmbeddingCollection(nn.Module):
         self._exchanges = self._parts.exchanges
         self._initialize(seed)
         self._parts.connect()
-        self._inverses: list[Scratch] = []  # idle
-        self._all_inverses: list[Scratch] = []  # and those that routes hold
         self._pending: list[Route] = []
         self._stepper: Callable[[Sequence[float]], None] | None = None
         self._window_maker = WindowMaker()
@@ -184,7 +190,7 @@ class EmbeddingCollection(nn.Module):
 
     def _make_parts(self, plan: Plan) -> Parts:
         how = (self._transport_name, self.synchronization, self.tiers)
-        return Parts(self._rows_mesh, plan, self.groups, *how, self._common)
+        return Parts(self._rows_mesh, plan, self.groups, *how, self._common, self._backend.make_part)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -221,7 +227,7 @@ class EmbeddingCollection(nn.Module):
     def memory_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
-        buffers = self._outputs.pooling.num_bytes + sum(scratch.num_bytes for scratch in self._all_inverses)
+        buffers = self._outputs.pooling.num_bytes + self._router.num_bytes
         buffers += self._parts.num_bytes + self._window_maker.num_bytes
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
@@ -241,36 +247,17 @@ class EmbeddingCollection(nn.Module):
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError("weights of a SparseBatch get no gradient; detach them")
-        layouts = self._outputs.layouts(batch)
-        if not self._inverses:
-            self._inverses.append(Scratch())
-            self._all_inverses.append(self._inverses[-1])
-        scratch = self._inverses.pop()
-        inverse = scratch.reserve(4 * batch.ids.numel())
-        route = Route(batch, [], scratch, self._inverses.append)  # first: it gives everything back if a group fails
-        refused: list[str] = []
-        for exchange, layout in zip(self._exchanges, layouts, strict=True):
-            try:
-                route.groups.append(exchange.route(batch, layout, inverse))
-            except IdRangeError as error:
-                refused.append(str(error))  # not the error, whose frames hold buffers
-        if not refused and self.traffic is not None and torch.is_grad_enabled():
-            for exchange, group in zip(self._exchanges, route.groups, strict=True):
-                if exchange.group.storage != "tensor_train":
-                    outbox = group.workspace.outbox
-                    self.traffic.add(exchange.address_map, outbox.segment_offsets, outbox.accesses)
-        if refused:
-            raise IdRangeError(
-                f"rank {self.mesh.rank}: {'; '.join(refused)}; correct the data, raise num_rows, or set "
-                "out_of_range to the row such ids should read"
-            )
+        route = self._router(batch, self._exchanges)
+        if self.traffic is not None and torch.is_grad_enabled():
+            for group in route.groups:
+                group.count_into(self.traffic)
         return route
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
         self._num_fetches += 1
         route.number = self._num_fetches
-        self._parts.fetch(route, compress if torch.is_grad_enabled() else _nothing)
+        self._parts.fetch(route, self._outputs.pooling.compress if torch.is_grad_enabled() else _nothing)
         return Rows(route, self._num_pushes)
 
     def pool(self, rows: Rows) -> Embeddings:
@@ -317,9 +304,9 @@ class EmbeddingCollection(nn.Module):
             raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
         routes = sorted(routes, key=lambda route: route.number)  # backward may run in another order on every rank
         self._pending = [route for route in self._pending if all(route is not pushed for pushed in routes)]
-        self.step_count += 1
         self._num_pushes += 1
-        self._parts.push(routes, lrs, self.step_count)
+        self._parts.push(routes, lrs, self.step_count + 1)
+        self.step_count += 1
         for exchange in self._exchanges:
             exchange.counters.pushes += 1
 
@@ -339,6 +326,7 @@ class EmbeddingCollection(nn.Module):
 
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
         """How the windows of each part travel. Collective."""
+        self._backend.require_host("a pipeline")
         return [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
 
     def take_over(self, stepper: Callable[[Sequence[float]], None] | None, cancelled: Event | None = None) -> None:
@@ -366,7 +354,9 @@ class EmbeddingCollection(nn.Module):
             part: which of its micro-batches.
             finished: is called when the gradients of its rows are summed.
         """
-        look_up = WindowLookUp(window, part, self._outputs.pooling, finished)
+        pooling = self._outputs.pooling
+        assert isinstance(pooling, Pooling)  # a pipeline needs rows in the host's memory
+        look_up = WindowLookUp(window, part, pooling, finished)
         groups = [group.parts[part] for group in window.groups]
         return self._outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
 
@@ -434,6 +424,7 @@ class EmbeddingCollection(nn.Module):
             0
         """
         began = time.perf_counter()
+        self._backend.require_host("a migration to another plan")
         self._agree_to_migrate(plan)
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         if tiered := [table.name for table in self.tables if table.storage == "tiered"]:
@@ -510,7 +501,7 @@ class EmbeddingCollection(nn.Module):
 
     def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
         part, exchange, number = self._parts.find(table)
-        if not isinstance(part, Part):
+        if isinstance(part, CorePart):
             raise ConfigurationError(
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
@@ -557,9 +548,11 @@ def _nothing(group: RouteGroup) -> None:
 
 
 def _views(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
-    """A piece of a table where it lies; copies of its parts where it is in tiers."""
+    """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
     if isinstance(exchange, TieredExchange):
         return StoredRows.of(exchange.tiered, piece)
-    arena = exchange.arena
+    arena: Any = exchange.arena
+    if isinstance(arena, DeviceArena):
+        return StoredRows.of(arena, piece)
     part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
     return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]

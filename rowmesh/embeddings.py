@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.backend import Backend
 from rowmesh.exchange.layout import Layouts
-from rowmesh.exchange.pooling import GroupPooling, LookUp, PoolFunction, Pooling
+from rowmesh.exchange.pooling import LookUp, PoolFunction
 from rowmesh.exchange.route import RouteGroup
 from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup, TableSpec, TieredArena
+from rowmesh.tables import TableGroup, TableSpec
+from rowmesh.tables.arena import compute_dtype
 
 STORED_ROWS = 65_536
-"""Rows of a tiered table that are copied at a time."""
+"""Rows that are copied at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,32 @@ class LocalRows:
         """Frees what was copied: nothing was."""
 
 
+class RowStore(Protocol):
+    """Where rows are kept that nobody can view: on files, or on a device."""
+
+    def read_rows(self, slots: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+        """Copies of rows and of their state."""
+        ...
+
+    def write_rows(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Sets rows and their state."""
+        ...
+
+
 class StoredRows(LocalRows):
-    """Some rows of a tiered table: copies, read when they are asked for, which only `commit` writes back.
+    """Some rows of a tiered table or on a device: copies, read when they are asked for, which only `commit` writes
+    back.
 
     Attributes:
         rows: which rows of the table they are.
     """
 
-    def __init__(self, arena: TieredArena, rows: range, slots: range) -> None:
+    def __init__(self, arena: RowStore, rows: range, slots: range) -> None:
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "_source", (arena, np.array(slots, np.uint32)))
 
     @classmethod
-    def of(cls, arena: TieredArena, piece: Piece) -> list[LocalRows]:
+    def of(cls, arena: RowStore, piece: Piece) -> list[LocalRows]:
         """A piece of a table, in parts small enough to be read one by one."""
         cuts = [slice(first, first + STORED_ROWS) for first in range(0, len(piece.rows), STORED_ROWS)]
         return [cls(arena, piece.rows[cut], piece.slots[cut]) for cut in cuts]
@@ -148,24 +163,24 @@ class Outputs:
     Args:
         tables: in the order of the columns.
         groups: their groups.
+        backend: pools them.
 
     Raises:
         ConfigurationError: some tables are float64 and others are not.
     """
 
-    def __init__(self, tables: Sequence[TableSpec], groups: Sequence[TableGroup]) -> None:
+    def __init__(self, tables: Sequence[TableSpec], groups: Sequence[TableGroup], backend: Backend) -> None:
         pooled = [(name, table.dim) for table in tables for name in table.features if table.pooling != "none"]
         self.features = tuple(name for name, _ in pooled)
         self.dims = tuple(dim for _, dim in pooled)
         ends = list(accumulate(self.dims, initial=0))
         self._groups = groups
-        poolings = [GroupPooling(group.dim, group.dtype) for group in groups]
-        if len({pooling.dtype for pooling in poolings}) > 1:
+        if len({compute_dtype(group.dtype) for group in groups}) > 1:
             double = sorted(table.name for table in tables if table.dtype == torch.float64)
             raise ConfigurationError(
                 f"float64 tables do not mix with others: make a collection of {double} and one of the rest"
             )
-        self.pooling = Pooling(poolings, [group.is_sequence for group in groups], ends[-1])
+        self.pooling = backend.make_pooling(groups, ends[-1])
         self.layouts = Layouts(groups, dict(zip(self.features, ends, strict=False)), ends[-1])
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
 
@@ -183,5 +198,5 @@ class Outputs:
             for name, rows in zip(group.features, next(values).split(lengths), strict=True):
                 first = batch.features.index(name) * batch.batch_size
                 offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
-                sequences[name] = JaggedRows(rows, offsets - offsets[0])
+                sequences[name] = JaggedRows(rows, (offsets - offsets[0]).to(rows.device, non_blocking=True))
         return Embeddings(outputs[0], self.features, self.dims, sequences)

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import torch
-
-from rowmesh.errors import PeerError
 from rowmesh.exchange.collective_group import CollectiveGroup
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
@@ -57,8 +54,7 @@ class CollectiveTransport:
                 group.connect_nodes(column, node)
         # To each rank: which fetch (above 0) or push (below 0) this is, then the counts, or what is pushed.
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
-        self._opening = torch.zeros(self._mesh.world_size, width, dtype=torch.int64, device="cpu")
-        self._opening_array = self._opening.numpy()
+        self._opening = Opening(self._mesh, self._all, width, self.common)
         self._exchanges = exchanges
         self.barrier()
 
@@ -75,35 +71,18 @@ class CollectiveTransport:
             messages.wait(work)
 
     def _exchange_counts(self, groups: Sequence[RouteGroup]) -> None:
-        out, column = self._opening_array, 1
+        out, column = self._opening.numbers, 1
         for group in groups:
             segments, outbox = group.exchange.num_segments, group.workspace.outbox
             out[:, column : column + segments + 1] = outbox.segment_offsets
             out[:, column + segments + 1 : column + 2 * segments + 1] = outbox.accesses
             column += 2 * segments + 1
-        counts, column = self._open(self._num_fetches), 1
+        counts, column = self._opening(self._num_fetches), 1
         for messages, group in zip(self._groups, groups, strict=True):
             segments = group.exchange.num_segments
             split = column + segments + 1
             messages.expect(group, counts[:, column:split], counts[:, split : split + segments])
             column += 2 * segments + 1
-
-    def _open(self, operation: int) -> np.ndarray:
-        """Exchanges the opening message: one row from every rank.
-
-        Raises:
-            PeerError: a rank does something else; all ranks learn it here, so nobody is left waiting.
-        """
-        self._opening_array[:, 0] = operation
-        rows = self._all.exchange_equal(self._opening, self.common, "exchanging counts").numpy()
-        operations = rows[:, 0].tolist()
-        if operations.count(operation) != len(operations):
-            name = self._mesh.name
-            raise PeerError(
-                f"rank {name(self._mesh.rank)}: ranks are out of step: {_describe(operations, name)}; every rank must "
-                f"call forward and step equally often and in the same order"
-            )
-        return rows
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
@@ -119,8 +98,8 @@ class CollectiveTransport:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
-        self._opening_array[:, 1:3] = mine
-        pushed = self._open(-self._num_pushes)[:, 1:3].tolist()
+        self._opening.numbers[:, 1:3] = mine
+        pushed = self._opening(-self._num_pushes)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
     def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
@@ -142,7 +121,7 @@ class CollectiveTransport:
     @property
     def num_bytes(self) -> int:
         """Of the second hop, of copies, and of what opens a step."""
-        return self._opening.nbytes + sum(group.num_bytes for group in self._groups)
+        return self._opening.num_bytes + sum(group.num_bytes for group in self._groups)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -150,12 +129,6 @@ class CollectiveTransport:
 
     def close(self) -> None:
         """Nothing is held that does not go with the collection."""
-
-
-def _describe(operations: Sequence[int], name: Callable[[int], int]) -> str:
-    """What each rank does, as in `_open`."""
-    calls = [f"forward {number}" if number > 0 else f"step {-number}" for number in operations]
-    return ", ".join(f"rank {name(rank)} is in {call}" for rank, call in enumerate(calls))
 
 
 def _make_channels(mesh: Mesh) -> tuple[Channel, Channel]:

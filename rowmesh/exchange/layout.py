@@ -111,7 +111,7 @@ class Layouts:
         return cut
 
     def _make(self, batch: SparseBatch) -> list[GroupLayout]:
-        self._check(batch)
+        self.check(batch)
         num_bags, size = batch.batch_size, batch.bag_size
         if size is not None:
             bounds = np.arange(len(batch.features) + 1) * (num_bags * size)
@@ -159,7 +159,8 @@ class Layouts:
                 f"elements, and fewer than {MAX_CELLS:,} are possible; use batches of at most {most:,} {what}"
             )
 
-    def _check(self, batch: SparseBatch) -> None:
+    def check(self, batch: SparseBatch) -> None:
+        """Raises DataError where a feature is missing from the batch, or belongs to no table."""
         present = set(batch.features)
         if missing := sorted(self._known - present):
             near = nearest(missing[0], batch.features)

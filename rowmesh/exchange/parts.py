@@ -31,6 +31,7 @@ class Parts:
         synchronization: how replicas are kept together.
         tiers: where rows of tiered tables are.
         common: counts what serves all groups.
+        make_part: makes a part with rows.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Parts:
         synchronization: Synchronization,
         tiers: Tiers,
         common: CommonCounters,
+        make_part: Callable[..., Part] = Part,
     ) -> None:
         self._mesh, self._plan = mesh, plan
         replicas = plan.replicas
@@ -57,7 +59,7 @@ class Parts:
         try:
             for (storage, count), chosen in sorted(indices.items()):
                 of_tiers = tiers if storage == "tiered" else None
-                self.parts.append(Part(mesh, plan, count, groups, chosen, *how, of_tiers))
+                self.parts.append(make_part(mesh, plan, count, groups, chosen, *how, of_tiers))
             if of_cores:
                 self.parts.append(CorePart(mesh, groups, of_cores, transport, common))
         except BaseException:

@@ -95,6 +95,10 @@ class Pooling:
         """Memory of the outputs, of those that users keep as well."""
         return self._outputs.num_bytes
 
+    def compress(self, group: RouteGroup) -> None:
+        """Files the output cells of every row, for the backward; may run while rows travel."""
+        compress(group)
+
     def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
 

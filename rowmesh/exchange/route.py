@@ -26,8 +26,9 @@ from rowmesh.ops.route import route as route_kernel
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import COPIES
+from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableGroup
+from rowmesh.tables import DenseArena, TableGroup, TableSpec
 from rowmesh.tables.arena import compute_dtype
 
 
@@ -81,6 +82,18 @@ class RouteGroup:
         self.stop_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]  # of each stop's requests
         self.reply_bounds: list[int] = workspace.reply_offsets.tolist()  # of each stop's replies
 
+    def count_into(self, traffic: Traffic) -> None:
+        """Adds what is asked for to counted traffic; tensor-train tables ask nobody."""
+        if self.exchange.group.storage != "tensor_train":
+            outbox = self.workspace.outbox
+            traffic.add(self.exchange.address_map, outbox.segment_offsets, outbox.accesses)
+
+    def release(self) -> None:
+        """Gives buffers back."""
+        if self.held is not None:
+            self.held.release()
+        self.exchange.workspaces.append(self.workspace)
+
 
 class Route:
     """What a batch needs: unique ids of each group, their owners, and how to get from ids to rows.
@@ -126,9 +139,7 @@ class Route:
     def __del__(self) -> None:
         self._give_back(self._inverse)
         for group in self.groups:
-            if group.held is not None:
-                group.held.release()
-            group.exchange.workspaces.append(group.workspace)
+            group.release()
 
 
 class Routed(Protocol):
@@ -298,12 +309,18 @@ class GroupExchange:
                     continue
                 self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
                 if table.out_of_range == "error":
-                    refused.append(
-                        f"feature {name!r}: {count} of {end - begin} ids are outside table {table.name!r} "
-                        f"(0 to {table.num_rows - 1}), the first is {int(part[outside][0])}"
-                    )
+                    refused.append(refused_ids(name, table, part))
                 else:
                     part[outside] = table.out_of_range
         if refused:
             raise IdRangeError("; ".join(refused))
         return ids
+
+
+def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:
+    """What is wrong with the ids of a feature, some of which are outside its table; a part of a message."""
+    outside = ids[(ids < 0) | (ids >= table.num_rows)]
+    return (
+        f"feature {feature!r}: {len(outside)} of {len(ids)} ids are outside table {table.name!r} "
+        f"(0 to {table.num_rows - 1}), the first is {int(outside[0])}"
+    )

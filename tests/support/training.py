@@ -80,7 +80,7 @@ def sum_sequence(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.zeros(len(offsets) - 1, values.shape[1], dtype=values.dtype).index_add(0, sample, torch.tanh(values))
 
 
-def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
+def train(mesh: Mesh, scenario: Scenario, transport: str = "auto", device: str = "cpu") -> Trained:
     """Runs a job through rowmesh; every rank of the mesh calls it."""
     if scenario.ranks_per_node:
         hosts = tuple(rank // scenario.ranks_per_node for rank in range(mesh.world_size))
@@ -93,6 +93,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto") -> Trained:
         plan=scenario.plan,
         synchronization=scenario.synchronization,
         tiers=scenario.tiers,
+        device=device,
     )
     job = _Job(mesh, scenario, collection)
     if scenario.pipeline is not None:
@@ -222,7 +223,9 @@ def _joined(found: Embeddings, scenario: Scenario) -> Tensor:
     vectors = []
     for name, table in scenario.features:
         vector = found[name]
-        vectors.append(sum_sequence(vector.values, vector.offsets) if table.pooling == "none" else vector)
+        if table.pooling == "none":
+            vector = sum_sequence(vector.values.cpu(), vector.offsets.cpu())
+        vectors.append(vector.cpu())
     return torch.cat(vectors, 1)
 
 

@@ -1,0 +1,105 @@
+"""Backend: where rows live and look-ups run, the CPU or a device, as far as a collection has to know.
+
+A collection asks its backend for the three things that differ: a *router* (from a batch to what it needs), a *part*
+(rows, and how they travel) and a *pooling* (from rows to vectors). All else is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.part import Part
+from rowmesh.exchange.pooling import GroupPooling, Pooling
+from rowmesh.exchange.route import RouteGroup
+from rowmesh.exchange.router import HostRouter, Router
+from rowmesh.placement import Plan
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableGroup, TableSpec
+
+
+class Pools(Protocol):
+    """From rows to vectors, and from gradients of vectors to gradients of rows; as `pooling.Pooling` does it."""
+
+    def compress(self, group: RouteGroup) -> None:
+        """Prepares the backward; may run while rows travel."""
+        ...
+
+    def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
+        """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""
+        ...
+
+    def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids, for push to send."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is kept from batch to batch."""
+        ...
+
+
+class Backend(Protocol):
+    """Where rows live and look-ups run."""
+
+    make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
+
+    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
+        """Raises ConfigurationError for what this backend cannot do."""
+        ...
+
+    def require_host(self, what: str) -> None:
+        """Raises ConfigurationError where rows are not in the host's memory, which `what` needs."""
+        ...
+
+    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pools:
+        """For the vectors of all groups.
+
+        Args:
+            groups: of the collection.
+            width: columns of the pooled output.
+        """
+        ...
+
+    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> Router:
+        """For batches of all groups."""
+        ...
+
+
+class HostBackend:
+    """The CPU."""
+
+    make_part = Part
+
+    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
+        """Everything is possible."""
+
+    def require_host(self, what: str) -> None:
+        """Rows are in the host's memory."""
+
+    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
+        """Numba's kernels."""
+        poolings = [GroupPooling(group.dim, group.dtype) for group in groups]
+        return Pooling(poolings, [group.is_sequence for group in groups], width)
+
+    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> HostRouter:
+        """Numba's kernels."""
+        return HostRouter(layouts, rank)
+
+
+def backend_for(device: str | torch.device) -> Backend:
+    """The backend of a device.
+
+    Raises:
+        ConfigurationError: the device cannot be used; says what is missing.
+    """
+    if torch.device(device).type == "cpu":
+        return HostBackend()
+    from rowmesh.exchange.device import DeviceBackend
+
+    return DeviceBackend(device)

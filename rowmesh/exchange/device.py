@@ -1,0 +1,119 @@
+"""The device backend: rows live in a GPU's memory, and all of a step's look-up, exchange and update runs there.
+
+The four verbs are those of the CPU, over tensors instead of addresses::
+
+    route   ids go to the device; bounded, made unique, located and sorted there          device_router, device_route
+    fetch   sizes come to the host in one copy; keys and rows travel                      device_part, device_messages
+    pool    rows become vectors; backward sums the gradients of equal ids                 device_pooling
+    push    gradients travel, are merged in the order of the ranks, and update rows
+
+The kernels are those of `rowmesh/ops/*/cuda.py`; see [Note: GPU kernels] in `rowmesh.ops.gpu`. Memory comes from
+torch's caching allocator, so that nothing here keeps buffers.
+
+[Note: what the host waits for]
+On one rank nothing: how many unique ids there are stays on the device, and whether all ids were rows of their tables is
+copied to the host beside the computation and looked at before the next update or look-up. On several ranks the host
+waits once a batch, for the sizes that an all-to-all needs: one copy brings them, those of the other ranks, and the
+counts of ids outside their tables. An evaluation, after which nothing may come, looks at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.device_part import DevicePart
+from rowmesh.exchange.device_pooling import DevicePooling
+from rowmesh.exchange.device_router import DeviceRouter
+from rowmesh.exchange.layout import Layouts
+from rowmesh.placement import Plan, RowRange
+from rowmesh.tables import TableGroup, TableSpec
+
+logger = logging.getLogger("rowmesh")
+
+
+class DeviceBackend:
+    """A GPU.
+
+    Args:
+        device: "cuda", the current one, or "cuda:1".
+
+    Raises:
+        ConfigurationError: it cannot be used; says what is missing.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.name, self.device = str(device), usable_device(device)
+        self.make_part = partial(DevicePart, self.device)
+
+    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
+        """Raises ConfigurationError for what devices cannot do yet."""
+        obstacles = [f"table {table.name!r} is {table.storage}" for table in tables if table.storage != "dense"]
+        for table in plan.tables:
+            if table.replicas > 1:
+                obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
+            if kinds := {kind for part in table.ranges if (kind := _indirect(part, plan)) is not None}:
+                obstacles.append(f"table {table.name!r} has {' and '.join(sorted(kinds))} rows")
+        if transport == "one_sided":
+            obstacles.append("transport is 'one_sided'")
+        if obstacles:
+            raise ConfigurationError(
+                f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds dense tables of one "
+                "replica, whose rows are dealt over the ranks or fixed to one, and exchanges them with transport "
+                "'auto' or 'collective'; change that, or use device 'cpu'"
+            )
+
+    def require_host(self, what: str) -> None:
+        """Raises ConfigurationError."""
+        raise ConfigurationError(f"{what} cannot be done on device {self.name!r} yet; use device 'cpu'")
+
+    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
+        """Triton's kernels."""
+        return DevicePooling(groups, width, self.device)
+
+    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
+        """Triton's kernels."""
+        return DeviceRouter(groups, layouts, rank, self.device)
+
+
+def _indirect(part: RowRange, plan: Plan) -> str | None:
+    """Why rows do not simply travel between their home and who needs them; None where they do."""
+    if part.rule == "replicated" and plan.world_size > 1:
+        return "replicated"
+    if plan.num_nodes > 1:
+        return "node" if part.rule == "node" else "two-hop" if part.two_hop else None
+    return None
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device on which kernels run: the CPU where Triton interprets them.
+
+    Raises:
+        ConfigurationError: it cannot be used; says what is missing.
+    """
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        raise ConfigurationError(f"device must be 'cpu' or 'cuda' (or 'cuda:1', …), got {str(device)!r}")
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigurationError(
+            f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
+            "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"
+        )
+    if torch.cuda.is_available():
+        if wanted.index is not None and wanted.index >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"there is no device {str(device)!r}: torch sees {torch.cuda.device_count()} GPU(s), from 'cuda:0' on"
+            )
+        return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        logger.warning("device %s: there is no GPU; TRITON_INTERPRET=1, so kernels are interpreted, slowly", device)
+        return torch.device("cpu")
+    built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
+    raise ConfigurationError(f"device {str(device)!r} cannot be used: {built}; torch.cuda.is_available() is false")

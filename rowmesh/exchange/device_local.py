@@ -1,0 +1,89 @@
+"""Local transport of a device: one rank, whose rows are read and updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRouteGroup
+from rowmesh.exchange.late import Late
+from rowmesh.exchange.update import Update
+
+if TYPE_CHECKING:
+    from rowmesh.ops.merge_update.cuda import Merged
+
+_NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
+
+
+class DeviceLocal:
+    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device`."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        from rowmesh.ops.merge_update import cuda
+
+        self.common = CommonCounters()
+        self._merge, self._singles = cuda.merge, cuda.singles
+        self._unread: list[tuple[DeviceRoute, Late]] = []
+
+    def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
+        """Nobody to connect to."""
+        self._exchanges = exchanges
+
+    def fetch(self, route: DeviceRoute, meanwhile: Callable[[Any], None]) -> None:
+        """All rows are here; what earlier batches asked for is looked at."""
+        self._read()
+        unique = [group.unique.num_unique for group in route.groups]
+        self._unread.append((route, Late(torch.cat([route.outside, *unique]))))
+        if not torch.is_grad_enabled():  # perhaps nothing comes that would look later
+            self._read()
+        for group in route.groups:
+            meanwhile(group)
+
+    def push(self, routes: Sequence[DeviceRoute], updates: Sequence[Update]) -> None:
+        """Merges the routes' gradients and updates."""
+        self._read()
+        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            groups = [route.groups[index] for route in routes]
+            if groups:
+                exchange.arena.apply(*self._merged(groups), update.lr, update.scaling, update.step)
+
+    def _merged(self, groups: Sequence[DeviceRouteGroup]) -> tuple[Merged, Tensor]:
+        """The slots of several routes, and the gradients for them."""
+        if len(groups) == 1:
+            count = groups[0].unique.num_unique.to(torch.int32)
+            return self._singles(groups[0].requests.to(torch.int64), count), groups[0].summed
+        slots = torch.cat([_slots(group) for group in groups])
+        return self._merge(slots, most=len(groups)), torch.cat([group.summed for group in groups])
+
+    def _read(self) -> None:
+        """Looks at what earlier batches asked for; before anything is updated by it.
+
+        Raises:
+            IdRangeError: a batch had ids that are no rows.
+        """
+        unread, self._unread = self._unread, []
+        for route, late in unread:
+            numbers = late.read()
+            for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
+                group.exchange.counters.unique_ids += count
+            route.check_ids(numbers[: len(route.outside)], rank=0)
+
+    def barrier(self) -> None:
+        """Nobody to wait for; says what is wrong with batches that nobody looked at yet."""
+        self._read()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+        self._unread.clear()
+
+
+def _slots(group: DeviceRouteGroup) -> Tensor:
+    """int32 `[N]`, of which the first are the slots of unique ids, the others none."""
+    place = torch.arange(group.requests.numel(), device=group.requests.device)
+    return torch.where(place < group.unique.num_unique, group.requests, _NO_SLOT)

@@ -1,0 +1,168 @@
+"""Device route: which rows a batch needs and who owns them, found on a device and left there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.route import Route, refused_ids
+from rowmesh.exchange.router import refusal
+from rowmesh.ops.memory import Scratch
+from rowmesh.placement import AddressMap
+from rowmesh.placement.address_map import FLAGS
+from rowmesh.placement.drift import Traffic
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableGroup
+from rowmesh.tables.device_arena import DeviceArena
+
+if TYPE_CHECKING:
+    from rowmesh.ops.pool.cuda import Bags, FiledCells
+    from rowmesh.ops.route.cuda import Routed
+    from rowmesh.ops.segment_unique.cuda import Unique
+
+
+class DeviceRouteGroup:
+    """One group's part of a route; tensors are on the device.
+
+    Attributes:
+        exchange: the group's.
+        layout: where each feature's ids and vectors are.
+        bags: the same, as kernels read it.
+        unique: the distinct ids of each table.
+        routed: where each is asked for, sorted.
+        num_unique: how many there are where the host knows it, else as many as there could be.
+        recover: int32 `[N]`: which of the fetched rows each id reads.
+        source: what is read: `[R, D]`, rows that were fetched or those of the arena.
+        slots: int32 `[num_unique]`: which rows of `source` were fetched; None where all, in their order.
+        filed: the cells that every row went into, for the backward.
+        gradients: `[num_unique, D]` of the rows, in the order in which they were asked for.
+        requests: int32 `[M]`: slots that ranks asked this one for, in their order.
+        sent, asked: keys to every rank and from every rank, where the host knows them.
+    """
+
+    def __init__(
+        self, exchange: DeviceExchange, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed
+    ) -> None:  # fmt: skip
+        self.exchange, self.layout, self.bags = exchange, layout, bags
+        self.unique, self.routed = unique, routed
+        self.num_unique = layout.num_ids
+        self.recover, self.source = unique.inverse, exchange.arena.rows
+        self.slots: Tensor | None = routed.keys
+        self.filed: FiledCells | None = None
+        self.gradients: Tensor | None = None
+        self.requests: Tensor = routed.keys
+        self.sent: list[int] = []
+        self.asked: list[int] = []
+
+    @property
+    def summed(self) -> Tensor:
+        """The gradients, which are there after the backward."""
+        assert self.gradients is not None
+        return self.gradients
+
+    def count_into(self, traffic: Traffic) -> None:
+        """Raises: what is asked for stays on the device, where nobody counts it."""
+        raise NotImplementedError("traffic is not counted on a device")
+
+    def release(self) -> None:
+        """The route is gone."""
+        self.exchange.num_lent -= 1
+
+
+class DeviceRoute(Route):
+    """What a batch needs.
+
+    Attributes:
+        outside: int64 `[F]` on the device: ids of each feature that were no rows of its table.
+        refused: int64 `[1]` on the device: how many of them are not to be mapped.
+    """
+
+    groups: list[DeviceRouteGroup]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, batch: SparseBatch, groups: list[DeviceRouteGroup], outside: Tensor, refused: Tensor
+    ) -> None:  # fmt: skip
+        super().__init__(batch, groups, Scratch(), _keep_nothing)  # pyright: ignore[reportArgumentType]
+        self.outside, self.refused = outside, refused
+
+    def check_ids(self, outside: Sequence[int], rank: int) -> None:
+        """Counts ids that were mapped, and refuses the batch where a table says so.
+
+        Args:
+            outside: what is on the device, when the host knows it.
+            rank: this one, for the message.
+
+        Raises:
+            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+        """
+        if not any(outside):
+            return
+        refused, count = [], iter(outside)
+        for group in self.groups:
+            features, bounds = group.exchange.features, group.layout.features[:, :2].tolist()
+            for (name, table), (begin, end) in zip(features, bounds, strict=True):
+                if not (number := next(count)):
+                    continue
+                found = group.exchange.counters.out_of_range
+                found[name] = found.get(name, 0) + number
+                if table.out_of_range == "error":
+                    refused.append(refused_ids(name, table, self.batch.ids[begin:end]))
+        if refused:
+            raise refusal(rank, refused)
+
+
+def _keep_nothing(_: Scratch) -> None:
+    """Buffers are torch's."""
+
+
+class DeviceExchange:
+    """What stays the same from batch to batch for one group; what `GroupExchange` is on a CPU.
+
+    Args:
+        group: the tables.
+        address_map: of rows that travel from their homes to who needs them, and nowhere else.
+        device: where.
+    """
+
+    is_tiered = False
+
+    def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
+        from rowmesh.ops.route import cuda as route
+        from rowmesh.ops.segment_unique import cuda as segment_unique
+
+        assert set(address_map.kinds) == {"direct"}
+        self.group, self.address_map, self.device = group, address_map, device
+        self.rank, self.world_size = address_map.rank, address_map.plan.world_size
+        self.num_segments = address_map.num_segments
+        self.arena = DeviceArena(group, address_map.num_slots[self.rank], device)
+        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
+        self.features = [(name, table) for table in group.tables for name in table.features]
+        self.num_lent = 0
+        self._unique, self._route = segment_unique, route
+        self._map = route.DeviceMap.make(
+            device, address_map.ranges, address_map.index, address_map.num_rows,
+            num_kinds=1, num_replying=1, world_size=self.world_size, rank=self.rank,
+            ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
+        )  # fmt: skip
+        self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64).to(device)
+
+    def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:
+        """Routes one group's ids.
+
+        Args:
+            ids: int64 `[N]`, all of them rows, a table's after the other's.
+            offsets: int64 `[S + 1]`: where those of each table begin.
+            layout: of the group's features.
+            bags: the same for kernels; None where there is none.
+        """
+        unique = self._unique.segment_unique(ids, offsets)
+        routed = self._route.route(self._map, self._flags, unique.unique, unique.offsets, unique.counts)
+        self.counters.routes += 1
+        self.counters.ids += layout.num_ids
+        self.num_lent += 1
+        return DeviceRouteGroup(self, layout, bags, unique, routed)

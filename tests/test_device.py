@@ -1,0 +1,266 @@
+"""Rows on a device train the model that rows on the CPU train; on the GPU where there is one, else interpreted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rowmesh import checkpoint
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
+from rowmesh.exchange import device as devices
+from rowmesh.mesh import Mesh
+from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.pipeline import Pipeline
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+from tests.support.scenario import Scenario
+from tests.support.tables import several, table
+from tests.support.training import train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.triton
+kernels_of("pool")  # or all are skipped
+
+ONE_RANK = {
+    "bags": Scenario(tables=several("row_wise_adagrad"), batch_sizes=(4,), decay=0.5),
+    "weights, evaluations": Scenario(
+        tables=several("adam"), batch_sizes=(3,), is_weighted=True, evaluates=True, num_steps=2
+    ),
+    "float64, accumulation": Scenario(
+        tables=several("adagrad", torch.float64), batch_sizes=(3,), is_weighted=True, accumulate=2, num_steps=2
+    ),
+    # One step: the interpreter cuts numbers off where bfloat16 is stored, a GPU rounds them.
+    "bfloat16, fixed bags": Scenario(
+        tables=several("sgd", torch.bfloat16), batch_sizes=(3,), bag_sizes=(2, 2), num_steps=1
+    ),
+    "no samples": Scenario(tables=several("adagrad"), batch_sizes=(0,), num_steps=1),
+    "a hot row": Scenario(
+        tables=(table("a", 3, 5, "adam", dtype=torch.float64),), batch_sizes=(300,), bag_sizes=(1, 1), skew=1e9,
+        num_steps=2,
+    ),
+}  # fmt: skip
+TWO_RANKS = {
+    "bags": Scenario(tables=several("row_wise_adagrad"), num_steps=2),
+    "a rank without samples, accumulation": Scenario(
+        tables=several("adam", torch.float64), batch_sizes=(0, 3), is_weighted=True, accumulate=2, num_steps=2
+    ),
+    "bfloat16": Scenario(tables=(table("b", 9, 3, "adagrad", dtype=torch.bfloat16),), bag_sizes=(2, 2), num_steps=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_trains_the_same_model(name):
+    scenario = ONE_RANK[name]
+    on_device = train(Mesh(), scenario, device="cuda")
+    assert_close(scenario, on_device, train(Mesh(), scenario))
+    assert_same_bits(on_device, train(Mesh(), scenario, device="cuda"))
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_trains_the_same_model_on_two_ranks(ranks, name):
+    scenario = TWO_RANKS[name]
+    on_device = ranks.run(train, scenario, "auto", "cuda", world_size=2)
+    for mine, theirs in zip(on_device, ranks.run(train, scenario, "collective", world_size=2), strict=True):
+        assert mine.transport == "collective"
+        assert_close(scenario, mine, theirs)
+        assert mine.owned == theirs.owned
+    for mine, again in zip(on_device, ranks.run(train, scenario, "auto", "cuda", world_size=2), strict=True):
+        assert_same_bits(mine, again)
+
+
+def test_sums_nodes_first(ranks):
+    """Four ranks on two pretended hosts, in one step so that differences of order would be seen."""
+    tables = (table("a", 2, 3, "sgd"),)
+    scenario = Scenario(tables=tables, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1, ranks_per_node=2)
+    on_device = ranks.run(train, scenario, "auto", "cuda", world_size=4)
+    for mine, theirs in zip(on_device, ranks.run(train, scenario, "collective", world_size=4), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def two_tables(**options):
+    return [TableSpec(name="a", num_rows=9, dim=3, **options), TableSpec(name="b", num_rows=4, dim=3)]
+
+
+def batch(**bags):
+    return SparseBatch.from_bags({"a": [[1], [2, 8]], "b": [[3], []]} | bags)
+
+
+def step(embeddings, optimizer, sparse):
+    embeddings(sparse).values.square().sum().backward()
+    optimizer.step()
+
+
+def values_of(embeddings, name):
+    return torch.cat([piece.values for piece in embeddings.local_rows(name)])
+
+
+def test_ids_outside_are_mapped_and_counted():
+    found = []
+    for device in ("cpu", "cuda"):
+        embeddings = EmbeddingCollection(two_tables(out_of_range=5), device=device)
+        optimizer = EmbeddingOptimizer(embeddings)
+        for _ in range(2):
+            step(embeddings, optimizer, batch(a=[[9, -1], [1, 2**40]]))
+        embeddings.barrier()
+        found.append((values_of(embeddings, "a"), embeddings.counters[0]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1].out_of_range == found[1][1].out_of_range == {"a": 6}
+    assert found[0][1].unique_ids == found[1][1].unique_ids == 6
+
+
+MESSAGE = r"rank 0: feature 'b': 1 of 2 ids are outside table 'b' \(0 to 3\), the first is 4"
+
+
+def test_a_refused_batch_changes_nothing():
+    """What is wrong is known by the time of the update, which is not made."""
+    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    optimizer = EmbeddingOptimizer(embeddings)
+    before = values_of(embeddings, "a"), values_of(embeddings, "b")
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        step(embeddings, optimizer, batch(b=[[4], [1]]))
+    assert torch.equal(before[0], values_of(embeddings, "a"))
+    assert torch.equal(before[1], values_of(embeddings, "b"))
+    assert embeddings.step_count == 0
+    step(embeddings, optimizer, batch())
+    assert not torch.equal(before[0], values_of(embeddings, "a"))
+
+
+def test_evaluations_refuse_at_once_and_look_ups_at_the_next_one():
+    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    with torch.no_grad(), pytest.raises(IdRangeError, match=MESSAGE):
+        embeddings(batch(b=[[4], [1]]))
+    embeddings(batch(b=[[4], [1]]))
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        embeddings(batch())
+    embeddings(batch())
+
+
+def refuse_on_rank_1(mesh):
+    embeddings = EmbeddingCollection(two_tables(), mesh=mesh, device="cuda")
+    try:
+        embeddings(batch(b=[[4], [1]]) if mesh.rank == 1 else batch())
+    except (IdRangeError, PeerError) as error:
+        refused = f"{type(error).__name__}: {error}"
+    embeddings(batch())  # goes on
+    return refused
+
+
+def test_all_ranks_learn_of_a_refused_batch(ranks):
+    first, second = ranks.run(refuse_on_rank_1)
+    assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
+    assert second.startswith("IdRangeError: rank 1: feature 'b'")
+
+
+def push_on_some(mesh, device):
+    """Rank 0 uses both of two look-ups, rank 1 the second alone."""
+    embeddings = EmbeddingCollection(two_tables(), mesh=mesh, transport="collective", device=device)
+    optimizer = EmbeddingOptimizer(embeddings)
+    for _ in range(2):
+        first, second = embeddings(batch()), embeddings(batch(a=[[7], [mesh.rank]]))
+        if mesh.rank == 0:
+            first.values.square().sum().backward()
+        second.values.square().sum().backward()
+        optimizer.step()
+    return [values_of(embeddings, name) for name in ("a", "b")]
+
+
+def test_ranks_need_not_push_the_same_routes(ranks):
+    for mine, theirs in zip(ranks.run(push_on_some, "cuda"), ranks.run(push_on_some, "cpu"), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def out_of_step(mesh):
+    embeddings = EmbeddingCollection(two_tables(), mesh=mesh, device="cuda")
+    with pytest.raises(PeerError, match="rank 0 is in forward 1, rank 1 is in step 1"):
+        embeddings(batch()) if mesh.rank == 0 else embeddings.push([], [0.1])
+
+
+def test_ranks_that_do_different_things_are_named(ranks):
+    ranks.run(out_of_step)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_checkpoints_do_not_know_where_rows_were(tmp_path, wrote, reads):
+    tables = several("adam")
+    scenario = Scenario(tables=tables, batch_sizes=(3,))
+    one, other = (EmbeddingCollection(tables, seed=seed, device=where) for seed, where in ((0, wrote), (1, reads)))
+    sparse = scenario.local_batch(0, 0, 0).sparse
+    step(one, EmbeddingOptimizer(one), sparse)
+    checkpoint.save(tmp_path / "model", one, {})
+    checkpoint.load(tmp_path / "model", other)
+    for each in tables:
+        for mine, theirs in zip(one.local_rows(each.name), other.local_rows(each.name), strict=True):
+            assert torch.equal(mine.values, theirs.values)
+            assert all(torch.equal(mine.state[name], theirs.state[name]) for name in mine.state)
+
+
+SHAPES = [TableShape.of(each) for each in two_tables()]
+TWO_RANK_PLAN = Plan(tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in SHAPES), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("tables", "options", "message"),
+    [
+        (two_tables(storage="tiered"), {}, "table 'a' is tiered"),
+        ([replace(each, optimizer=several("adam")[0].optimizer, storage="tensor_train") for each in two_tables()], {},
+         "table 'a' is tensor_train; table 'b' is tensor_train"),
+        (two_tables(), {"transport": "one_sided"}, "transport is 'one_sided'"),
+    ],
+)  # fmt: skip
+def test_what_a_device_cannot_do_is_refused(tables, options, message):
+    with pytest.raises(ConfigurationError, match=f"device 'cuda' cannot do this yet: {message}. It holds dense"):
+        EmbeddingCollection(tables, device="cuda", **options)
+
+
+def refused_plans(mesh):
+    for options in ({"plan": TWO_RANK_PLAN}, {"replicas": 2}):
+        with pytest.raises(ConfigurationError, match=r"table 'a' has (replicated rows|2 replicas)"):
+            EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", **options)
+
+
+def test_plans_with_copies_are_refused(ranks):
+    ranks.run(refused_plans)
+
+
+def test_rows_may_be_fixed_to_ranks(ranks):
+    ranges = [(RowRange(0, 5, "fixed", rank=1), RowRange(5, 9, shift=1)), (RowRange(0, 4, "fixed", rank=0),)]
+    plan = Plan(tuple(TablePlan(*pair) for pair in zip(SHAPES, ranges, strict=True)), 2, 2)
+    scenario = Scenario(tables=tuple(two_tables()), plan=plan, num_steps=2)
+    on_device = ranks.run(train, scenario, "auto", "cuda")
+    for mine, theirs in zip(on_device, ranks.run(train, scenario, "collective"), strict=True):
+        assert_close(scenario, mine, theirs)
+        assert mine.owned == theirs.owned
+
+
+def test_what_needs_rows_in_the_hosts_memory_is_refused():
+    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    with pytest.raises(ConfigurationError, match="a pipeline cannot be done on device 'cuda' yet"):
+        Pipeline(embeddings)
+    with pytest.raises(ConfigurationError, match="a migration to another plan cannot be done on device 'cuda' yet"):
+        embeddings.migrate(embeddings.plan)
+
+
+def test_says_what_is_missing(monkeypatch):
+    with pytest.raises(ConfigurationError, match="device must be 'cpu' or 'cuda'"):
+        EmbeddingCollection(two_tables(), device="meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigurationError, match=r"torch\.cuda\.is_available\(\) is false"):
+        EmbeddingCollection(two_tables(), device="cuda")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigurationError, match=r"needs triton, which is not installed.*rowmesh\[gpu\]"):
+        EmbeddingCollection(two_tables(), device="cuda")
+
+
+def test_says_what_it_runs_on(caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with caplog.at_level(logging.WARNING, "rowmesh"):
+        assert devices.usable_device("cuda") == torch.device("cpu")
+    assert "kernels are interpreted, slowly" in caplog.text
