@@ -25,8 +25,10 @@ from rowmesh.ops.gpu import Signature
 
 TARGETS = (80, 90, 100)
 _WARP_SIZE = 32
-# Spilled registers, and arrays that are no registers, live in the stack.
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack_bytes>\d+)")
+_SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
+_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
+_FIRST_BLACKWELL = 100
 
 
 def ops_with_kernels() -> list[str]:
@@ -67,8 +69,11 @@ def compile_for(signature: Signature, target: int) -> dict[str, Any]:
         options={"num_warps": signature.num_warps, "enable_fp_fusion": False},
     )
     cubin = compiled.asm["cubin"]
+    usage = _usage(cubin)
+    # Spilled registers live in the stack, which calls of subroutines use as well.
+    spilled = _spilled_bytes(compiled.asm["ptx"], target) if usage["stack_bytes"] else 0
     # Shared memory is claimed at the launch; what the machine code itself claims is the kilobyte that CUDA keeps.
-    return _usage(cubin) | {"shared_bytes": compiled.metadata.shared, "cubin_bytes": len(cubin)}
+    return {**usage, "spill_bytes": spilled, "shared_bytes": compiled.metadata.shared, "cubin_bytes": len(cubin)}
 
 
 def _types(signature: Signature) -> dict[str, str]:
@@ -88,14 +93,32 @@ def _types(signature: Signature) -> dict[str, str]:
 def _usage(cubin: bytes) -> dict[str, int]:
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = _run(knobs.nvidia.cuobjdump.path, "-res-usage", code=cubin)
     found = _USAGE.search(text)
     assert found, f"no resource usage in what cuobjdump says: {text}"
     return {name: int(value) for name, value in found.groupdict().items()}
+
+
+def _spilled_bytes(ptx: str, target: int) -> int:
+    """Stored and loaded again, as ptxas says when it assembles the same once more."""
+    from triton import knobs
+
+    found = _TARGET.search(ptx)
+    assert found, "PTX without a target"
+    ptxas = knobs.nvidia.ptxas_blackwell if target >= _FIRST_BLACKWELL else knobs.nvidia.ptxas
+    options = ("-v", "--fmad=false", f"--gpu-name={found[1]}", "-o", os.devnull)
+    spills = _SPILLS.findall(_run(ptxas.path, *options, code=ptx.encode()))
+    assert spills, "ptxas says nothing of spills"
+    return sum(map(int, spills))
+
+
+def _run(program: str, *options: str, code: bytes) -> str:
+    """What a tool of CUDA prints about code."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run([program, *options, file.name], check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -108,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["TRITON_INTERPRET"] = "0"
     options = _parse(arguments)
     report = Report("gpu_compile", options.output)
-    failed, stacks, count = [], {}, 0
+    failed, spills, count = [], {}, 0
     for op in options.op or ops_with_kernels():
         for signature in signatures(op, options.quick):
             for target in options.target or ((90,) if options.quick else TARGETS):
@@ -119,13 +142,13 @@ def main(arguments: list[str] | None = None) -> None:
                     usage = {"error": f"{type(error).__name__}: {error}"}
                     failed.append(name)
                 count += 1
-                if usage.get("stack_bytes"):
-                    stacks[name] = max(usage["stack_bytes"], stacks.get(name, 0))
+                if usage.get("spill_bytes"):
+                    spills[name] = max(usage["spill_bytes"], spills.get(name, 0))
                 report.line(
                     op=op, kernel=signature.name, target=f"sm_{target}", num_warps=signature.num_warps,
                     types=signature.types, constants=_plain(signature.constants), **usage,
                 )  # fmt: skip
-    report.line(summary={"compiled": count - len(failed), "failed": failed, "stack_bytes": stacks}, **_versions())
+    report.line(summary={"compiled": count - len(failed), "failed": failed, "spill_bytes": spills}, **_versions())
     if failed:
         raise SystemExit(f"{len(failed)} of {count} kernels do not compile: {', '.join(failed)}")
 

@@ -15,7 +15,8 @@ from tests.support.triton import kernels_of
 
 ROOT = Path(__file__).parents[2]
 OPS = ops_with_kernels()
-RETURN_ADDRESS_BYTES = 8  # a root that is rounded correctly calls a function for numbers that are not normal
+# Exact divisions and roots are subroutines; what is saved around their calls, 8 bytes stored and loaded, is no spill.
+SAVED_BYTES = 16
 pytestmark = pytest.mark.triton
 pytest.importorskip("triton")
 
@@ -52,7 +53,7 @@ def test_kernels_compile_without_spills(target):
     assert len(lines) == sum(len(list(signatures(op))) for op in OPS)
     assert {line["target"] for line in lines} == {f"sm_{target}"}
     assert not last["summary"]["failed"]
-    spilled = {line["kernel"] for line in lines if line["stack_bytes"] > RETURN_ADDRESS_BYTES}
+    spilled = {line["kernel"] for line in lines if line["spill_bytes"] > SAVED_BYTES}
     assert not spilled, f"kernels that keep registers in memory: {spilled}"
     assert max(line["registers"] for line in lines) <= 255
 
