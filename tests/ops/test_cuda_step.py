@@ -1,0 +1,96 @@
+"""A step of two ranks made of the GPU kernels alone, exchanges played by hand, against tables in one piece."""
+
+import pytest
+import torch
+
+from rowmesh.ops.merge_update import reference
+from rowmesh.optim import AdaGrad
+from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.address_map import FLAGS, REPLIES
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+gathering, merging, routing, uniques = map(kernels_of, ("gather", "merge_update", "route", "segment_unique"))
+WORLD_SIZE, DIM, SIZES = 2, 3, (30, 17)
+RULE = AdaGrad(lr=0.1)
+PLAN = Plan(
+    (
+        TablePlan(TableShape("a", 30, 12, 12), (RowRange(0, 10, "fixed", 0, 1), RowRange(10, 30, "dealt", 0, 0))),
+        TablePlan(TableShape("b", 17, 12, 12), (RowRange(0, 17, "dealt", 1, 0),)),
+    ),
+    WORLD_SIZE,
+    1,
+)
+
+
+class Rank:
+    """What one rank holds, asks for and answers."""
+
+    def __init__(self, rank, tables, device):
+        self.map, self.device = AddressMap(PLAN, ("a", "b"), rank), device
+        self.rows = torch.zeros(self.map.num_slots[rank], DIM, device=device)
+        for table, values in enumerate(tables):
+            for piece in self.map.homed(table):
+                self.rows[list(piece.slots)] = values[list(piece.rows)].to(device)
+        self.state = torch.zeros_like(self.rows)
+        generator = torch.Generator().manual_seed(rank)
+        ids = [torch.randint(size, (count,), generator=generator) for size, count in zip(SIZES, (40, 9), strict=True)]
+        self.ids, self.gradients = torch.cat(ids), torch.randn(49, DIM, generator=generator)
+
+    def route(self):
+        offsets = torch.tensor([0, 40, 49], device=self.device)
+        self.unique = uniques.segment_unique(self.ids.to(self.device), offsets)
+        device_map = routing.DeviceMap.make(
+            self.device, self.map.ranges, self.map.index, self.map.num_rows, num_kinds=len(self.map.kinds),
+            num_replying=sum(kind in REPLIES for kind in self.map.kinds), world_size=WORLD_SIZE, rank=self.map.rank,
+            ranks_per_node=1, key_stride=self.map.key_stride,
+        )  # fmt: skip
+        flags = torch.tensor([FLAGS[kind] for kind in self.map.kinds], device=self.device)
+        self.routed = routing.route(
+            device_map, flags, self.unique.unique, self.unique.offsets, self.unique.counts
+        )  # fmt: skip
+        refused, *sizes = self.routed.sizes.tolist()  # the one copy
+        assert refused == -1
+        counts = torch.tensor(sizes[: len(sizes) // 2]).view(WORLD_SIZE, -1)
+        assert sum(sizes[len(sizes) // 2 :]) == len(self.ids)
+        self.asked = counts.sum(1).tolist()
+        self.requests = self.routed.keys[: sum(self.asked)].split(self.asked)
+
+    def sums(self):
+        """The gradients of distinct ids, in the order in which their rows were asked for."""
+        out = torch.empty(len(self.ids), DIM, device=self.device)
+        merging.sum_merged(merging.merge(self.unique.inverse), self.gradients.to(self.device), out)
+        return out[self.routed.uniques[: sum(self.asked)].long()].split(self.asked)
+
+
+def test_a_step(device):
+    tables = [torch.randn(size, DIM, generator=torch.Generator().manual_seed(9 + size)) for size in SIZES]
+    ranks = [Rank(rank, tables, device) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.route()
+    lists = [torch.cat([rank.requests[owner] for rank in ranks]) for owner in range(WORLD_SIZE)]
+    answers = [gathering.gather(owner.rows, slots) for owner, slots in zip(ranks, lists, strict=True)]
+    for number, rank in enumerate(ranks):
+        ahead = [sum(other.asked[owner] for other in ranks[:number]) for owner in range(WORLD_SIZE)]
+        replies = torch.cat([answers[o][ahead[o] : ahead[o] + rank.asked[o]] for o in range(WORLD_SIZE)])
+        places = rank.routed.places[: sum(rank.asked)]
+        assert (places < 0).sum() == rank.asked[number]  # rows of its own are read where they are
+        found = torch.where((places < 0)[:, None], rank.rows[(-1 - places).clamp(min=0)], replies[places.clamp(min=0)])
+        first, second = rank.ids.split([40, 9])
+        looked_up = found[rank.unique.inverse.long()].cpu()
+        assert torch.equal(looked_up, torch.cat([tables[0][first], tables[1][second]]))
+    sums = [rank.sums() for rank in ranks]
+    for number, owner in enumerate(ranks):
+        merged = merging.merge(lists[number], most=WORLD_SIZE)
+        gradients = torch.cat([of[number] for of in sums])
+        merging.update(owner.rows, (owner.state,), merged, gradients, RULE.name, RULE.numbers(0.1, 0.5, 1))
+    for table, (values, part) in enumerate(zip(tables, (slice(0, 40), slice(40, 49)), strict=True)):
+        touched, total = reference.merge([rank.ids[part] for rank in ranks], [rank.gradients[part] for rank in ranks])
+        reference.update(
+            RULE.name, values, {"sum": torch.zeros_like(values)}, touched, total * 0.5, 0.1, RULE.eps
+        )  # fmt: skip
+        for rank in ranks:
+            for piece in rank.map.homed(table):
+                torch.testing.assert_close(
+                    rank.rows[list(piece.slots)].cpu(), values[list(piece.rows)], rtol=1e-6, atol=1e-6
+                )  # fmt: skip
