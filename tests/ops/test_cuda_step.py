@@ -40,14 +40,14 @@ class Rank:
     def route(self):
         offsets = torch.tensor([0, 40, 49], device=self.device)
         self.unique = uniques.segment_unique(self.ids.to(self.device), offsets)
-        device_map = routing.DeviceMap.make(
+        self.device_map = routing.DeviceMap.make(
             self.device, self.map.ranges, self.map.index, self.map.num_rows, num_kinds=len(self.map.kinds),
             num_replying=sum(kind in REPLIES for kind in self.map.kinds), world_size=WORLD_SIZE, rank=self.map.rank,
             ranks_per_node=1, key_stride=self.map.key_stride,
         )  # fmt: skip
-        flags = torch.tensor([FLAGS[kind] for kind in self.map.kinds], device=self.device)
+        self.flags = torch.tensor([FLAGS[kind] for kind in self.map.kinds], device=self.device)
         self.routed = routing.route(
-            device_map, flags, self.unique.unique, self.unique.offsets, self.unique.counts
+            self.device_map, self.flags, self.unique.unique, self.unique.offsets, self.unique.counts
         )  # fmt: skip
         refused, *sizes = self.routed.sizes.tolist()  # the one copy
         assert refused == -1
@@ -94,3 +94,26 @@ def test_a_step(device):
                 torch.testing.assert_close(
                     rank.rows[list(piece.slots)].cpu(), values[list(piece.rows)], rtol=1e-6, atol=1e-6
                 )  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="in the interpreter there is no device to wait for")
+def test_the_host_does_not_wait(device):
+    """Torch raises where it would; the first time, while kernels are compiled, it may."""
+    tables = [torch.randn(size, DIM) for size in SIZES]
+    rank = Rank(0, tables, device)
+    rank.route()
+    slots, gradients = rank.requests[0], rank.gradients.to(device)
+    numbers = RULE.numbers(0.1, 1.0, 1)
+
+    def work():
+        found = uniques.segment_unique(rank.unique.unique, rank.unique.offsets)
+        routing.route(rank.device_map, rank.flags, found.unique, found.offsets, found.counts)
+        merged = merging.merge(slots)
+        merging.update(rank.rows, (rank.state,), merged, gradients, RULE.name, numbers)
+
+    work()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -42,6 +42,7 @@ _LINES = 64  # of a matrix product's tile, and about as many columns: 32 sums a 
 _GRADIENT_LINES = 32  # of a program that sums gradients of products, whose addresses take registers too
 _STEP = 32  # columns and lines that a matrix product takes at a time
 _MOST_TERMS = 8  # columns of the last core whose loads do not wait for one another
+_IDS = tl.constexpr(4)  # likewise, ids of a prefix
 _PARTS = tl.constexpr(4)  # likewise, parts of a slice's gradient
 _CHUNK_LINES = 512  # lines, Q₁·Q₂ an id, over which a program sums a gradient of the last core
 _SEARCHED = 256  # segments that a program looks at at a time
@@ -122,17 +123,18 @@ def _product_gradients(
         begin = tl.load(starts + prefix, mask=is_line, other=0)
         end = tl.load(starts + prefix + 1, mask=is_line, other=0)
         total = tl.zeros([LINES, COLUMNS], gradients.dtype.element_ty)
-        for j in range(tl.max(end - begin)):  # at most p₃ ids, where they are distinct
-            here = begin + j < end
-            position = tl.load(order + begin + j, mask=here, other=0)
-            last = tl.load(lasts + begin + j, mask=here, other=0).to(tl.int64)
-            for c0 in range(0, Q3, TERMS):
-                for u in tl.static_range(TERMS):
-                    c = c0 + u
-                    g = tl.load(row_gradients + (position * Q12 + line % Q12) * Q3 + c, mask=here, other=0)
-                    at = ((last * Q3 + c) * R2)[:, None] + r[None, :]
-                    slice_ = tl.load(core3 + at, mask=here[:, None] & (r < R2)[None, :], other=0)
-                    total = tl.fma(g[:, None] + tl.zeros_like(total), slice_, total)
+        for j in range(0, tl.max(end - begin), _IDS):  # at most p₃ ids, where they are distinct
+            for v in tl.static_range(_IDS):
+                here = begin + j + v < end
+                position = tl.load(order + begin + j + v, mask=here, other=0)
+                last = tl.load(lasts + begin + j + v, mask=here, other=0).to(tl.int64)
+                for c0 in range(0, Q3, TERMS):
+                    for u in tl.static_range(TERMS):
+                        c = c0 + u
+                        g = tl.load(row_gradients + (position * Q12 + line % Q12) * Q3 + c, mask=here, other=0)
+                        at = ((last * Q3 + c) * R2)[:, None] + r[None, :]
+                        slice_ = tl.load(core3 + at, mask=here[:, None] & (r < R2)[None, :], other=0)
+                        total = tl.fma(g[:, None] + tl.zeros_like(total), slice_, total)
         tl.store(gradients + line[:, None] * R2 + r[None, :], total, mask=is_line[:, None] & (r < R2)[None, :])
 
 
