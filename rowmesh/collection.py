@@ -198,6 +198,11 @@ class EmbeddingCollection(nn.Module):
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
 
     @property
+    def device(self) -> torch.device:
+        """Where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted."""
+        return self._backend.device
+
+    @property
     def transport(self) -> str:
         """One of "local", "one_sided" and "collective"; several, joined by "+", where tables differ in replicas."""
         return self._parts.transport

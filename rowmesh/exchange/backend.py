@@ -47,6 +47,7 @@ class Pools(Protocol):
 class Backend(Protocol):
     """Where rows live and look-ups run."""
 
+    device: torch.device
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
@@ -74,6 +75,7 @@ class Backend(Protocol):
 class HostBackend:
     """The CPU."""
 
+    device = torch.device("cpu")
     make_part = Part
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:

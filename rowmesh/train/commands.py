@@ -18,6 +18,7 @@ from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
+from rowmesh.train.device import check_device
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
 from rowmesh.train.job import Job, build
@@ -40,6 +41,7 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
     """
     if config.train.tensorboard:
         require_tensorboard()
+    check_device(config)
     data = Prepared.open(config.data.folder)
     check_training_splits(config, data)
     run = RunFolder(Path(config.run.folder))
@@ -191,7 +193,8 @@ def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placeme
     placement = on_rank_0(mesh, SETTING_UP, place)
     in_files = [table.name for table in table_specs(config.tables, data) if table.storage == "tiered"]
     averages = config.parallel.synchronization == "average"
-    check_memory(placement.plan, mesh, in_files if config.tiers.folder else (), averages=averages)
+    if config.train.device == "cpu":  # a GPU says for itself that it has no room
+        check_memory(placement.plan, mesh, in_files if config.tiers.folder else (), averages=averages)
     job = build(config, mesh, data, placement)
     try:
         yield job

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.device_group import device_group
 from rowmesh.mesh.waiting import complete
 
 
@@ -27,10 +30,12 @@ class SharedGradients:
         self._mesh = mesh
         parameters = list(network.parameters())
         self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self._group: Any = None
         if mesh.group is not None:
+            self._group = device_group(mesh, self._buffer.device)[0]
             complete(
                 mesh,
-                lambda: dist.broadcast(self._buffer, group=mesh.group, group_src=0, async_op=True),
+                lambda: dist.broadcast(self._buffer, group=self._group, group_src=0, async_op=True),
                 "sharing the network's parameters",
             )
         with torch.no_grad():
@@ -50,10 +55,10 @@ class SharedGradients:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
         mesh = self._mesh
-        if mesh.group is not None:
+        if self._group is not None:
             complete(
                 mesh,
-                lambda: dist.all_reduce(self._buffer, group=mesh.group, async_op=True),
+                lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True),
                 "averaging the network's gradients",
             )
             self._buffer /= mesh.world_size

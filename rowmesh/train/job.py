@@ -17,6 +17,7 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
+from rowmesh.train.device import use_device
 from rowmesh.train.placement import Placement
 from rowmesh.train.tables import common_dim, table_specs
 
@@ -44,7 +45,7 @@ class Job:
     def logits(self, batch: Batch) -> Tensor:
         """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
         vectors = self.embeddings(batch.sparse).stacked()
-        return self.network(batch.dense.to(vectors.dtype), vectors)
+        return self.network(batch.dense.to(vectors), vectors)
 
     def loader(self, split: str, *, shuffle: bool = False) -> Loader:
         """Iterates over the part of a split that belongs to this rank."""
@@ -68,7 +69,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         ConfigurationError: tables, sizes or a placement that cannot work.
     """
     tables = table_specs(config.tables, data)
-    seed = config.train.seed
+    seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     network = DLRM(
         num_dense=data.num_dense,
@@ -81,9 +82,9 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
     embeddings = EmbeddingCollection(
         tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan, synchronization=synchronization,
-        tiers=_tiers(config),
+        tiers=_tiers(config), device=device,
     )  # fmt: skip
-    return Job(config, mesh, data, embeddings, network, placement)
+    return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement)
 
 
 def _tiers(config: Config) -> Tiers:

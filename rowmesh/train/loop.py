@@ -117,7 +117,7 @@ class Trainer:
 
     def _backward(self, logits: Tensor, labels: Tensor) -> float:
         """Adds the gradients of some samples; returns the sum of their losses."""
-        total = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
+        total = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="sum")
         check_loss(total, self._where)
         self.local_loss(total).backward()
         return float(total.detach())

@@ -25,7 +25,7 @@ def describe(job: Job) -> list[str]:
     memory = _memory_of_every_rank(job)
     facts = [
         ("ranks", _ranks(job)),
-        ("device", _device()),
+        ("device", _device(job)),
         ("data", _data(job)),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
@@ -119,9 +119,11 @@ def _ranks(job: Job) -> str:
     return f"{world_size} on {hosts} host{'s'[: hosts > 1]}, {backend}, {threads} torch thread(s) each"
 
 
-def _device() -> str:
-    why = "tables and network run on the CPU in this version"
-    return f"cpu: {why}; rowmesh {rowmesh.__version__}, torch {torch.__version__}"
+def _device(job: Job) -> str:
+    where = f"cpu ({torch.get_num_threads()} thread(s))"
+    if job.embeddings.device.type == "cuda":
+        where = f"{job.embeddings.device} ({torch.cuda.get_device_name(job.embeddings.device)})"
+    return f"train.device={job.config.train.device}: {where}; rowmesh {rowmesh.__version__}, torch {torch.__version__}"
 
 
 def _data(job: Job) -> str:

@@ -1,0 +1,37 @@
+"""Where a run computes: the CPU, or a GPU for each rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.train.config import Config
+
+
+def check_device(config: Config) -> None:
+    """Raises ConfigurationError where something needs rows in the host's memory and they are to be on a GPU."""
+    if config.train.device == "cpu":
+        return
+    obstacles = []
+    if not config.pipeline.is_off:
+        obstacles.append("a pipeline (leave the section pipeline out)")
+    if config.placement.drift.enabled == "on":
+        obstacles.append("drift (set placement.drift.enabled=auto)")
+    if obstacles:
+        raise ConfigurationError(
+            f"train.device={config.train.device!r} cannot be combined with {' and '.join(obstacles)} yet; change that, "
+            "or set train.device=cpu"
+        )
+
+
+def use_device(config: Config) -> str:
+    """Makes a GPU this rank's current one, if it is to use any: ranks of a host take one after the other.
+
+    Returns:
+        What to hand to an `EmbeddingCollection`.
+    """
+    if config.train.device == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return config.train.device

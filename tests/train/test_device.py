@@ -1,0 +1,38 @@
+"""Training on a GPU, or where its kernels are interpreted, by configuration."""
+
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.resolve import resolve
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+kernels_of("pool")  # or all are skipped
+
+
+def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys):
+    """And its model is evaluated on either."""
+    found = []
+    for trained, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        own = ["train.steps=2", "data.batch_size=128", f"train.device={trained}", f"run.folder={tmp_path / trained}"]
+        found.append(run_training(resolve(config_file, own)))
+        found.append(run_evaluation(tmp_path / trained, ["data.batch_size=512", f"train.device={other}"]))
+    assert "train.device=cuda: " in capsys.readouterr().out
+    for metrics in found:
+        assert metrics.log_loss == pytest.approx(found[0].log_loss, rel=1e-5)
+        assert metrics.auc == pytest.approx(found[0].auc, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.depth=1", r"cannot be combined with a pipeline \(leave the section"),
+        ('placement.drift.enabled="on"', "cannot be combined with drift"),
+        ('tables.storage="tiered"', "cannot do this yet: table 'C1' is tiered"),
+    ],
+)
+def test_what_needs_the_cpu_is_refused_before_a_run_begins(config_file, tmp_path, override, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_training(resolve(config_file, ['train.device="cuda"', override]))
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
