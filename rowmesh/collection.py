@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,20 @@ class Rows:
     def __init__(self, route: Route, num_pushes: int) -> None:
         self.route = route
         self.num_pushes = num_pushes
+
+
+class Driver(NamedTuple):
+    """A pipeline, as the collection whose rows it moves sees it.
+
+    Attributes:
+        step: takes the learning rates of a step.
+        settle: returns when the steps so far are done and no thread uses the tables.
+        cancelled: when it is set, whoever waits for rows of other ranks gives up.
+    """
+
+    step: Callable[[Sequence[float]], None]
+    settle: Callable[[], None]
+    cancelled: Event
 
 
 class _LookUp:
@@ -149,11 +164,12 @@ class EmbeddingCollection(nn.Module):
         self._initialize(seed)
         self._parts.connect()
         self._pending: list[Route] = []
-        self._stepper: Callable[[Sequence[float]], None] | None = None
+        self._driver: Driver | None = None
+        self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
         self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
-        self.step_count = 0
+        self.step_count = self.num_migrations = 0
         logger.info("transport %s: %s", self.transport, self.transport_reason)
 
     @property
@@ -234,6 +250,7 @@ class EmbeddingCollection(nn.Module):
         rows = state = 0
         buffers = self._outputs.pooling.num_bytes + self._router.num_bytes
         buffers += self._parts.num_bytes + self._window_maker.num_bytes
+        buffers += sum(windows.num_bytes for windows in self._windows)
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
@@ -250,6 +267,10 @@ class EmbeddingCollection(nn.Module):
 
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
+        self.settle()
+        return self._route(batch)
+
+    def _route(self, batch: SparseBatch) -> Route:
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError("weights of a SparseBatch get no gradient; detach them")
         route = self._router(batch, self._exchanges)
@@ -260,6 +281,7 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
+        self.settle()
         self._num_fetches += 1
         route.number = self._num_fetches
         self._parts.fetch(route, self._outputs.pooling.compress if torch.is_grad_enabled() else _nothing)
@@ -302,6 +324,7 @@ class EmbeddingCollection(nn.Module):
             RowmeshError: a route has no gradients, or they were pushed already.
             PeerError: a rank died, or did not call forward and push as the others did; names it.
         """
+        self._check_no_driver("rows are updated")
         if len(lrs) != len(self.groups):
             raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
         waiting = {id(route) for route in self._pending}
@@ -317,7 +340,7 @@ class EmbeddingCollection(nn.Module):
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
-        if self._stepper is None:
+        if self._driver is None:
             self.push(self._pending, lrs)
             return
         if self._pending:
@@ -325,28 +348,48 @@ class EmbeddingCollection(nn.Module):
                 f"{len(self._pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
                 "gradients of a step from the pipeline's micro-batches"
             )
-        self._stepper(lrs)
+        self._driver.step(lrs)
 
     # What a pipeline (rowmesh.pipeline) drives, in place of the four verbs
 
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
         """How the windows of each part travel. Collective."""
         self._backend.require_host("a pipeline")
-        return [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
+        made = [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
+        self._windows.update(made)
+        return made
 
-    def take_over(self, stepper: Callable[[Sequence[float]], None] | None, cancelled: Event | None = None) -> None:
-        """Gives the steps of the optimizer to a pipeline, or takes them back.
+    def take_over(self, driver: Driver) -> None:
+        """Gives the rows and the steps of the optimizer to a pipeline.
 
-        Args:
-            stepper: takes the learning rates of a step.
-            cancelled: when it is set, whoever waits for rows of other ranks gives up.
+        Raises:
+            RowmeshError: another one has them, or runs on the same mesh.
         """
-        self._stepper = stepper
-        self._rows_mesh.cancellation.event = cancelled
+        self._check_no_driver("another one begins")
+        self.mesh.claim("pipeline")
+        self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+
+    def take_back(self) -> None:
+        """Takes rows and steps back."""
+        self._driver = self._rows_mesh.cancellation.event = None
+        self.mesh.unclaim("pipeline")
+
+    def settle(self) -> None:
+        """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
+
+        Raises:
+            RowmeshError: one of its batches is half way, or it failed.
+        """
+        if self._driver is not None:
+            self._driver.settle()
+
+    def _check_no_driver(self, what: str) -> None:
+        if self._driver is not None:
+            raise RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
 
     def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
         """Routes a batch that is looked up by micro-batch; no communication."""
-        route = self.route(batch)
+        route = self._route(batch)
         bounds = list(accumulate(sizes, initial=0))
         layouts = self._outputs.layouts.parts(batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
@@ -384,6 +427,7 @@ class EmbeddingCollection(nn.Module):
         Does nothing where they always are: without replicas, and under exact synchronization. Where it does something,
         rows that were fetched before are stale.
         """
+        self.settle()
         self._num_pushes += self._parts.averages
         self._parts.synchronize()
 
@@ -391,7 +435,11 @@ class EmbeddingCollection(nn.Module):
         """Takes the rows of this rank as equal to those of other replicas: for whoever sets `held_rows` on all of them.
 
         `rowmesh.checkpoint.load` calls it.
+
+        Raises:
+            RowmeshError: a pipeline runs, which has rows of later batches already.
         """
+        self._check_no_driver("rows are set")
         self._num_pushes += 1
         self._parts.forget()
 
@@ -452,6 +500,7 @@ class EmbeddingCollection(nn.Module):
 
     def _agree_to_migrate(self, plan: Plan) -> None:
         """Raises on all ranks alike where one cannot migrate, or has another plan."""
+        self._check_no_driver("rows migrate")
         routes = max(exchange.num_lent for exchange in self._exchanges)
         everyone = gather_objects(self.mesh, (plan.to_json(), routes), "agreeing on a migration")
         for rank, (theirs, waiting) in enumerate(everyone):
@@ -471,6 +520,7 @@ class EmbeddingCollection(nn.Module):
         self._parts.close()
         self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
         self._num_pushes += 1  # rows that were fetched are stale
+        self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
 
     def local_rows(self, table: str) -> list[LocalRows]:
@@ -505,6 +555,7 @@ class EmbeddingCollection(nn.Module):
         return [view for piece in exchange.address_map.held(number) for view in _views(exchange, piece)]
 
     def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
+        self.settle()
         part, exchange, number = self._parts.find(table)
         if isinstance(part, CorePart):
             raise ConfigurationError(
@@ -529,6 +580,7 @@ class EmbeddingCollection(nn.Module):
             >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
+        self.settle()
         _, exchange, number = self._parts.find(table)
         if not isinstance(exchange, CoreExchange):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rowmesh.errors import ConfigurationError, PeerError
+from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.roll_call import RollCall
@@ -58,6 +58,7 @@ class Mesh:
     _ranks_per_node: int | None = None
     _owns_group: bool = False
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
+    _claimed: set[str] = field(default_factory=set, repr=False)
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -171,6 +172,23 @@ class Mesh:
             self, group=group, whole=self, members=everyone, cancellation=Cancellation(), _parts=(everyone,),
             _owns_group=False,
         )  # fmt: skip
+
+    def claim(self, use: str) -> None:
+        """Has the groups of a use for one owner, whose threads send through them, until `unclaim`.
+
+        Raises:
+            RowmeshError: there is an owner already, whose messages would cross those of another.
+        """
+        if self.world_size > 1 and use in self._claimed:
+            raise RowmeshError(
+                f"rank {self.rank}: a {use} runs on this mesh already, and messages of two would cross; finish it, or "
+                "leave its loop, before the next one begins"
+            )
+        self._claimed.add(use)
+
+    def unclaim(self, use: str) -> None:
+        """Lets somebody else claim a use."""
+        self._claimed.discard(use)
 
     def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:
         """The part that this rank is in, as a mesh of its own. Collective: every rank names the same parts.

@@ -22,6 +22,8 @@ class _Collection(Protocol):
 
     def discard_pending(self) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 class EmbeddingOptimizer(torch.optim.Optimizer):
     """Updates the rows that the last backward touched; one parameter group for each fused group of tables.
@@ -65,6 +67,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Learning rates and the step count; the rows' state belongs to the collection's checkpoint."""
+        self.collection.settle()
         return super().state_dict() | {"step_count": self.collection.step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

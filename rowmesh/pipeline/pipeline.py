@@ -16,13 +16,15 @@ Source: NestPipe §III–VI; EL-Rec §V.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection import Driver, EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.phased_group import FIRST
@@ -81,15 +83,17 @@ class Flight(Generic[T]):
         self.window: Window | None = None
         self.lrs: Sequence[float] | None = None
         self.stepped_s = 0.0  # when its learning rates came
+        self._is_begun = False
         self._num_computed = 0
 
     def __iter__(self) -> Iterator[Part]:
-        assert self.window
-        for part in range(self.window.num_parts):
+        if self._is_begun or self.window is None:
+            raise RowmeshError(f"the micro-batches of batch {self.batch} were given before; each is computed once")
+        self._is_begun, bounds = True, self.window.bounds
+        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
             task = Task("compute", self.batch, part)
-            self._pipeline.await_rows(task)
+            self._pipeline.await_rows(self, task)
             start_s = time.perf_counter()
-            samples = slice(self.window.bounds[part], self.window.bounds[part + 1])
             yield Part(samples, self._pipeline.pool(self, part))
             if self._num_computed != part + 1:
                 raise RowmeshError(
@@ -111,8 +115,8 @@ class Flight(Generic[T]):
 class Pipeline(Generic[T]):
     """Runs the batches of a loader through an EmbeddingCollection. Making one is collective.
 
-    All ranks make it alike and bring equally many batches. Between two windows a rank may look up and evaluate as it
-    likes once it has called `settle`.
+    All ranks make it alike and bring equally many batches. Between two windows ranks may look up and evaluate as they
+    like; that waits until the step is done. Who sets rows, or migrates, leaves the loop before.
 
     Args:
         embeddings: the tables.
@@ -167,7 +171,8 @@ class Pipeline(Generic[T]):
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
-        self._windows = embeddings.windows(exchange, finds_final=finds_final, verifies=verify)
+        self._make_windows = partial(embeddings.windows, exchange, finds_final=finds_final, verifies=verify)
+        self._windows, self._num_migrations = self._make_windows(), embeddings.num_migrations
         is_tiered = any(windows.is_tiered for windows in self._windows)
         self.schedule = make_schedule(depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered)
         self.recorder = Recorder()
@@ -194,25 +199,33 @@ class Pipeline(Generic[T]):
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
 
         Raises:
-            RowmeshError: a micro-batch had no backward, or a batch no step; or something failed in another thread:
-                names rank, stage and batch.
+            RowmeshError: a micro-batch had no backward, or a batch no step; another pipeline runs; or something failed
+                in another thread: names rank, stage and batch.
         """
         self._tell()
         if self._runner is not None:
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
-        self._reader, self._end = iter(items), None
-        self._runner = Runner(
-            self.schedule, {name: getattr(self, f"_{name}") for name in _ACTIONS}, rank=self._embeddings.mesh.rank,
-            threads=self._overlap, recorded=self.recorder.add, disturb=self._disturb,
-        )  # fmt: skip
-        self._embeddings.take_over(self._step, self._runner.cancelled)
+        runner = self._begin(items)
+        try:
+            yield from self._turns(runner)
+            runner.settle()
+        finally:
+            if self._runner is runner:  # it may have been closed, and another loop begun
+                self._stop()
+
+    def _begin(self, items: Iterable[T]) -> Runner:
+        reader, cancelled = iter(items), threading.Event()
+        self._embeddings.take_over(Driver(self._step, self.settle, cancelled))
+        if self._num_migrations != self._embeddings.num_migrations:
+            self._windows, self._num_migrations = self._make_windows(), self._embeddings.num_migrations
+        self._reader, self._end = reader, None
         for windows in self._windows:
             windows.begin(self._first)
-        try:
-            yield from self._turns(self._runner)
-            self._runner.settle()
-        finally:
-            self._stop()
+        self._runner = Runner(
+            self.schedule, {name: getattr(self, f"_{name}") for name in _ACTIONS}, rank=self._embeddings.mesh.rank,
+            threads=self._overlap, recorded=self.recorder.add, disturb=self._disturb, cancelled=cancelled,
+        )  # fmt: skip
+        return self._runner
 
     def _turns(self, runner: Runner) -> Iterator[Flight[T]]:
         turn = -self.schedule.depth
@@ -240,9 +253,19 @@ class Pipeline(Generic[T]):
         runner.done(Task("step", turn))
 
     def settle(self) -> None:
-        """Waits until the steps so far are done on this rank; then rows may be looked up outside the pipeline."""
-        if self._runner is not None:
-            self._runner.settle()
+        """Waits until the steps so far are done on this rank.
+
+        Raises:
+            RowmeshError: a batch is half way: it waits for its step; or something failed in another thread.
+        """
+        if self._runner is None:
+            return
+        if self._current is not None and self._current.lrs is None:
+            raise RowmeshError(
+                f"batch {self._current.batch} of the pipeline is half way; look rows up, read or save them between two "
+                "windows, after the optimizer's step"
+            )
+        self._runner.settle()
 
     def close(self) -> None:
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
@@ -268,7 +291,7 @@ class Pipeline(Generic[T]):
         if runner is None:
             return
         self._untold = runner.close()
-        self._embeddings.take_over(None)
+        self._embeddings.take_back()
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
@@ -282,11 +305,10 @@ class Pipeline(Generic[T]):
 
     # What the driver asks for
 
-    def await_rows(self, task: Task) -> None:
+    def await_rows(self, flight: Flight[T], task: Task) -> None:
         """Waits until a micro-batch can be looked up; the time is exposed."""
-        assert self._runner
-        start_s = time.perf_counter()
-        self._runner.wait(task)
+        runner, start_s = self._runner_of(flight), time.perf_counter()
+        runner.wait(task)
         self.recorder.add_exposed(task, start_s, time.perf_counter())
 
     def pool(self, flight: Flight[T], part: int) -> Embeddings:
@@ -295,13 +317,19 @@ class Pipeline(Generic[T]):
         assert window
 
         def finished() -> None:
+            runner = self._runner_of(flight)
             for windows in self._windows:
                 windows.pack(window, part)
             flight.take_gradients(part)
-            assert self._runner
-            self._runner.done(Task("compute", flight.batch, part))
+            runner.done(Task("compute", flight.batch, part))
 
         return self._embeddings.pool_part(window, part, finished)
+
+    def _runner_of(self, flight: Flight[T]) -> Runner:
+        """What runs a batch."""
+        if self._runner is None or flight is not self._current:
+            raise RowmeshError(f"batch {flight.batch} is not under way any more: its loop was left")
+        return self._runner
 
     def record_compute(self, task: Task, start_s: float) -> None:
         """Notes when a micro-batch was computed."""
@@ -369,6 +397,7 @@ class Pipeline(Generic[T]):
         assert flight.window
         assert flight.lrs is not None
         self._embeddings.update_window(self._windows, flight.window, flight.lrs)
+        flight.window = None  # its memory serves another one, even where the program keeps the batch
         del self._flights[task.batch]
 
     def _window(self, task: Task) -> Window | None:

@@ -40,6 +40,7 @@ class Runner:
         threads: whether resources have threads of their own.
         recorded: takes when each task was done.
         disturb: is called before every task, in its thread: for tests that look for races.
+        cancelled: the event to set when nobody should wait for others any more.
 
     Attributes:
         cancelled: set when nobody should wait for others any more.
@@ -54,6 +55,7 @@ class Runner:
         threads: bool = True,
         recorded: Callable[[Span], None] | None = None,
         disturb: Callable[[Task], None] | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
         self._schedule, self._actions, self._rank = schedule, actions, rank
         self._recorded, self._disturb = recorded, disturb
@@ -62,7 +64,7 @@ class Runner:
         self._turn = -schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
         self._is_told = False
-        self.cancelled = threading.Event()
+        self.cancelled = cancelled or threading.Event()
         others = [resource for resource in schedule.resources if resource != COMPUTE]
         self._left = {resource: self._queue(resource) for resource in others}
         self._next = {resource: next(queue) for resource, queue in self._left.items()}

@@ -1,0 +1,227 @@
+"""What a program can do wrong around a pipeline, and what it may do: nothing is stale, and nothing waits for ever."""
+
+import gc
+
+import pytest
+import torch
+
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.data import Batch
+from rowmesh.errors import RowmeshError
+from rowmesh.pipeline import Pipeline
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from tests.support.tables import table
+
+ITEM = table("item", 100, 4)
+
+
+def make(mesh=None, **options):
+    collection = EmbeddingCollection([ITEM], mesh=mesh or Mesh(), transport="collective" if mesh else "auto", **options)
+    return collection, EmbeddingOptimizer(collection)
+
+
+def items(number, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        sparse = SparseBatch.from_bags({"item": torch.randint(0, 100, (6, 2), generator=generator).tolist()})
+        yield Batch(torch.zeros(6, 0), sparse, torch.zeros(6))
+
+
+def compute(window):
+    for part in window:
+        part.embeddings.values.square().sum().backward()
+
+
+def train(window, optimizer):
+    compute(window)
+    optimizer.step()
+
+
+def values(collection):
+    return torch.cat([piece.values.clone() for piece in collection.local_rows("item")])
+
+
+def look_up(collection):
+    with torch.no_grad():
+        return collection(next(items(1)).sparse).values.clone()
+
+
+def test_micro_batches_are_given_once():
+    collection, optimizer = make()
+    with Pipeline(collection, micro_batches=2) as pipeline:
+        for window in pipeline.windows(items(2)):
+            compute(window)
+            with pytest.raises(RowmeshError, match=r"the micro-batches of batch \d were given before"):
+                compute(window)
+            optimizer.step()
+
+
+def test_a_loop_that_was_closed_ends_no_other():
+    collection, optimizer = make()
+    pipeline = Pipeline(collection)
+    old = pipeline.windows(items(5))
+    train(next(old), optimizer)
+    pipeline.close()
+    for number, window in enumerate(pipeline.windows(items(5))):
+        if number == 1:
+            del old
+            gc.collect()
+        train(window, optimizer)
+    assert collection.step_count == 6
+
+
+def test_a_batch_whose_loop_was_left():
+    collection, optimizer = make()
+    pipeline = Pipeline(collection, micro_batches=2)
+    left = next(running := pipeline.windows(items(3)))
+    part = next(iter(left))
+    pipeline.close()
+    with pytest.raises(RowmeshError, match="batch 0 is not under way any more: its loop was left"):
+        part.embeddings.values.sum().backward()
+    for window in pipeline.windows(items(3)):
+        train(window, optimizer)
+    running.close()
+
+
+def test_two_pipelines_of_one_collection():
+    collection, optimizer = make()
+    first, second = Pipeline(collection), Pipeline(collection)
+    running = first.windows(items(3))
+    train(next(running), optimizer)
+    with pytest.raises(RowmeshError, match=r"a pipeline runs, .* leave its loop before another one begins"):
+        next(second.windows(items(3)))
+    train(next(running), optimizer)
+    running.close()
+    for window in second.windows(items(3)):
+        train(window, optimizer)
+    assert collection.step_count == 5
+
+
+def pipeline_two_collections(mesh):
+    (first, one), (second, other) = make(mesh), make(mesh)
+    running = Pipeline(first).windows(items(3, mesh.rank))
+    train(next(running), one)
+    try:
+        next(Pipeline(second).windows(items(3, mesh.rank)))
+    except RowmeshError as error:
+        message = str(error)
+    for window in running:
+        train(window, one)
+    for window in Pipeline(second).windows(items(3, mesh.rank)):
+        train(window, other)
+    same = torch.equal(values(first), values(second))
+    first.close()
+    second.close()
+    return message, same
+
+
+def test_two_pipelines_at_once_on_one_mesh(ranks):
+    for rank, (message, same) in enumerate(ranks.run(pipeline_two_collections, world_size=2)):
+        assert message.startswith(f"rank {rank}: a pipeline runs on this mesh already, and messages of two would cross")
+        assert same
+
+
+# Between windows, and within
+
+
+def be_late(task):
+    if task.stage == "update":
+        torch.rand(1 << 22).sort()
+
+
+def test_what_is_read_between_windows_is_after_the_step():
+    collection, optimizer = make()
+    plain, plain_optimizer = make()
+    with Pipeline(collection, depth=2, disturb=be_late) as pipeline:
+        for window, item in zip(pipeline.windows(items(4)), items(4), strict=True):
+            train(window, optimizer)
+            count = optimizer.state_dict()["step_count"]
+            plain(item.sparse).values.square().sum().backward()
+            plain_optimizer.step()
+            assert count == plain.step_count
+            assert torch.equal(look_up(collection), look_up(plain))
+            assert torch.equal(values(collection), values(plain))
+
+
+@pytest.mark.parametrize("read", [look_up, values, lambda collection: collection.synchronize()])
+def test_nothing_is_read_within_a_window(read):
+    collection, optimizer = make()
+    with Pipeline(collection, micro_batches=2) as pipeline:
+        for number, window in enumerate(pipeline.windows(items(3))):
+            for part in window:
+                part.embeddings.values.sum().backward()
+                with pytest.raises(RowmeshError, match=f"batch {number} of the pipeline is half way"):
+                    read(collection)
+            with pytest.raises(RowmeshError, match="half way"):
+                pipeline.settle()
+            optimizer.step()
+
+
+def test_nothing_is_set_while_a_pipeline_runs():
+    collection, optimizer = make()
+    with Pipeline(collection) as pipeline:
+        for window in pipeline.windows(items(3)):
+            train(window, optimizer)
+            for change in (
+                lambda: collection.forget_differences(),
+                lambda: collection.push([], [0.1]),
+                lambda: collection.migrate(collection.plan),
+            ):
+                with pytest.raises(RowmeshError, match=r"a pipeline runs, .* leave its loop before rows"):
+                    change()
+    collection.forget_differences()
+
+
+def train_over_a_migration(mesh, transport, pipelined):
+    collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport)
+    optimizer, parts = EmbeddingOptimizer(collection), []
+    ranges = [
+        (RowRange(0, 50, "fixed", rank=1), RowRange(50, 100, "fixed", rank=0)),
+        (RowRange(0, 7, "replicated"), RowRange(7, 100)),
+    ]
+    pipeline = Pipeline(collection, depth=2, verify=True)
+    for number in range(3):
+        if pipelined:
+            for window in pipeline.windows(items(3, mesh.rank + 2 * number)):
+                train(window, optimizer)
+        else:
+            for item in items(3, mesh.rank + 2 * number):
+                collection(item.sparse).values.square().sum().backward()
+                optimizer.step()
+        parts.append({row: row_values for piece in collection.local_rows("item") for row, row_values in rows_of(piece)})
+        if number < 2:
+            collection.migrate(Plan((TablePlan(TableShape.of(ITEM), ranges[number]),), 2, 2))
+    collection.close()
+    return parts
+
+
+def rows_of(piece):
+    return zip(piece.rows, piece.values.clone().unbind(), strict=True)
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+def test_a_pipeline_goes_on_after_a_migration(ranks, transport):
+    """A batch that the program still has, here the last one of the loop, holds nothing up."""
+    mine = ranks.run(train_over_a_migration, transport, True, world_size=2)
+    plain = ranks.run(train_over_a_migration, transport, False, world_size=2)
+    for ours, theirs in zip(mine, plain, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(a[row], b[row]) for row in a)
+
+
+def count_memory(mesh):
+    collection, _ = make(mesh)
+    before = collection.memory_bytes["buffers"]
+    pipeline = Pipeline(collection, verify=True)
+    told = collection.memory_bytes["buffers"] - before
+    rows = sum(len(piece.rows) for piece in collection.held_rows("item"))
+    del pipeline
+    collection.close()
+    return told, rows, collection.memory_bytes["buffers"] - before
+
+
+def test_what_a_pipeline_holds_is_counted(ranks):
+    for told, rows, left in ranks.run(count_memory, world_size=2):
+        assert told > 8 * rows  # of each row, who asked for it last, and who changed it
+        assert left == 0
