@@ -17,5 +17,9 @@ class IdRangeError(DataError):
     """Ids lie outside their table: names the features, how many ids, and the range."""
 
 
+class NoRoomError(RowmeshError):
+    """Rows of a tiered table do not fit into its fast memory: gives both, and the settings to raise."""
+
+
 class PeerError(RowmeshError, RuntimeError):
     """Another rank died or stopped answering: names the rank."""

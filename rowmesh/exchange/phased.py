@@ -17,7 +17,7 @@ paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -87,11 +87,11 @@ class PhasedExchange:
             for (each, group), works in zip(pairs, keys, strict=True)
         ]
 
-    def retrieve(self, travels: Sequence[Travel], number: int) -> None:
-        """Brings the rows that were asked for into fast memory, where they are in tiers."""
+    def retrieve(self, travels: Sequence[Travel], number: int, may_wait: Callable[[], bool]) -> None:
+        """Brings the rows that were asked for into fast memory, where they are in tiers; see `GroupExchange.hold`."""
         for group, travel in zip(self._groups, travels, strict=True):
             if group.exchange.is_tiered:
-                group.hold(travel, number, finds_final=self._finds_final)
+                group.hold(travel, number, may_wait, finds_final=self._finds_final)
 
     def fetch_final(self, travels: Sequence[Travel]) -> None:
         """Fetches the rows that the window before does not touch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
 from rowmesh.exchange.replicas import Replicas
-from rowmesh.exchange.route import GroupExchange, Held
+from rowmesh.exchange.route import GroupExchange, Held, never
 from rowmesh.exchange.tiered import HeldLease, TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
@@ -126,13 +126,13 @@ class PhasedGroup:
         travel.slots = window.group.workspace.requests.buffer.address
         self._choose(window, num_parts)
         if not self.exchange.is_tiered:
-            self.hold(travel, number, finds_final=finds_final)
+            self.hold(travel, number, never, finds_final=finds_final)
         return travel
 
-    def hold(self, travel: Travel, number: int, *, finds_final: bool) -> None:
+    def hold(self, travel: Travel, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
         """Brings the merged rows into the arena, and settles what travels when."""
         window, merger, space = travel.window, travel.window.space.merger, travel.window.space
-        travel.held = held = self.exchange.hold(merger)
+        travel.held = held = self.exchange.hold(merger, may_wait)
         travel.places = travel.slots
         if isinstance(self.exchange, TieredExchange):
             travel.places = space.slots.reserve(4 * window.group.incoming.num_entries)

@@ -51,6 +51,11 @@ class Held:
         """Rows of a dense arena stay where they are."""
 
 
+def never() -> bool:
+    """Nobody else gives rows up: who looks up and updates in turn is the one who would."""
+    return False
+
+
 class RouteGroup:
     """One group's part of a route. Addresses are valid while the route lives."""
 
@@ -212,8 +217,13 @@ class GroupExchange:
         """Rows that the arena has room for."""
         return self.arena.num_slots
 
-    def hold(self, merged: Merger | Singles) -> Held:
-        """Makes sure that merged rows are in the arena, and keeps them there."""
+    def hold(self, merged: Merger | Singles, may_wait: Callable[[], bool] = never) -> Held:
+        """Makes sure that merged rows are in the arena, and keeps them there.
+
+        Args:
+            merged: the rows.
+            may_wait: whether it may wait until others give up rows.
+        """
         return Held(merged.merged_slots)
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:

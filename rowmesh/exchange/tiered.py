@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
-from rowmesh.exchange.route import GroupExchange, Held, RouteGroup
+from rowmesh.exchange.route import GroupExchange, Held, RouteGroup, never
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.ops.merge_update import Merger, Singles
@@ -49,9 +50,9 @@ class TieredExchange(GroupExchange):
         """Frames."""
         return self.tiered.num_frames
 
-    def hold(self, merged: Merger | Singles) -> Held:
+    def hold(self, merged: Merger | Singles, may_wait: Callable[[], bool] = never) -> Held:
         """Brings rows into fast memory; blocks until they are there."""
-        return HeldLease(self.tiered, self.tiered.lease(merged.merged_slots, merged.num_merged))
+        return HeldLease(self.tiered, self.tiered.lease(merged.merged_slots, merged.num_merged, may_wait))
 
     def bring_own(self, group: RouteGroup) -> None:
         """Brings the rows that a rank without others asked for."""
@@ -73,7 +74,7 @@ class TieredExchange(GroupExchange):
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
         """Updates merged rows, which are brought where they are not there; in turn with those who bring others."""
-        lease = self.tiered.lease(merged.merged_slots, merged.num_merged)
+        lease = self.tiered.lease(merged.merged_slots, merged.num_merged, never)
         try:
             self.tiered.apply(merged, lease.address, update.lr, update.scaling, update.step, part)
         finally:

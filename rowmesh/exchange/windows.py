@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,8 +41,8 @@ class Windows(Protocol):
         """Tells owners what is needed. Collective."""
         ...
 
-    def retrieve(self, window: Window) -> None:
-        """Brings rows into fast memory."""
+    def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
+        """Brings rows into fast memory; `may_wait` tells whether updates of other windows may still make room."""
         ...
 
     def final(self, window: Window) -> None:
@@ -63,6 +63,14 @@ class Windows(Protocol):
 
     def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
         """Updates rows. Collective."""
+        ...
+
+    def let_go(self, window: Window) -> None:
+        """Its rows were read and will not be updated: they may leave fast memory."""
+        ...
+
+    def end(self) -> None:
+        """What was opened and never updated is forgotten."""
         ...
 
     @property
@@ -87,7 +95,7 @@ class WholeWindows:
     def open(self, window: Window) -> None:
         """Owners learn what is needed when it is fetched."""
 
-    def retrieve(self, window: Window) -> None:
+    def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Rows are where they are."""
 
     def final(self, window: Window) -> None:
@@ -115,6 +123,12 @@ class WholeWindows:
             self._part.push([window.route], lrs, step)
         self._updated = window.number
 
+    def let_go(self, window: Window) -> None:
+        """Nothing is held."""
+
+    def end(self) -> None:
+        """Nothing is held."""
+
     @property
     def num_bytes(self) -> int:
         """Nothing is held."""
@@ -139,12 +153,7 @@ class PhasedWindows:
         self._travels: dict[int, list[Travel]] = {}
 
     def begin(self, number: int) -> None:
-        """What was opened before and never fetched is forgotten."""
-        for travels in self._travels.values():
-            for travel in travels:
-                if travel.held is not None:
-                    travel.held.release()
-        self._travels.clear()
+        """What came before is updated. Collective."""
         self._part.settle()
         self._exchange.begin()
 
@@ -153,9 +162,9 @@ class PhasedWindows:
         groups = [window.groups[index] for index in self._part.indices]
         self._travels[window.number] = self._exchange.open(window, groups)
 
-    def retrieve(self, window: Window) -> None:
+    def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Brings rows that were asked for into fast memory."""
-        self._exchange.retrieve(self._travels[window.number], window.number)
+        self._exchange.retrieve(self._travels[window.number], window.number, may_wait)
 
     def final(self, window: Window) -> None:
         """Fetches rows that the window before does not touch. Collective."""
@@ -183,10 +192,26 @@ class PhasedWindows:
         self._part.tell_replicas(updates)
         self._part.settle()
 
+    def let_go(self, window: Window) -> None:
+        """Its rows may leave fast memory."""
+        _release(self._travels.get(window.number, ()))
+
+    def end(self) -> None:
+        """What was opened and never updated is forgotten."""
+        for travels in self._travels.values():
+            _release(travels)
+        self._travels.clear()
+
     @property
     def num_bytes(self) -> int:
         """Memory beside that of windows."""
         return self._exchange.num_bytes
+
+
+def _release(travels: Sequence[Travel]) -> None:
+    for travel in travels:
+        if travel.held is not None:
+            travel.held.release()
 
 
 def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:

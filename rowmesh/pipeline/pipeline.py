@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rowmesh.collection import Driver, EmbeddingCollection
 from rowmesh.embeddings import Embeddings
-from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.window import Form, Window
 from rowmesh.ops.window import MAX_PARTS
@@ -52,7 +52,7 @@ class Samples(Protocol):
 
 
 T = TypeVar("T", bound=Samples)
-_ACTIONS = ("read", "route", "open", "retrieve", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
 
 
 class Part:
@@ -221,11 +221,13 @@ class Pipeline(Generic[T]):
         self._reader, self._end = reader, None
         for windows in self._windows:
             windows.begin(self._first)
-        self._runner = Runner(
-            self.schedule, {name: getattr(self, f"_{name}") for name in _ACTIONS}, rank=self._embeddings.mesh.rank,
-            threads=self._overlap, recorded=self.recorder.add, disturb=self._disturb, cancelled=cancelled,
+        actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
+        actions["retrieve"] = lambda task: self._retrieve(task, runner)
+        self._runner = runner = Runner(
+            self.schedule, actions, rank=self._embeddings.mesh.rank, threads=self._overlap,
+            recorded=self.recorder.add, disturb=self._disturb, cancelled=cancelled,
         )  # fmt: skip
-        return self._runner
+        return runner
 
     def _turns(self, runner: Runner) -> Iterator[Flight[T]]:
         turn = -self.schedule.depth
@@ -290,12 +292,24 @@ class Pipeline(Generic[T]):
         runner, self._runner = self._runner, None
         if runner is None:
             return
+        self._make_room(runner)
         self._untold = runner.close()
+        for windows in self._windows:
+            windows.end()
         self._embeddings.take_back()
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
         self._current, self._reader = None, iter(())
+
+    def _make_room(self, runner: Runner) -> None:
+        """Lets go of the rows of a batch that has no step: what is under way may wait for their room."""
+        flight, is_tiered = self._current, any(windows.is_tiered for windows in self._windows)
+        if not is_tiered or flight is None or flight.window is None or flight.lrs is not None:
+            return
+        if runner.prepare_to_close(Task("rows", flight.batch, self.schedule.num_parts - 1)):
+            for windows in self._windows:
+                windows.let_go(flight.window)
 
     def _tell(self) -> None:
         """Raises what failed when a loop was left."""
@@ -370,10 +384,14 @@ class Pipeline(Generic[T]):
             for windows in self._windows:
                 windows.open(window)
 
-    def _retrieve(self, task: Task) -> None:
+    def _retrieve(self, task: Task, runner: Runner) -> None:
         if window := self._window(task):
-            for windows in self._windows:
-                windows.retrieve(window)
+            try:
+                for windows in self._windows:
+                    windows.retrieve(window, lambda: runner.may_wait(task))
+            except NoRoomError:
+                if runner.is_of_use(task):
+                    raise
 
     def _final(self, task: Task) -> None:
         if window := self._window(task):

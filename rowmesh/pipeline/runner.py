@@ -63,7 +63,7 @@ class Runner:
         self._done: set[Task] = set()
         self._turn = -schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
-        self._is_told = False
+        self._is_told = self._is_settling = self._is_closing = False
         self.cancelled = cancelled or threading.Event()
         others = [resource for resource in schedule.resources if resource != COMPUTE]
         self._left = {resource: self._queue(resource) for resource in others}
@@ -106,7 +106,28 @@ class Runner:
             RowmeshError: a task failed.
         """
         self._run_inline()
-        self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
+        self._is_settling = True
+        try:
+            self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
+        finally:
+            self._is_settling = False
+
+    def is_of_use(self, task: Task) -> bool:
+        """Whether anything comes of a task: where the pipeline is being closed, only what this turn needs is."""
+        return not self._is_closing or task.batch <= self._turn + 1
+
+    def may_wait(self, task: Task) -> bool:
+        """Whether a task may wait for the updates of batches before its own."""
+        if not self._threads or self.cancelled.is_set() or not self.is_of_use(task):
+            return False
+        return not self._is_settling or Task("update", self._turn) not in self._done
+
+    def prepare_to_close(self, task: Task) -> bool:
+        """Begins nothing that is of no use any more, and waits until a task of this turn is done; whether it is."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
+            return task in self._done and not self.cancelled.is_set()
 
     def close(self) -> RowmeshError | None:
         """Ends the threads, once they have done what can be; what waits for other ranks for long then gives up.
@@ -116,6 +137,7 @@ class Runner:
         Returns:
             What failed, where no other call has raised it.
         """
+        self._is_closing = True
         self._finish()
         deadline = time.monotonic() + _GIVE_UP_S
         with self._changed:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import NoRoomError, RowmeshError
 from rowmesh.ops.frames import MISSING
 from rowmesh.ops.memory import Buffer, Memory, array_at
 from rowmesh.tables.arena import Merged, Piece
@@ -44,6 +44,8 @@ from rowmesh.tables.group import TableGroup
 from rowmesh.tables.tier import CHUNK, Tier, TierCounters
 from rowmesh.tables.versions import Versions
 from rowmesh.tables.write_back import WriteBack
+
+_LOOK_S = 0.1  # how often a lease that waits for others looks whether it still may
 
 
 class Lease:
@@ -194,7 +196,7 @@ class TieredArena:
         if self._tier.columns.versions is not None:
             self._versions = Versions(self.num_slots, self._tier.columns.versions, self._initial)
 
-    def lease(self, slots: int, count: int) -> Lease:
+    def lease(self, slots: int, count: int, may_wait: Callable[[], bool] = lambda: True) -> Lease:
         """Brings rows into the fast arena and keeps them there.
 
         Blocks until they are there, and until other leases are released where their frames are needed.
@@ -202,15 +204,17 @@ class TieredArena:
         Args:
             slots: address of uint32 `[count]`, distinct, as `Merger.merged_slots`; copied.
             count: how many.
+            may_wait: whether other leases may be released meanwhile; asked again while it waits for that.
 
         Raises:
-            RowmeshError: the frames do not suffice; rows cannot be read, or earlier ones not be written, naming the
-                file; under `verify`, a row is not what its last update left.
+            NoRoomError: the frames do not suffice, and others are not released, or not within the timeout.
+            RowmeshError: rows cannot be read, or earlier ones not be written, naming the file; under `verify`, a row is
+                not what its last update left.
         """
         lease = Lease(array_at(slots, np.uint32, count).copy() if count else np.empty(0, np.uint32))
         assert count == 0 or int(lease.slots.max()) < self.num_slots, "slots that the arena does not have"
         with self._leasing:
-            taken, is_written = self._take(lease)
+            taken, is_written = self._take(lease, may_wait)
             try:
                 self._load(lease, taken, is_written)
             except BaseException:
@@ -239,7 +243,7 @@ class TieredArena:
             self._is_taken = False
             self._tier.changed.notify_all()
 
-    def _take(self, lease: Lease) -> tuple[np.ndarray, np.ndarray]:
+    def _take(self, lease: Lease, may_wait: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         """Finds or gives a frame for every slot, and takes the turn.
 
         Returns:
@@ -253,7 +257,7 @@ class TieredArena:
             lease.num_found = len(lease.slots) - missing
             num_forwarded = lease.num_found - (table.num_pinned - num_pinned)
             try:
-                self._wait_for_frames(missing, lease)
+                self._wait_for_frames(missing, lease, may_wait)
             except BaseException:
                 tier.freed(table.release(lease.frames[lease.frames != MISSING], False, tier.retain))
                 raise
@@ -266,7 +270,7 @@ class TieredArena:
             tier.counters.peak_frames = max(tier.counters.peak_frames, table.num_pinned)
             return taken, tier.written.contains(lease.slots[taken])
 
-    def _wait_for_frames(self, missing: int, lease: Lease) -> None:
+    def _wait_for_frames(self, missing: int, lease: Lease, may_wait: Callable[[], bool]) -> None:
         """Returns when so many frames can be taken, and the turn; the lock is held."""
         tier, table = self._tier, self._tier.table
         self._writer.demand(missing)
@@ -274,9 +278,12 @@ class TieredArena:
         while (is_short := table.num_available < missing) or self._is_taken:
             self._writer.raise_failure()
             waited_s = time.monotonic() - began
-            if is_short and (len(lease.slots) > self.num_frames or waited_s >= self._timeout_s):
-                raise RowmeshError(self._describe_shortage(missing, lease, waited_s))
-            tier.changed.wait(self._timeout_s - waited_s if is_short else None)
+            if is_short:
+                needs_others = table.num_pinned + missing > self.num_frames
+                is_hopeless = len(lease.slots) > self.num_frames or (needs_others and not may_wait())
+                if is_hopeless or waited_s >= self._timeout_s:
+                    raise NoRoomError(self._describe_shortage(missing, lease, waited_s))
+            tier.changed.wait(min(_LOOK_S, self._timeout_s - waited_s) if is_short else None)
         tier.counters.waited_s += time.monotonic() - began
 
     def _describe_shortage(self, missing: int, lease: Lease, waited_s: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.ops.merge_update import Singles
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, TieredArena, fuse
@@ -67,9 +67,9 @@ def gradients_of(group, slots, step):
     return torch.randn(len(slots), group.dim, generator=generator, dtype=dtype)
 
 
-def lease_of(arena, slots):
+def lease_of(arena, slots, *may_wait):
     slots = u32(slots)
-    return arena.lease(slots.ctypes.data, len(slots))
+    return arena.lease(slots.ctypes.data, len(slots), *may_wait)
 
 
 def index(slots):
@@ -379,6 +379,22 @@ def test_a_lease_waits_for_frames_and_lets_others_read_meanwhile():
         thread.join()
         assert leases[0].num_found == 0
         assert 0.05 < tiered.counters.waited_s < 10
+
+
+def test_a_lease_waits_as_long_as_it_may():
+    asked = []
+
+    def may_wait():
+        asked.append(time.monotonic())
+        return len(asked) < 3
+
+    with make_tiered(make_group(), 10) as tiered:
+        first = lease_of(tiered, range(8))
+        with pytest.raises(NoRoomError, match=r"needs 3 more frames"):
+            lease_of(tiered, [7, 8, 9, 10], may_wait)
+        assert asked[2] - asked[0] < 5
+        tiered.release(first)
+        assert lease_of(tiered, [7, 8, 9, 10], lambda: False).num_found == 1  # others only have to be written back
 
 
 def test_a_lease_that_waits_hears_that_the_arena_is_closed():
