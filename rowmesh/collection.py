@@ -519,6 +519,7 @@ class EmbeddingCollection(nn.Module):
             new.counters = old.counters
         self._parts.close()
         self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
+        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
         self._num_pushes += 1  # rows that were fetched are stale
         self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
