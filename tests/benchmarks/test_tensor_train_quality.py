@@ -4,10 +4,11 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import tensor_train
+from benchmarks import tensor_train, tensor_train_quality_chart
 from benchmarks.click_sets import Criteo, Synthetic
 from benchmarks.click_training import Clicks, train
 from benchmarks.tensor_train_footprint import Footprint, sizes
@@ -109,3 +110,22 @@ def test_cases_are_smaller_where_time_is_short():
     assert [case.dim for case in full] == [16, 64, 16, 16, 16]
     assert all(case.ranks == RANKS for case in full)
     assert all(case.seeds == 2 and case.data.samples <= 16_384 for case in quick if isinstance(case.data, Synthetic))
+
+
+def test_the_chart_shows_every_case_and_model(tmp_path):
+    lines = [
+        {"quality": "curve", "case": case, "seed": seed, "model": model,
+         "points": [{"samples": n, "log_loss": 0.6 - 0.1 * n + 0.01 * seed} for n in (1, 2)]}
+        for case in ("a & b", "c") for seed in (0, 1) for model in ("dense", "rank 64")
+    ]  # fmt: skip
+    lines.append({"quality": "tuning", "case": "d"})
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tensor_train_quality_chart.main([str(tmp_path / "lines"), str(tmp_path / "chart.svg")])
+    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert [text.text for text in root.iter(f"{space}text") if text.get("class") == "title"] == ["a & b", "c"]
+    drawn = [line.get("points") for line in root.iter(f"{space}polyline") if line.find(f"{space}title") is not None]
+    assert len(drawn) == 4
+    assert all(curve == drawn[0] for curve in drawn)
+    (_, upper), (_, lower) = (map(float, place.split(",")) for place in drawn[0].split())
+    assert upper < lower  # a smaller loss stands further down
