@@ -31,12 +31,14 @@ class Synthetic:
         held_out: to be judged on.
         rows: ids of each table.
         head: how many ids of each table have an effect.
+        min_count: how often an id must be seen to have a row of its own.
     """
 
     samples: int
     held_out: int
     rows: tuple[int, ...]
     head: int
+    min_count: int = 2
 
     def prepared(self, folder: Path, seed: int, tuning: bool) -> Prepared:
         """The planted model of this seed; seeds for tuning are others."""
@@ -44,7 +46,8 @@ class Synthetic:
         optimum = synthesize(folder / "drawn", {"train": self.samples, "test": self.held_out}, config)
         drawn = folder / "drawn"
         files = {split: sorted(drawn.glob(f"{split}-*.parquet")) for split in ("train", "test")}
-        return prepare(files, folder / "prepared", Schema.load(drawn / "schema.toml"), optimum=optimum)
+        schema = Schema.load(drawn / "schema.toml")
+        return prepare(files, folder / "prepared", schema, min_count=self.min_count, optimum=optimum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +56,14 @@ class RealRows:
 
     Attributes:
         source: the folder of its files.
+        min_count: how often an id must be seen to have a row of its own.
         folder: what that is called where all data sets lie side by side.
         files: their names.
         schema: the name of their format.
     """
 
     source: Path
+    min_count: int = 2
     folder: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     schema: ClassVar[str]
@@ -72,7 +77,8 @@ class RealRows:
         """The cut of this seed; seeds for tuning are others."""
         splitter = Splitter(validation=0.0, test=HELD_OUT, how="random", seed=2 * seed + tuning)
         files = {"train": [self.source / name for name in self.files]}
-        return prepare(files, folder / "prepared", Schema.load(self.schema), splitter=splitter)
+        schema = Schema.load(self.schema)
+        return prepare(files, folder / "prepared", schema, splitter=splitter, min_count=self.min_count)
 
 
 class Criteo(RealRows):

@@ -83,7 +83,7 @@ def test_the_command_reports_differences_of_equal_seeds(capsys, monkeypatch, tmp
     data = Synthetic(samples=4_096, held_out=1_024, rows=tuple(Footprint.of("kaggle").tables.values()), head=50)
     tiny = Case(
         name="tiny", shape="kaggle", data=data, batch_size=256, seeds=2, tuning_seeds=1, lrs=(0.02, 0.04),
-        network_lrs=(0.001,), ranks=(128,),
+        network_lrs=(0.001,), large_factors=(1.0,), ranks=(128,),
     )  # fmt: skip
     absent = replace(tiny, name="absent", data=Criteo(source=tmp_path))
     monkeypatch.setattr("benchmarks.tensor_train_quality.cases", lambda options: [tiny, absent])
@@ -101,6 +101,8 @@ def test_the_command_reports_differences_of_equal_seeds(capsys, monkeypatch, tmp
     assert cored["planted_auc"] == dense["planted_auc"] > 0.75
     assert "lacks train.tsv.gz" in lines[-1]["unavailable"]
     assert last["summary"]["AUC absent"] is None
+    tensor_train.main(["--quality", "--quality-cases", "bsen"])
+    assert [json.loads(line).get("case") for line in capsys.readouterr().out.splitlines()] == ["absent", None]
 
 
 def test_cases_are_smaller_where_time_is_short():
@@ -108,7 +110,7 @@ def test_cases_are_smaller_where_time_is_short():
     quick, full = cases(options), cases(argparse.Namespace(**{**vars(options), "quick": False}))
     assert [case.seeds for case in full] == [3, 3, 9, 9, 9]
     assert [case.dim for case in full] == [16, 64, 16, 16, 16]
-    assert all(case.ranks == RANKS for case in full)
+    assert all(case.ranks == RANKS and case.data.min_count == 1 for case in full)
     assert all(case.seeds == 2 and case.data.samples <= 16_384 for case in quick if isinstance(case.data, Synthetic))
 
 
