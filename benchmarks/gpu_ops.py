@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     if reason is not None:
         report.line(unavailable=reason)
         return
-    report.line(**_machine())
+    report.line(**machine())
     _run(options, report)
     report.finish()
 
@@ -73,7 +73,8 @@ def _run(options: argparse.Namespace, report: Report) -> None:
                 report.ratio(f"{case.name} over {peer}", ratio)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The GPU, and the versions of what runs on it."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)
