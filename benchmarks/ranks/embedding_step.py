@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-import rowmesh.collection
 import rowmesh.exchange.pooling
 from benchmarks import rank as rank_side
 from benchmarks.hardware import CopyFloor, PingPong
@@ -32,7 +31,6 @@ PHASES = [
     (GroupExchange, "_unique_ids", "unique"),
     (EmbeddingCollection, "fetch", "fetch"),
     (EmbeddingCollection, "pool", "pool"),
-    (rowmesh.collection, "compress", "compress"),
     (rowmesh.exchange.pooling, "compress", "compress"),
     (EmbeddingCollection, "_take_gradients", "backward"),
     (EmbeddingCollection, "push", "push"),
