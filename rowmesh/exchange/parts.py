@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.counters import CommonCounters
@@ -73,16 +74,21 @@ class Parts:
             outcome: the end of the message.
 
         Raises:
-            ConfigurationError: a rank would hold more rows than can be told apart.
+            ConfigurationError: on all ranks alike, where one would hold more rows than can be told apart, or cannot
+                make the file of a tiered table; names it.
             MemoryError: on all ranks alike, where one has no room; names it.
         """
-        obstacle: str | None = None
+        obstacle: str | ConfigurationError | None = None
         try:
             for part in self.parts:
                 part.allocate()
+        except ConfigurationError as error:
+            obstacle = error.with_traceback(None)  # whose frames hold memory
         except (MemoryError, OSError) as error:  # anonymous memory fails with the second
             obstacle = str(error)
         for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, "making room for rows")):
+            if isinstance(theirs, ConfigurationError):
+                raise ConfigurationError(f"rank {rank}: {theirs}")
             if theirs is not None:
                 raise MemoryError(
                     f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "

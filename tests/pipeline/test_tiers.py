@@ -9,7 +9,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
-from rowmesh.errors import NoRoomError
+from rowmesh.errors import ConfigurationError, NoRoomError
 from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Tiers
@@ -186,3 +186,17 @@ def test_one_thread_cannot_wait_for_itself():
     optimizer.step()
     collection(item(Mesh(), 1).sparse).values.sum().backward()
     assert time.monotonic() - began < 5
+
+
+def make_without_a_folder(mesh, folders):
+    try:
+        EmbeddingCollection([ITEM], mesh=mesh, tiers=Tiers(folder=folders[mesh.rank]))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_learn_that_one_cannot_make_its_file(ranks, tmp_path):
+    told = ranks.run(make_without_a_folder, [tmp_path, tmp_path / "missing"], world_size=2)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank 1: cannot make file store {tmp_path / 'missing'}")
