@@ -26,9 +26,7 @@ from rowmesh.ops.gpu import Signature
 TARGETS = (80, 90, 100)
 _WARP_SIZE = 32
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack_bytes>\d+)")
-_SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
-_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
-_FIRST_BLACKWELL = 100
+_LOCAL = re.compile(r"\b(?:STL|LDL)(?:\.LU)?(?:\.(64|128))?\b")
 
 
 def ops_with_kernels() -> list[str]:
@@ -71,7 +69,7 @@ def compile_for(signature: Signature, target: int) -> dict[str, Any]:
     cubin = compiled.asm["cubin"]
     usage = _usage(cubin)
     # Spilled registers live in the stack, which calls of subroutines use as well.
-    spilled = _spilled_bytes(compiled.asm["ptx"], target) if usage["stack_bytes"] else 0
+    spilled = _spilled_bytes(cubin) if usage["stack_bytes"] else 0
     # Shared memory is claimed at the launch; what the machine code itself claims is the kilobyte that CUDA keeps.
     return {**usage, "spill_bytes": spilled, "shared_bytes": compiled.metadata.shared, "cubin_bytes": len(cubin)}
 
@@ -99,17 +97,12 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in found.groupdict().items()}
 
 
-def _spilled_bytes(ptx: str, target: int) -> int:
-    """Stored and loaded again, as ptxas says when it assembles the same once more."""
+def _spilled_bytes(cubin: bytes) -> int:
+    """Bytes a thread that all instructions which store to the stack, or load from it, move once."""
     from triton import knobs
 
-    found = _TARGET.search(ptx)
-    assert found, "PTX without a target"
-    ptxas = knobs.nvidia.ptxas_blackwell if target >= _FIRST_BLACKWELL else knobs.nvidia.ptxas
-    options = ("-v", "--fmad=false", f"--gpu-name={found[1]}", "-o", os.devnull)
-    spills = _SPILLS.findall(_run(ptxas.path, *options, code=ptx.encode()))
-    assert spills, "ptxas says nothing of spills"
-    return sum(map(int, spills))
+    widths = _LOCAL.findall(_run(knobs.nvidia.cuobjdump.path, "-sass", code=cubin))
+    return sum(int(bits or 32) // 8 for bits in widths)
 
 
 def _run(program: str, *options: str, code: bytes) -> str:

@@ -156,12 +156,28 @@ def _factor_of(weights, feature, at, size, here, MEAN: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
+def _vectors_of(
+    rows, slots, inverse, weights, feature, at, size, here, columns, is_column,
+    DIM: tl.constexpr, DTYPE: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """The rows of ids `at`, times their factors; zero where there is no id."""
+    row = tl.load(inverse + at, mask=here, other=0).to(tl.int64)
+    if slots is not None:
+        row = tl.load(slots + row, mask=here, other=0).to(tl.int64)
+    mask = here[:, None] & is_column[None, :]
+    values = tl.load(rows + row[:, None] * DIM + columns[None, :], mask=mask, other=0).to(DTYPE)
+    if MEAN or weights is not None:
+        values *= _factor_of(weights, feature, at, size, here, MEAN, DTYPE)[:, None]
+    return values
+
+
+@triton.jit
 def _pool(
     rows, slots, inverse, features, offsets, weights, out,
     DIM: tl.constexpr, DTYPE: tl.constexpr, MEAN: tl.constexpr, ALIGNMENT: tl.constexpr,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of BAGS bags of a feature; programs are numbered by tile and feature."""
+    """The sums of BAGS bags of a feature; programs are numbered by tile and feature. UNROLL is 0 for bags of one id."""
     feature = features + tl.program_id(1) * 8
     num_bags = tl.load(feature + 4)
     begin = tl.program_id(0).to(tl.int64) * BAGS
@@ -170,18 +186,19 @@ def _pool(
     bag, columns = begin + tl.arange(0, BAGS), tl.arange(0, COLUMNS)
     is_bag, is_column = bag < num_bags, columns < DIM
     first, size = _bags_of(feature, offsets, bag, is_bag)
-    total = tl.zeros([BAGS, COLUMNS], DTYPE)
-    for j in range(0, tl.max(size), UNROLL):
-        for k in tl.static_range(UNROLL):
-            at, here = first + j + k, j + k < size
-            row = tl.load(inverse + at, mask=here, other=0).to(tl.int64)
-            if slots is not None:
-                row = tl.load(slots + row, mask=here, other=0).to(tl.int64)
-            mask = here[:, None] & is_column[None, :]
-            values = tl.load(rows + row[:, None] * DIM + columns[None, :], mask=mask, other=0).to(DTYPE)
-            if MEAN or weights is not None:
-                values *= _factor_of(weights, feature, at, size, here, MEAN, DTYPE)[:, None]
-            total += values
+    if UNROLL == 0:
+        # Not a loop of one round: there the assembler lets each load wait for the sum before it.
+        total = _vectors_of(
+            rows, slots, inverse, weights, feature, first, size, is_bag, columns, is_column, DIM, DTYPE, MEAN
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BAGS, COLUMNS], DTYPE)
+        for j in range(0, tl.max(size), UNROLL):
+            for k in tl.static_range(UNROLL):
+                total += _vectors_of(
+                    rows, slots, inverse, weights, feature, first + j + k, size, j + k < size, columns, is_column,
+                    DIM, DTYPE, MEAN,
+                )  # fmt: skip
     # What the compiler cannot see, and what lets it write 16 bytes at a time.
     cell = tl.multiple_of(tl.load(feature + 5) + bag * tl.load(feature + 6), ALIGNMENT)
     tl.store(out + cell[:, None] + columns[None, :], total, mask=is_bag[:, None] & is_column[None, :])
@@ -219,8 +236,8 @@ def pool(rows: Tensor, inverse: Tensor, bags: Bags, out: Tensor, slots: Tensor |
         check("slots", slots, _INDEX, 1, device)
     bags.check(inverse.numel(), device)
     columns, tile = tile_of_rows(rows.shape[1], compute)
-    unroll = 1 if bags.is_single else _UNROLL.value
-    tile = max(tile // unroll, 1)  # as many loads under way, whether of different bags or of one
+    unroll = 0 if bags.is_single else _UNROLL.value
+    tile = max(tile // max(unroll, 1), 1)  # as many loads under way, whether of different bags or of one
     launch(
         _pool, (ceil_div(bags.num_bags, tile), len(bags.features)),
         rows, slots, inverse, bags.features, bags.offsets, bags.weights, out,
@@ -434,7 +451,7 @@ def _arithmetic(dtype: torch.dtype) -> tl.dtype:
 def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -> tuple[Signature, ...]:
     alignment = math.gcd(dim, _WIDEST)
     common = {"DIM": dim, "DTYPE": tl.dtype(compute), "ALIGNMENT": alignment, "COLUMNS": columns}
-    single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 1}
+    single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 0}
     chunks = {"factors": None, "CHUNK": CHUNK, "UNROLL": _CHUNK_UNROLL.value}
     row_sums = {"ROWS": tile // 4, "CHUNK": CHUNK, "UNROLL": _UNROLL.value}
     return (
@@ -445,6 +462,9 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
         ),
         Signature(
             _sum_chunks, f"*{compute} *i32 *i32 *i64 *{compute}", common | chunks, max(1, min(4, columns // 128))
+        ),
+        Signature(
+            _sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *i64 i32", common | row_sums | {"factors": None}
         ),
         Signature(_sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *{compute} *i64 i32", common | row_sums),
     )  # fmt: skip
