@@ -1,5 +1,7 @@
 """What all tests share: the pool of ranks, the device of GPU kernels, and how hypothesis searches."""
 
+import gc
+
 import hypothesis
 import pytest
 import torch
@@ -19,6 +21,11 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("rowmesh")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Leaves imported modules out of all garbage collections to come, which tests ask for."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -63,9 +63,20 @@ def migrating(draw):
     return replace(scenario, migrations=tuple((step, draw(another)) for step in sorted(steps)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(scenario=migrating(), one_sided=st.booleans())
 def test_random_migrations(ranks, scenario, one_sided):
+    check_migrations(ranks, scenario, one_sided)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(scenario=migrating(), one_sided=st.booleans())
+def test_many_random_migrations(ranks, scenario, one_sided):
+    check_migrations(ranks, scenario, one_sided)
+
+
+def check_migrations(ranks, scenario, one_sided):
     is_one_host = scenario.ranks_per_node == scenario.world_size
     check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
 

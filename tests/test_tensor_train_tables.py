@@ -93,9 +93,20 @@ def scenarios(draw):
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(scenario=scenarios())
 def test_random_mixtures(ranks, scenario):
+    check_mixture(ranks, scenario)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(scenario=scenarios())
+def test_many_random_mixtures(ranks, scenario):
+    check_mixture(ranks, scenario)
+
+
+def check_mixture(ranks, scenario):
     runs = [merged(scenario, on_ranks(ranks, scenario, name)) for name in ("one_sided", "collective")]
     assert_same_bits(*runs)
     assert_close(scenario, runs[0], train_reference(scenario))

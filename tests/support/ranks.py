@@ -13,6 +13,7 @@ and the next test gets fresh processes.
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -151,6 +152,7 @@ def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float) -> None:
     try:
         meshes = _join(rank, store, mesh_timeout_s)
         _compile_once(Path(store).parent)
+        gc.freeze()  # else every collection of what a test left looks at a million objects of imported modules
         _answer(pipe, True, None)
     except BaseException:
         _answer(pipe, False, traceback.format_exc())
