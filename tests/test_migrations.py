@@ -70,7 +70,7 @@ def test_random_migrations(ranks, scenario, one_sided):
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(scenario=migrating(), one_sided=st.booleans())
 def test_many_random_migrations(ranks, scenario, one_sided):
     check_migrations(ranks, scenario, one_sided)
