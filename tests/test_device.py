@@ -264,3 +264,17 @@ def test_says_what_it_runs_on(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "rowmesh"):
         assert devices.usable_device("cuda") == torch.device("cpu")
     assert "kernels are interpreted, slowly" in caplog.text
+
+
+def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: only torch's sync debug mode sees waits")
+    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    optimizer = EmbeddingOptimizer(embeddings)
+    step(embeddings, optimizer, batch())  # kernels are compiled
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            step(embeddings, optimizer, batch())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
