@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import socket
@@ -103,7 +104,7 @@ class Mesh:
             ) from error
         names = [identity for identity, _ in identities]
         first_seen = list(dict.fromkeys(names))
-        return Mesh(
+        mesh = Mesh(
             rank=dist.get_rank(group),
             world_size=world_size,
             hosts=tuple(first_seen.index(name) for name in names),
@@ -112,6 +113,9 @@ class Mesh:
             group=group,
             _owns_group=owns_group,
         )
+        if owns_group:  # a program that never closes it would sometimes abort: gloo's threads outlive the interpreter
+            atexit.register(mesh.close)
+        return mesh
 
     @property
     def is_one_host(self) -> bool:
@@ -294,6 +298,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leaves the process group if `connect` joined it. May be called again."""
+        atexit.unregister(self.close)
         if self._owns_group and dist.is_initialized():
             # gloo's threads take the GIL to let go of the last call's tensors. Whoever drops the last reference to
             # the group (DistributedDataParallel, say) joins those threads, holding the GIL: they must be done by then.

@@ -82,7 +82,7 @@ class Flight(Generic[T]):
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[float] | None = None
-        self.stepped_s = 0.0  # when its learning rates came
+        self.stepped_s = 0.0  # when its learning rates came; 0 before, and once what follows is noted
         self._is_begun = False
         self._num_computed = 0
 
@@ -245,8 +245,14 @@ class Pipeline(Generic[T]):
                         f"batch {turn} had no step: after the backward of its last micro-batch call the step of the "
                         "EmbeddingOptimizer"
                     )
-                self.recorder.add_dense(Task("dense", turn), flight.stepped_s, time.perf_counter())
+                self._note_dense(flight)
             turn += 1
+
+    def _note_dense(self, flight: Flight[T]) -> None:
+        """Notes when the dense network was updated: what the driver does after it settles is not of the step."""
+        if flight.stepped_s:
+            self.recorder.add_dense(Task("dense", flight.batch), flight.stepped_s, time.perf_counter())
+            flight.stepped_s = 0.0
 
     def _end_turn(self, runner: Runner, turn: int) -> None:
         """Passes over a batch that does not exist."""
@@ -267,6 +273,8 @@ class Pipeline(Generic[T]):
                 f"batch {self._current.batch} of the pipeline is half way; look rows up, read or save them between two "
                 "windows, after the optimizer's step"
             )
+        if self._current is not None:
+            self._note_dense(self._current)
         self._runner.settle()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ Without threads all is done by the driver, as soon as it can be: the sequential 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -74,6 +75,8 @@ class Runner:
         ]
         for thread in self._threads:
             thread.start()
+        if self._threads:  # one that sends or receives while the interpreter goes would abort the process
+            atexit.register(self.close)
 
     def enter(self, turn: int) -> None:
         """Lets all resources into a turn."""
@@ -137,6 +140,7 @@ class Runner:
         Returns:
             What failed, where no other call has raised it.
         """
+        atexit.unregister(self.close)
         self._is_closing = True
         self._finish()
         deadline = time.monotonic() + _GIVE_UP_S

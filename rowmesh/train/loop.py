@@ -136,8 +136,10 @@ class Trainer:
         config = self.config
         if config.pipeline.is_off:
             return PlainSteps(self)
-        segment = config.placement.drift.check_every if can_migrate else None
-        return PipelinedSteps(self, self.job, segment, log.progress.say)
+        pauses = [config.placement.drift.check_every] if can_migrate else []
+        if config.train.eval_every and self.job.embeddings.tier_counters:
+            pauses.append(config.train.eval_every)
+        return PipelinedSteps(self, self.job, pauses, log.progress.say)
 
     def local_loss(self, total: Tensor) -> Tensor:
         """What a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""

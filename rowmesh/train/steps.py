@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,13 @@ WARM_UP_STEPS, MEASURED_STEPS = 8, 16
 
 
 class Trains(Protocol):
-    """What steps need of a trainer."""
+    """What steps need of a trainer.
+
+    Attributes:
+        step: steps so far.
+    """
+
+    step: int
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of the losses of this rank's samples."""
@@ -82,12 +88,13 @@ class PipelinedSteps:
     Args:
         trainer: does what is to be done for each batch.
         job: what is trained.
-        segment: steps after which nothing is under way for a moment, if any: a plan may change then.
+        pauses: after every so many steps, of each, nothing is under way for a moment: a plan may change then, and an
+            evaluation has all fast memory for itself.
         say: takes what was chosen.
     """
 
-    def __init__(self, trainer: Trains, job: Job, segment: int | None, say: Callable[[str], None]) -> None:
-        self._trainer, self._job, self._segment, self._say = trainer, job, segment, say
+    def __init__(self, trainer: Trains, job: Job, pauses: Sequence[int], say: Callable[[str], None]) -> None:
+        self._trainer, self._job, self._pauses, self._say = trainer, job, pauses, say
         self._pipeline: Pipeline[Batch] | None = None
         self._pipelines: list[Pipeline[Batch]] = []
         share = job.config.pipeline.communication_share
@@ -109,7 +116,7 @@ class PipelinedSteps:
         pipeline = self._make(config.depth, config.micro_batches)
         self._say(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
         while left:
-            steps = min(left, self._segment or left)
+            steps = min([left, *(every - self._trainer.step % every for every in self._pauses)])
             yield from self._run(pipeline, batches, steps)
             left -= steps
 

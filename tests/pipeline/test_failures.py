@@ -132,3 +132,12 @@ def start(rank, port, stage, transport):
         text=True,
         env=os.environ | {name: str(value) for name, value in variables.items()},
     )
+
+
+@pytest.mark.parametrize("leaves", ["open", "done"])
+def test_programs_that_close_nothing_end(leaves):
+    """With a loop half way or done, a pipeline and a mesh that nobody closes."""
+    port = free_port()
+    processes = [start(rank, port, leaves, "closes nothing") for rank in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.mesh import Mesh
@@ -227,12 +228,34 @@ def bring_more(mesh: Mesh, scenario: Scenario, transport: str, timeout_s: float)
     return kind, message, threads
 
 
+def close_nothing(leaves: str) -> None:
+    """A program that closes neither its mesh nor, where it leaves it open, the loop of its pipeline."""
+    scenario = Scenario(tables=(TableSpec(name="user", num_rows=60, dim=3),), batch_sizes=(6, 5), num_steps=8)
+    kept = globals()  # what a script has at its top level lives until the interpreter goes
+    mesh = kept["mesh"] = Mesh.connect(timeout_s=60.0)
+    collection = EmbeddingCollection(scenario.tables, mesh=mesh, transport="collective")
+    optimizer = EmbeddingOptimizer(collection)
+    batches = [scenario.local_batch(step, 0, mesh.rank).sparse for step in range(8)]
+    items = [Batch(torch.zeros(each.batch_size, 0), each, torch.zeros(each.batch_size)) for each in batches]
+    pipeline = kept["pipeline"] = Pipeline(collection, depth=2, micro_batches=2)
+    windows = kept["windows"] = pipeline.windows(items)
+    for number, window in enumerate(windows):
+        for part in window:
+            part.embeddings.values.square().sum().backward()
+        optimizer.step()
+        if leaves == "open" and number == 3:
+            return
+
+
 def main() -> None:
     """One rank of a program of its own: `python -m tests.support.pipelines STAGE TRANSPORT`, with torchrun's variables.
 
-    Rank 1 fails before a task of batch 2, and nobody catches what is raised.
+    Rank 1 fails before a task of batch 2, and nobody catches what is raised. Or LEAVES "closes nothing", see above.
     """
     stage, transport = sys.argv[1:]
+    if transport == "closes nothing":
+        close_nothing(stage)
+        return
     tables = (TableSpec(name="user", num_rows=60, dim=3), TableSpec(name="item", num_rows=200, dim=16))
     options = {"depth": 2, "micro_batches": 2, "disturb": Fails(stage, 2, "raises")}
     scenario = Scenario(tables=tables, batch_sizes=(6, 5), num_steps=5, pipeline=options)
