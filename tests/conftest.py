@@ -28,6 +28,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    """Lets extension modules free what they would report as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Ranks that live as long as the test session."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -52,9 +53,13 @@ def rows_of(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
 
 
 def footprint() -> dict[str, int]:
-    """Resident bytes, open files and mapped regions of this process."""
+    """Resident bytes, open files and mapped regions of this process.
+
+    Pages of libraries do not count: they come when code runs for the first time, whenever that is.
+    """
     gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    status = Path("/proc/self/status").read_text()
+    resident = 1024 * sum(int(kilobytes) for kilobytes in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
     mapped = Path("/proc/self/maps").read_text().count("memfd:rowmesh")
     return {"resident": resident, "files": len(list(Path("/proc/self/fd").iterdir())), "mapped": mapped}
 
