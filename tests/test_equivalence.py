@@ -153,9 +153,16 @@ def scenarios(draw):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(scenario=scenarios())
 def test_random_configurations(ranks, scenario):
+    check(ranks, scenario)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(scenario=scenarios())
+def test_many_random_configurations(ranks, scenario):
     check(ranks, scenario)
 
 

@@ -84,9 +84,20 @@ def scenarios(draw):
     return replace(job, plan=plan, ranks_per_node=ranks_per_node)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(scenario=scenarios(), one_sided=st.booleans())
 def test_random_plans(ranks, scenario, one_sided):
+    check_plan(ranks, scenario, one_sided)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(scenario=scenarios(), one_sided=st.booleans())
+def test_many_random_plans(ranks, scenario, one_sided):
+    check_plan(ranks, scenario, one_sided)
+
+
+def check_plan(ranks, scenario, one_sided):
     is_one_host = scenario.ranks_per_node == scenario.world_size
     check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
 

@@ -81,6 +81,7 @@ def train(tmp_path):
             "RANKS": ranks or 2,
             "RUN": tmp_path / "run",
             "STORE": tmp_path / "store",
+            "TMPDIR": tmp_path,  # where torchrun leaves a folder
         }
         environment = os.environ | {name: str(value) for name, value in (settings | variables).items()}
         process = subprocess.Popen(

@@ -36,21 +36,18 @@ def job(disturb=None, **options):
     return Scenario(tables=TABLES, batch_sizes=(6, 5), num_steps=5, pipeline=sizes | options)
 
 
-def in_default(stage, transport):
-    return transport == "collective" and stage in ("read", "compute", "update")
-
-
-def cases():
-    """Of most, only the slow tests."""
+def cases(*in_default):
+    """All stages and transports; but for some collective ones, only in the slow tests."""
     return [
-        pytest.param(stage, transport, marks=() if in_default(stage, transport) else (pytest.mark.slow,))
+        pytest.param(stage, transport, marks=() if is_fast else (pytest.mark.slow,))
         for transport in ("collective", "one_sided")
         for stage in STAGES
         if (stage, transport) != ("final", "one_sided")  # when nothing is done
+        for is_fast in [transport == "collective" and stage in in_default]
     ]
 
 
-@pytest.mark.parametrize("stage, transport", cases())
+@pytest.mark.parametrize("stage, transport", cases("read", "compute"))
 def test_an_error_in_any_stage(pool, stage, transport):
     """The rank says what and where; the others, that they waited for it."""
     ends = pool.run(pipelines.end, job(Fails(stage, 2, "raises")), transport, TIMEOUT_S, world_size=2)
@@ -67,7 +64,7 @@ def test_an_error_in_any_stage(pool, stage, transport):
     assert threads == []
 
 
-@pytest.mark.parametrize("stage, transport", cases())
+@pytest.mark.parametrize("stage, transport", cases("read", "compute", "update"))
 def test_a_process_that_dies_in_any_stage(pool, stage, transport):
     with pytest.raises(RankError) as caught:
         pool.run(pipelines.end, job(Fails(stage, 2, "dies")), transport, 60.0, world_size=2)

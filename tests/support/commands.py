@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from unittest import mock
 
@@ -26,15 +27,16 @@ class Finished:
 
 def launch(arguments: list[str], *, ranks: int, timeout_s: float = 90.0) -> Finished:
     """Runs `rowmesh` under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "rowmesh.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory() as folder:  # torchrun leaves a folder for logs
+        done = subprocess.run(
+            [*command, "-m", "rowmesh.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            check=False,
+        )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -58,7 +58,7 @@ def start(config_file, *options, ranks=0):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(config_file.parent)},  # torchrun leaves a folder there
         start_new_session=True,
     )
 
