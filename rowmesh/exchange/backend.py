@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
@@ -100,7 +101,11 @@ def backend_for(device: str | torch.device) -> Backend:
     Raises:
         ConfigurationError: the device cannot be used; says what is missing.
     """
-    if torch.device(device).type == "cpu":
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:  # a name that torch does not know
+        raise ConfigurationError(f"device must be 'cpu' or 'cuda' (or 'cuda:1', …), got {device!r}") from error
+    if kind == "cpu":
         return HostBackend()
     from rowmesh.exchange.device import DeviceBackend
 
