@@ -156,13 +156,24 @@ def cases(options: argparse.Namespace) -> list[Case]:
         "lrs": tuple(0.00125 * 2**n for n in range(9)), "network_lrs": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
     }  # fmt: skip
     kaggle, terabyte = (_drawn(shape, samples, 131_072) for shape, samples in _samples(options.quality_samples).items())
+    more = [_case_of_more(options)] if options.quality_more_samples else []
     return [
+        *more,
         Case(name="synthetic Kaggle", shape="kaggle", data=kaggle, **some),
         Case(name="synthetic Terabyte", shape="terabyte", data=terabyte, **some),
         Case(name="Criteo, 1 epoch", shape="kaggle", data=criteo, **many),
         Case(name="Criteo, 2 epochs", shape="kaggle", data=criteo, epochs=2, **many),
         Case(name="Avazu, 1 epoch", shape="avazu", data=avazu, **many),
     ]
+
+
+def _case_of_more(options: argparse.Namespace) -> Case:
+    """Whether the loss stays where tables, and with them ranks, are larger; tuned around what fewer samples chose."""
+    return Case(
+        name="more of synthetic Kaggle", shape="kaggle", data=_drawn("kaggle", options.quality_more_samples, 262_144),
+        batch_size=512, seeds=options.quality_seeds, tuning_seeds=1, lrs=(0.02, 0.04), network_lrs=(0.001, 0.002),
+        large_factors=LARGE_FACTORS[1:4], ranks=RANKS[:1],
+    )  # fmt: skip
 
 
 def _samples(most: int) -> dict[str, int]:
@@ -181,6 +192,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quality", action="store_true", help="instead: AUC of models with cores beside dense ones")
     add("--quality-samples", type=int, default=524_288, help="synthetic samples to train on")
+    add("--quality-more-samples", type=int, default=0, help="a case of so many more, at the first rank alone")
     add("--quality-seeds", type=int, default=8, help="seeds on synthetic samples; on real rows three times as many")
     add("--quality-cases", default="", help="only those whose names contain this")
     add("--quality-data", type=Path, default=Path("../shared/data"), help="folder of criteo_kaggle and avazu")
