@@ -71,7 +71,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
             _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files, optimizer_state)
         else:
             _fill(table.name, embeddings.held_rows(table.name), entry, files, optimizer_state)
-    return _load_dense(files / DENSE)
+    return load_dense(files)
 
 
 def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Path, optimizer_state: bool) -> None:
@@ -82,8 +82,8 @@ def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Pat
         for part, mapped in zip(entry.parts, sources, strict=True):
             for kind, target in targets.items():
                 if kind not in mapped:
-                    mapped[kind] = _map(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
-            missing -= _fill_piece(piece.rows, targets, part, mapped)
+                    mapped[kind] = map_file(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
+            missing -= fill_piece(piece.rows, targets, part, mapped)
         piece.commit()
     if missing:
         raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files}")
@@ -92,10 +92,10 @@ def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Pat
 def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: Path, optimizer_state: bool) -> None:
     for name, target in cores.tensors.items():
         if optimizer_state or "." not in name:
-            as_numpy(target)[:] = _map(files, table, name, entry.files, target, tuple(target.shape))
+            as_numpy(target)[:] = map_file(files, table, name, entry.files, target, tuple(target.shape))
 
 
-def _fill_piece(
+def fill_piece(
     numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, npt.NDArray[Any]]
 ) -> int:  # fmt: skip
     """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
@@ -143,7 +143,7 @@ def _intersect(saved: range, wanted: range) -> tuple[range, range] | None:
     )
 
 
-def _map(
+def map_file(
     files: Path, table: str, kind: str, names: Mapping[str, str], target: torch.Tensor, shape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
     """The file of one kind, mapped; its shape and dtype checked against where it goes."""
@@ -209,7 +209,9 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
             )
 
 
-def _load_dense(path: Path) -> dict[str, Any]:
+def load_dense(files: Path) -> dict[str, Any]:
+    """What was saved as `dense`, from the folder that the manifest names."""
+    path = files / DENSE
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:

@@ -14,6 +14,7 @@ import cyclopts
 import rowmesh
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
+from rowmesh.cli.export import export
 from rowmesh.cli.plan import plan
 from rowmesh.cli.train import train
 from rowmesh.errors import RowmeshError
@@ -31,6 +32,7 @@ app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data set
 app.command(plan)
 app.command(train)
 app.command(evaluate)
+app.command(export)
 app.command(env)
 
 

@@ -20,7 +20,7 @@ from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
 from rowmesh.train.device import check_device
 from rowmesh.train.evaluate import evaluate
-from rowmesh.train.fingerprint import Fingerprint, differences, fingerprint
+from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
@@ -137,10 +137,8 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: b
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
     if "fingerprint" not in metadata:
         raise RowmeshError(f"{run.model} does not say what it was trained on; train again with this version")
-    differing = differences(metadata["fingerprint"], fingerprint(data))
-    if not differing:
+    if not (what := mismatch(metadata["fingerprint"], data)):
         return []
-    what = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if differing[3:] else "")
     if accept:
         return [f"data      differ from those of the training in {what}; accepted"]
     raise RowmeshError(

@@ -12,6 +12,7 @@ import pyarrow as pa
 from rowmesh.data import Prepared
 
 CHUNK_VALUES = 1 << 20  # bounds the temporaries
+MOST_NAMED = 3
 Fingerprint = dict[str, str]
 
 
@@ -33,6 +34,13 @@ def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
     ['b']
     """
     return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
+
+
+def mismatch(trained: Fingerprint, data: Prepared) -> str:
+    """In what the data differ from those of the training, in words; "" where in nothing."""
+    differing = differences(trained, fingerprint(data))
+    more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return ", ".join(differing[:MOST_NAMED]) + more
 
 
 def _digest(*texts: bytes) -> str:

@@ -1,0 +1,97 @@
+"""Saved rows: the rows of one table of a checkpoint by their numbers, without a collection to load them into."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rowmesh.checkpoint.manifest import CheckpointError, Manifest, as_numpy
+from rowmesh.checkpoint.read import fill_piece, map_file
+from rowmesh.tables.tensor_train import TensorTrainShape
+from rowmesh.tensor_train.lookup import Lookup, Workspace
+
+
+class SavedRows:
+    """The rows of one table, whichever ranks wrote them; those of a tensor-train table are computed from its cores.
+
+    Args:
+        folder: the checkpoint.
+        manifest: of the checkpoint.
+        table: its name.
+
+    Raises:
+        CheckpointError: there is no such table.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, table: str) -> None:
+        if table not in manifest.tables:
+            raise CheckpointError(f"the model in {folder} has no table {table!r}, only: {', '.join(manifest.tables)}")
+        self._files, self._entry, self.table = folder / manifest.folder, manifest.tables[table], table
+        self._mapped: list[dict[str, npt.NDArray[Any]]] = [{} for _ in self._entry.parts]
+        self.num_rows, self.dim = self._entry.num_rows, self._entry.dim
+        self.dtype: torch.dtype = getattr(torch, self._entry.dtype)
+
+    def read(self, rows: range) -> Tensor:
+        """Values `[len(rows), D]` of the table's dtype, with memory of their own.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a row is in no file.
+        """
+        values = torch.empty(len(rows), self.dim, dtype=self.dtype, device="cpu")
+        if not len(rows):
+            return values
+        if self._entry.cores is None:
+            self._copy(rows, values)
+        else:
+            self._compute(rows, values)
+        return values
+
+    def _copy(self, rows: range, values: Tensor) -> None:
+        missing = len(rows)
+        for part, mapped in zip(self._entry.parts, self._mapped, strict=True):
+            if "values" not in mapped:
+                mapped["values"] = map_file(
+                    self._files, self.table, "values", part.files, values, (part.count, self.dim)
+                )  # fmt: skip
+            missing -= fill_piece(rows, {"values": values}, part, mapped)
+        if missing:
+            raise CheckpointError(
+                f"table {self.table!r}: {missing} of {len(rows)} rows are in no file of {self._files}"
+            )
+
+    def _compute(self, rows: range, values: Tensor) -> None:
+        """The bits that a look-up of the same ids gives."""
+        shape, cores = self._cores
+        ids = torch.arange(rows.start, rows.stop, rows.step, device="cpu")
+        lookup = Lookup(shape, self.dtype, ids, self._workspace, distinct=True)
+        lookup.rows(cores, values.data_ptr(), keep=False)
+
+    @cached_property
+    def _workspace(self) -> Workspace:
+        return Workspace()
+
+    @cached_property
+    def _cores(self) -> tuple[TensorTrainShape, tuple[Tensor, ...]]:
+        entry = self._entry.cores
+        assert entry is not None
+        factors: Any = (entry.row_factors, entry.dim_factors, entry.ranks)
+        shape, cores = TensorTrainShape(self.num_rows, self.dim, *factors), []
+        for number, of_core in enumerate(shape.core_shapes, start=1):
+            core = torch.empty(of_core, dtype=self.dtype, device="cpu")
+            as_numpy(core)[:] = map_file(self._files, self.table, f"core{number}", entry.files, core, tuple(of_core))
+            cores.append(core)
+        return shape, tuple(cores)
+
+
+def as_float(values: Tensor) -> npt.NDArray[Any]:
+    """Values as NumPy has them: bfloat16 as float32.
+
+    >>> as_float(torch.tensor([1.5], dtype=torch.bfloat16)).dtype
+    dtype('float32')
+    """
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()

@@ -1,0 +1,50 @@
+"""`rowmesh export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def export(
+    run: Path,
+    /,
+    *,
+    out: Path,
+    tables: Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())] = None,
+    data: Path | None = None,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Write the embedding tables of a finished run by the values of the raw data, and its dense network.
+
+    Each table becomes a Parquet file with a line an id, the most frequent first: id, value, count, vector.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    out
+        Folder to write; it appears whole or not at all.
+    tables
+        Which tables; all by default.
+    data
+        The prepared data of the training, where they are no longer where they were.
+    overwrite
+        Replace a folder that an earlier call of this command wrote.
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from rowmesh.observe.progress import PartsProgress
+    from rowmesh.train.export import export as write
+
+    console = Console()
+    with PartsProgress(console) as show:
+        exported = write(run, out, data=data, tables=tables or (), overwrite=overwrite, progress=show)
+    shown = Table("table", *(Column(name, justify="right") for name in ("rows", "dim", "MB")))
+    for each in exported:
+        shown.add_row(each.table, f"{each.num_rows:,}", str(each.dim), f"{each.num_bytes / 1e6:,.1f}")
+    console.print(f"exported {out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(shown)

@@ -1,0 +1,169 @@
+"""Export: the rows of a trained model under the values that users know, for whoever serves them.
+
+A table becomes a Parquet file with a line an id, the most frequent first, whatever order its rows were trained in::
+
+    export/
+      manifest.json       what was exported
+      network.pt          the dense network's `state_dict`
+      tables/C1.parquet   id: int64, the frequency rank; value: of the raw data; count: in training; vector: float[D]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from rowmesh import checkpoint
+from rowmesh.checkpoint.read import load_dense
+from rowmesh.checkpoint.rows import SavedRows, as_float
+from rowmesh.data import Prepared
+from rowmesh.data.atomic import replacing_folder
+from rowmesh.data.bijection import Bijection
+from rowmesh.data.progress import Progress, silent
+from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.suggest import hint
+from rowmesh.train.fingerprint import mismatch
+from rowmesh.train.resolve import resolve
+from rowmesh.train.run_folder import RunFolder
+
+EXPORT = "an export"
+NETWORK, TABLES = "network.pt", "tables"
+CHUNK_BYTES = 1 << 24  # of vectors in memory at a time, and in a group of rows of a file
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One table that was written.
+
+    Attributes:
+        table: its name.
+        num_rows, dim: lines, and length of a vector.
+        num_bytes: of the file.
+    """
+
+    table: str
+    num_rows: int
+    dim: int
+    num_bytes: int
+
+
+def export(
+    run: Path,
+    out: Path,
+    *,
+    data: Path | None = None,
+    tables: Sequence[str] = (),
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> list[Exported]:
+    """Writes the tables of a finished run by the values of the raw data, and its dense network.
+
+    The last line of a table is the row that rare and unseen values share; its value is null, as is that of the line
+    for missing values, if there is one. Memory is bounded, whatever the size of the tables.
+
+    Args:
+        run: the run's folder.
+        out: folder to write; it appears whole or not at all.
+        data: the prepared data, where they are no longer where the run was trained on them.
+        tables: some of them; default: all.
+        overwrite: replace a folder that an earlier export wrote.
+        progress: is told what is being written, and which share of it is.
+
+    Raises:
+        RowmeshError: there is no model, no such table, the data are not those of the training, or `out` is not free.
+    """
+    folder = RunFolder(run)
+    if not folder.config.exists():
+        raise RowmeshError(f"{run} is no run: {folder.config.name} is missing; give the folder of a finished run")
+    manifest = checkpoint.read_manifest(folder.model)
+    prepared = Prepared.open(data or resolve(folder.config).data.folder)
+    _check_meaning(folder, manifest, prepared)
+    chosen = _choose(tables, manifest)
+    request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
+    with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
+        (partial / TABLES).mkdir()
+        torch.save(load_dense(folder.model / manifest.folder)["network"], partial / NETWORK)
+        saved = [SavedRows(folder.model, manifest, table) for table in chosen]
+        return [_write(each, prepared, partial / TABLES, progress) for each in saved]
+
+
+def _check_meaning(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared) -> None:
+    """Raises RowmeshError where rows would come under values that they were not trained for."""
+    if "fingerprint" not in manifest.metadata:
+        raise RowmeshError(f"{folder.model} does not say what it was trained on; train again with this version")
+    if what := mismatch(manifest.metadata["fingerprint"], data):
+        raise RowmeshError(
+            f"the model in {folder.path} was trained on {manifest.metadata['data']}, and {data.folder.absolute()} "
+            f"differs from it in {what}: rows would stand beside values of others. Give the prepared data of the "
+            "training with --data"
+        )
+
+
+def _choose(tables: Sequence[str], manifest: checkpoint.Manifest) -> list[str]:
+    for name in tables:
+        if name not in manifest.tables:
+            suggestion = hint(name, manifest.tables) or f"; known: {', '.join(manifest.tables)}"
+            raise ConfigurationError(f"the model has no table {name!r}{suggestion}")
+    return [name for name in manifest.tables if not tables or name in tables]
+
+
+def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -> Exported:
+    path = folder / f"{quote(saved.table, safe='')}.parquet"
+    values, counts = data.vocabulary(saved.table), data.counts(saved.table)
+    vector = pa.list_(pa.from_numpy_dtype(as_float(saved.read(range(0))).dtype), saved.dim)
+    schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})
+    with pq.ParquetWriter(path, schema) as writer:
+        for ids, rows, vectors in _by_rank(saved, data.bijection(saved.table), folder):
+            known = pa.array(rows, mask=rows >= len(values))  # the last row, of rare values, has none
+            columns = [pa.array(ids), values.take(known), pa.array(np.asarray(counts[rows])), _lists(vectors, vector)]
+            writer.write_table(pa.table(columns, schema=schema))
+            progress(saved.table, (int(ids[-1]) + 1) / saved.num_rows)
+    return Exported(saved.table, saved.num_rows, saved.dim, path.stat().st_size)
+
+
+def _by_rank(
+    saved: SavedRows, bijection: Bijection, folder: Path
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Ids, their rows and vectors, in order of the ids, some at a time.
+
+    Rows of the span in another order are put into a file of no name first: read by id from the model, each would be
+    looked for in all parts of it.
+    """
+    span, size = bijection.span, max(CHUNK_BYTES // (4 * saved.dim), 1)
+    for rows in _cut(range(span.start), size):
+        yield _same(rows), _same(rows), as_float(saved.read(rows))
+    if span:
+        with TemporaryFile(dir=folder) as file:
+            dtype = as_float(saved.read(range(0))).dtype
+            moved = np.memmap(file, dtype, mode="w+", shape=(len(span), saved.dim))
+            for rows in _cut(span, size):
+                moved[rows.start - span.start : rows.stop - span.start] = as_float(saved.read(rows))
+            for ids in _cut(span, size):
+                rows = bijection.rows(_same(ids))
+                yield _same(ids), rows, moved[rows - span.start]
+            del moved
+    for rows in _cut(range(span.stop, saved.num_rows), size):
+        yield _same(rows), _same(rows), as_float(saved.read(rows))
+
+
+def _cut(numbers: range, size: int) -> Iterator[range]:
+    """Runs of at most `size`."""
+    return (numbers[begin : begin + size] for begin in range(0, len(numbers), size))
+
+
+def _same(numbers: range) -> npt.NDArray[np.int64]:
+    return np.arange(numbers.start, numbers.stop, dtype=np.int64)
+
+
+def _lists(vectors: npt.NDArray[Any], kind: Any) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), type=kind)

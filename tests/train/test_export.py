@@ -1,0 +1,130 @@
+"""Exported tables: the rows of the model, by the values of the raw data, in order of frequency."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rowmesh import AdaGrad, EmbeddingCollection, SparseBatch, TableSpec, checkpoint
+from rowmesh.cli.__main__ import main
+from rowmesh.data import ReorderOptions, reorder
+from rowmesh.errors import RowmeshError
+from rowmesh.tables import TensorTrain
+from rowmesh.train import export as export_module
+from rowmesh.train.commands import run_training
+from rowmesh.train.export import export
+from rowmesh.train.fingerprint import fingerprint
+from rowmesh.train.resolve import resolve
+from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    prepared = prepare_batches(folder, draw_batches(400))
+    return prepared, reorder(prepared, folder / "out", tables=["item"], options=ReorderOptions(batch_size=BATCH))
+
+
+def make_run(folder, data, embeddings):
+    """A run's folder, as far as an export reads it."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(f'[data]\nfolder = "{data.folder}"\n[run]\nfolder = "{folder}"\n')
+    metadata = {"steps": 1, "data": str(data.folder), "fingerprint": fingerprint(data)}
+    checkpoint.save(folder / "model", embeddings, {"network": {"weight": torch.ones(2)}}, metadata=metadata)
+    return folder
+
+
+def rows_of(embeddings, name, num_rows, dim):
+    """All rows of a table in one tensor."""
+    if embeddings.tables[0].storage == "tensor_train":
+        return embeddings(SparseBatch.from_bags({name: [[row] for row in range(num_rows)]})).values.detach()
+    values = torch.empty(num_rows, dim, dtype=embeddings.tables[0].dtype)
+    for part in embeddings.local_rows(name):
+        values[part.rows] = part.values
+    return values
+
+
+@pytest.mark.parametrize("is_reordered", [False, True], ids=["by frequency", "reordered"])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.float32, "dense"), (torch.bfloat16, "dense"), (torch.float64, "dense"), (torch.float32, "tensor_train")],
+    ids=str,
+)
+def test_vectors_stand_beside_their_values(both, tmp_path, monkeypatch, dtype, storage, is_reordered):
+    data, dim = both[is_reordered], 4
+    monkeypatch.setattr(export_module, "CHUNK_BYTES", 4 * dim * 250)  # several pieces in and about the span
+    num_rows = data.table("item").num_rows
+    cores = TensorTrain(rank=4) if storage == "tensor_train" else None
+    table = TableSpec(
+        name="item", num_rows=num_rows, dim=dim, dtype=dtype, storage=storage, tensor_train=cores, optimizer=AdaGrad()
+    )  # fmt: skip
+    embeddings = EmbeddingCollection([table])
+    trained = rows_of(embeddings, "item", num_rows, dim)
+    run = make_run(tmp_path / "run", data, embeddings)
+    (written,) = export(run, tmp_path / "out")
+    assert (written.table, written.num_rows, written.dim) == ("item", num_rows, dim)
+    found = pq.read_table(tmp_path / "out" / "tables" / "item.parquet")
+    assert found["id"].to_pylist() == list(range(num_rows))
+    counts = found["count"].to_numpy()
+    assert (np.diff(counts[:-1]) <= 0).all()
+    values, vocabulary = found["value"].to_pylist(), data.vocabulary("item").to_pylist()
+    assert values[-1] is None
+    assert sorted(values[:-1]) == sorted(vocabulary)
+    row_of = {value: row for row, value in enumerate(vocabulary)} | {None: num_rows - 1}
+    rows = [row_of[value] for value in values]
+    assert (rows != list(range(num_rows))) == is_reordered
+    vectors = torch.tensor(found["vector"].to_pylist(), dtype=torch.float64)
+    assert torch.equal(vectors, trained[rows].double())
+    assert counts.tolist() == np.asarray(data.counts("item"))[rows].tolist()
+    assert torch.equal(torch.load(tmp_path / "out" / "network.pt")["weight"], torch.ones(2))
+
+
+def test_a_run_of_two_ranks_is_exported_by_the_command(config_file, clicks, tmp_path, command, capsys):
+    assert command(["train", str(config_file)], ranks=2).status == 0
+    run, out = config_file.parent / "run", tmp_path / "out"
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(run), "--out", str(out), "--tables", "C3", "C1"])
+    assert "C3" in capsys.readouterr().out
+    assert sorted(path.name for path in (out / "tables").iterdir()) == ["C1.parquet", "C3.parquet"]
+    table = TableSpec(name="C3", num_rows=clicks.table("C3").num_rows, dim=4)
+    vectors = pq.read_table(out / "tables" / "C3.parquet")["vector"].to_pylist()
+    manifest = checkpoint.read_manifest(run / "model")
+    assert len(manifest.tables["C3"].parts) == 2
+    values = np.empty((table.num_rows, 4), np.float32)
+    for part in manifest.tables["C3"].parts:
+        saved = np.load(run / "model" / manifest.folder / part.files["values"])
+        numbers = np.concatenate([r.start + r.stride * np.arange(r.count) for r in part.ranges])
+        values[numbers] = saved
+    assert np.array_equal(np.array(vectors, np.float32), values)
+    assert "weight" in " ".join(torch.load(out / "network.pt"))
+
+
+def test_mistakes_say_what_fits(config_file, both, tmp_path):
+    run_training(resolve(config_file, ["train.epochs=1"]))
+    run, out = config_file.parent / "run", tmp_path / "out"
+    with pytest.raises(RowmeshError, match=r"is no run: config.toml is missing"):
+        export(tmp_path, out)
+    with pytest.raises(RowmeshError, match=r"has no table 'C33'; did you mean 'C3'"):
+        export(run, out, tables=["C33"])
+    with pytest.raises(RowmeshError, match=r"was trained on .* differs from it in .*: rows would stand"):
+        export(run, out, data=both[0].folder)
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with pytest.raises(RowmeshError, match="not empty"):
+        export(run, out)
+    with pytest.raises(RowmeshError, match="not written by rowmesh"):
+        export(run, out, overwrite=True)
+    assert (out / "mine").read_text() == "kept"
+    export(run, tmp_path / "other")
+    export(run, tmp_path / "other", overwrite=True)
+
+
+def test_a_damaged_model_leaves_no_export(config_file, tmp_path):
+    run_training(resolve(config_file, ["train.epochs=1"]))
+    run, out = config_file.parent / "run", tmp_path / "out"
+    manifest = checkpoint.read_manifest(run / "model")
+    (run / "model" / manifest.folder / manifest.tables["C2"].parts[0].files["values"]).unlink()
+    with pytest.raises(RowmeshError, match=r"table 'C2': .* is missing; the checkpoint is incomplete"):
+        export(run, out)
+    assert not out.exists()
