@@ -16,6 +16,7 @@ from rowmesh.exchange.backend import Backend
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.pooling import LookUp, PoolFunction
 from rowmesh.exchange.route import RouteGroup
+from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec
@@ -198,5 +199,5 @@ class Outputs:
             for name, rows in zip(group.features, next(values).split(lengths), strict=True):
                 first = batch.features.index(name) * batch.batch_size
                 offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
-                sequences[name] = JaggedRows(rows, (offsets - offsets[0]).to(rows.device, non_blocking=True))
+                sequences[name] = JaggedRows(rows, upload(offsets - offsets[0], rows.device))
         return Embeddings(outputs[0], self.features, self.dims, sequences)

@@ -116,4 +116,7 @@ def usable_device(device: str | torch.device) -> torch.device:
         logger.warning("device %s: there is no GPU; TRITON_INTERPRET=1, so kernels are interpreted, slowly", device)
         return torch.device("cpu")
     built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
-    raise ConfigurationError(f"device {str(device)!r} cannot be used: {built}; torch.cuda.is_available() is false")
+    raise ConfigurationError(
+        f"device {str(device)!r} cannot be used: {built}; torch.cuda.is_available() is false. Install a CUDA build of "
+        "torch (pytorch.org/get-started) that the machine's NVIDIA driver can run, or use device 'cpu'"
+    )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRouteGroup
-from rowmesh.exchange.late import Late
 from rowmesh.exchange.update import Update
+from rowmesh.ops.transfer import Late
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rowmesh.exchange.device_route import DeviceRoute
 from rowmesh.exchange.layout import GroupLayout, Layouts
+from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 
@@ -75,8 +76,7 @@ class DeviceRouter:
         return 0
 
     def _upload(self, tensor: Tensor | None) -> Any:
-        """To the device, without waiting where the memory is pinned."""
-        return None if tensor is None else tensor.to(self._device, non_blocking=True)
+        return None if tensor is None else upload(tensor, self._device)
 
     def _bags(
         self, batch: SparseBatch, layout: GroupLayout, place: int, own: slice, jagged: Tensor | None,

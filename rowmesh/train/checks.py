@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
@@ -45,13 +45,13 @@ def check_batch(batch: Batch, dense_names: Sequence[str], where: str) -> None:
         raise DataError(f"{where}: {error}") from None
 
 
-def check_loss(loss: Tensor, where: str) -> None:
-    """Raises DivergedError where the loss is not finite."""
-    if not bool(torch.isfinite(loss)):
+def check_loss(loss: float, where: str) -> float:
+    """The loss; raises DivergedError where it is not finite."""
+    if not math.isfinite(loss):
         raise DivergedError(
-            f"{where}: the loss is {loss.item()}; lower optimizer.lr or tables.optimizer.lr, or give "
-            "schedule.warmup_steps"
+            f"{where}: the loss is {loss}; lower optimizer.lr or tables.optimizer.lr, or give schedule.warmup_steps"
         )
+    return loss
 
 
 @contextmanager

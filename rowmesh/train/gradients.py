@@ -31,8 +31,10 @@ class SharedGradients:
         parameters = list(network.parameters())
         self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self._group: Any = None
+        self._waits = True
         if mesh.group is not None:
-            self._group = device_group(mesh, self._buffer.device)[0]
+            self._group, backend, _ = device_group(mesh, self._buffer.device)
+            self._waits = backend != "nccl"
             complete(
                 mesh,
                 lambda: dist.broadcast(self._buffer, group=self._group, group_src=0, async_op=True),
@@ -49,19 +51,25 @@ class SharedGradients:
         self._buffer.zero_()
 
     def average(self) -> None:
-        """Averages the gradients over ranks. Collective and blocking; moves twice their bytes.
+        """Averages the gradients over ranks. Collective; moves twice their bytes. Under NCCL the host does not wait.
 
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
         mesh = self._mesh
         if self._group is not None:
-            complete(
-                mesh,
-                lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True),
-                "averaging the network's gradients",
-            )
+            self._sum(mesh)
             self._buffer /= mesh.world_size
+
+    def _sum(self, mesh: Mesh) -> None:
+        doing = "averaging the network's gradients"
+        if self._waits:
+            complete(mesh, lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True), doing)
+            return
+        try:
+            dist.all_reduce(self._buffer, group=self._group)  # what follows on this stream comes after it
+        except RuntimeError as error:
+            raise mesh.peer_error(doing, error) from error
 
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = self._buffer.split([parameter.numel() for parameter in parameters])

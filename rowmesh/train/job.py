@@ -15,6 +15,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
+from rowmesh.ops.transfer import upload
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
 from rowmesh.train.device import use_device
@@ -44,8 +45,11 @@ class Job:
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
-        vectors = self.embeddings(batch.sparse).stacked()
-        return self.network(batch.dense.to(vectors), vectors)
+        return self.predict(batch.dense, self.embeddings(batch.sparse).stacked())
+
+    def predict(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        """Logits `[B]` of samples, given their dense features `[B, …]` and vectors `[B, F, D]`."""
+        return self.network(upload(dense, vectors.device).to(vectors.dtype), vectors)
 
     def loader(self, split: str, *, shuffle: bool = False) -> Loader:
         """Iterates over the part of a split that belongs to this rank."""

@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
+from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Flight
-from rowmesh.train.checks import check_batch, check_loss, naming_lost_peers
+from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.drift import configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
 from rowmesh.train.job import Job
+from rowmesh.train.losses import Losses
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.schedule import make_scheduler
@@ -60,6 +62,7 @@ class Trainer:
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
+        self._losses = Losses(job.embeddings.device)
         self._memory = MemoryGauge()
         self._lrs: dict[str, float] = {}
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
@@ -81,15 +84,20 @@ class Trainer:
                 if drift is not None and (text := drift.after_step(batch.sparse)):
                     log.progress.say(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
+                    interval.loss += self._losses.rest()
                     self._log(log, interval, steps.record())
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
                     steps.settle()
+                    interval.loss += self._losses.rest()
                     interval.started_s += self._validate(log)
             steps.finish(run.trace)
 
     def train_step(self, batch: Batch) -> float:
-        """One step; returns the sum of the losses of this rank's samples. Collective: every rank calls it."""
+        """One step; returns the sum of this rank's losses that the host got to know: on a CPU those of its samples.
+
+        Collective: every rank calls it.
+        """
         self._begin_step(batch)
         total = self._backward(self.job.logits(batch), batch.labels)
         self._end_step()
@@ -101,7 +109,7 @@ class Trainer:
         self._begin_step(batch)
         for part in window:
             vectors = part.embeddings.stacked()
-            logits = self.job.network(batch.dense[part.samples].to(vectors.dtype), vectors)
+            logits = self.job.predict(batch.dense[part.samples], vectors)
             total += self._backward(logits, batch.labels[part.samples])
         self._end_step()
         return total
@@ -116,11 +124,12 @@ class Trainer:
         self._embedding_optimizer.zero_grad()
 
     def _backward(self, logits: Tensor, labels: Tensor) -> float:
-        """Adds the gradients of some samples; returns the sum of their losses."""
-        total = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="sum")
-        check_loss(total, self._where)
+        """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
+        labels = upload(labels, logits.device).to(logits.dtype)
+        total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        known = self._losses.add(total, self._where)
         self.local_loss(total).backward()
-        return float(total.detach())
+        return known
 
     def _end_step(self) -> None:
         """Updates rows and network; rows first: under a pipeline they do so beside the rest."""

@@ -32,7 +32,7 @@ class Trains(Protocol):
     step: int
 
     def train_step(self, batch: Batch) -> float:
-        """One step; returns the sum of the losses of this rank's samples."""
+        """One step; returns the sum of the losses of this rank that became known."""
         ...
 
     def train_window(self, window: Flight[Batch]) -> float:
@@ -44,7 +44,7 @@ class Steps(Protocol):
     """How batches are trained on."""
 
     def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
-        """Trains on so many batches; gives each with the sum of the losses of this rank's samples."""
+        """Trains on so many batches; gives each with the sum of the losses of this rank that became known by it."""
         ...
 
     def settle(self) -> None:

@@ -17,6 +17,7 @@ from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.observe import Progress
 from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.losses import Losses
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.schedule import factor
@@ -210,6 +211,20 @@ def test_a_diverging_run_names_the_step(config_file, tmp_path):
         run_training(resolve(config_file, ["optimizer.name=sgd", "optimizer.lr=1e300", "tables.dtype=float64"]))
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_losses_that_come_late_are_the_same_and_stop_a_run_before_its_model(config_file, tmp_path, monkeypatch):
+    run_training(resolve(config_file, [f"run.folder={tmp_path / 'at_once'}", "train.eval_every=8"]))
+    monkeypatch.setattr("rowmesh.train.loop.Losses", partial(Losses, lag=3))
+    run_training(resolve(config_file, [f"run.folder={tmp_path / 'late'}", "train.eval_every=8"]))
+    lines = (records(tmp_path / name / "metrics.jsonl") for name in ("at_once", "late"))
+    at_once, late = ([line["loss"] for line in of_run if line["kind"] == "train"] for of_run in lines)
+    assert late == pytest.approx(at_once, rel=1e-12)
+
+    options = ["optimizer.name=sgd", "optimizer.lr=1e300", "tables.dtype=float64", "train.steps=4", "train.log_every=9"]
+    with pytest.raises(RowmeshError, match=r"step 2 on rank 0: the loss is .*lower optimizer.lr"):
+        run_training(resolve(config_file, options))
+    assert not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from rowmesh.mesh import Mesh
+from rowmesh.train import gradients as module
 from rowmesh.train.gradients import SharedGradients
 
 
@@ -19,3 +20,22 @@ def test_gradients_are_views_and_parameters_stay():
     expected = torch.autograd.grad(network(x).sum(), list(network.parameters()))
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def average(mesh, backend):
+    torch.manual_seed(mesh.rank)
+    network = nn.Linear(2, 1)
+    group = module.device_group
+    module.device_group = lambda *of: (group(*of)[0], backend, "")
+    try:
+        gradients = SharedGradients(network, mesh)
+    finally:
+        module.device_group = group
+    gradients.zero()
+    network(torch.full((1, 2), float(mesh.rank))).sum().backward()
+    gradients.average()
+    return [parameter.grad.tolist() for parameter in network.parameters()]
+
+
+def test_averages_are_the_same_whether_the_host_waits(ranks):
+    assert ranks.run(average, "gloo") == ranks.run(average, "nccl") == [[[[0.5, 0.5]], [1.0]]] * 2
