@@ -1,9 +1,8 @@
-"""What the threads of a tiered arena share: the fast arena, its books, the backing store, and one lock."""
+"""What the threads of leased rows share: the fast memory, its books, the backing store, and one lock."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,19 +10,15 @@ import numpy as np
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.frames import FrameTable
 from rowmesh.ops.frames.cpu import MAX_FRAMES
-from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.slot_set import SlotSet
-from rowmesh.tables.arena import DenseArena
 from rowmesh.tables.backing import MakeStore
-from rowmesh.tables.columns import Columns
+from rowmesh.tables.fast_rows import MakeFast, Shuttle
 from rowmesh.tables.group import TableGroup
-
-CHUNK = 4096  # records that are read, or written back, in one go: bounds the buffers, and how long the lock is held
 
 
 @dataclass
 class TierCounters:
-    """What a tiered arena did so far.
+    """What was done with leased rows so far.
 
     Attributes:
         leases: made.
@@ -51,20 +46,20 @@ class TierCounters:
 
 
 class Tier:
-    """See the module; arguments are those of `TieredArena`.
+    """See the module; arguments are those of `LeasedRows`.
 
     Attributes:
         changed: the lock over `table`, `written` and `counters`, notified whenever frames change hands.
         table: which slot is in which frame.
-        arena, columns: the fast arena.
+        fast: the fast memory.
         store: the backing store.
         written: slots that the store has a record of.
-        poison, retain: see `TieredArena`.
+        poison, retain: see `LeasedRows`.
     """
 
     def __init__(
         self, group: TableGroup, num_slots: int, num_frames: int, make_store: MakeStore,
-        allocate: Callable[[int], Memory], retain: bool, verify: bool, poison: bool,
+        make_fast: MakeFast, retain: bool, verify: bool, poison: bool,
     ) -> None:  # fmt: skip
         if not 1 <= num_frames <= MAX_FRAMES:
             raise ConfigurationError(f"group {group.name}: num_frames must be 1 to {MAX_FRAMES}, got {num_frames}")
@@ -72,19 +67,17 @@ class Tier:
         self.retain, self.poison = retain and not poison, poison
         self.changed = threading.Condition()
         self.table = FrameTable(num_frames)
-        self.arena = DenseArena(group, num_frames, allocate)
-        versions = np.zeros(num_frames, np.uint32) if verify else None
-        self.columns = Columns(self.arena.rows, self.arena.state, versions)
-        self.store = make_store(num_slots, self.columns.record_bytes)
+        self.fast = make_fast(group, num_frames, verify)
+        self.store = make_store(num_slots, self.fast.record_bytes)
         self.written = SlotSet(num_slots)
         self.counters = TierCounters()
 
-    def make_records(self) -> np.ndarray:
-        """Room for CHUNK records, on pages of its own."""
-        return Buffer(CHUNK * self.store.stride).array(np.uint8, CHUNK, self.store.stride)
+    def make_shuttle(self, num_parts: int) -> Shuttle:
+        """Carries rows between the fast memory and the store, so many parts at once."""
+        return self.fast.make_shuttle(self.store.stride, num_parts)
 
     def freed(self, frames: np.ndarray) -> None:
         """Frames were given up; the lock is held."""
         if self.poison:
-            self.columns.poison(frames)
+            self.fast.poison(frames)
         self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""WriteBack: the thread that takes changed rows from the fast arena to the backing store."""
+"""WriteBack: the thread that takes changed rows from fast memory to the backing store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 import numpy as np
 
 from rowmesh.errors import RowmeshError
-from rowmesh.tables.tier import CHUNK, Tier
+from rowmesh.tables.fast_rows import CHUNK
+from rowmesh.tables.tier import Tier
 
 _CLEAN_SHARE = 4  # one frame of so many is kept free or clean, ahead of the leases that will take them
 
@@ -15,8 +16,9 @@ _CLEAN_SHARE = 4  # one frame of so many is kept free or clean, ahead of the lea
 class WriteBack:
     """Writes rows that no lease holds, those first that were used longest ago, before their frames are needed.
 
-    A row is copied under the lock and written without it. Meanwhile a lease may find it in its frame and change it
-    again, which makes it dirty again. There is one such thread, so that two writes of a row keep their order.
+    A row begins to be copied under the lock, so that the copy has all that was updated before and nothing later, and is
+    written without it. Meanwhile a lease may find it in its frame and change it again, which makes it dirty again.
+    There is one such thread, so that two writes of a row keep their order.
 
     Args:
         tier: what to write.
@@ -25,7 +27,7 @@ class WriteBack:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._frames = np.empty(CHUNK, np.uint32)
-        self._records = tier.make_records()
+        self._shuttle = tier.make_shuttle(1)
         self._demand = 0  # the most frames that a lease needed at once
         self._flushing = self._stopping = False
         self._failure: BaseException | None = None
@@ -35,7 +37,7 @@ class WriteBack:
     @property
     def num_bytes(self) -> int:
         """Memory of the buffers."""
-        return self._frames.nbytes + self._records.nbytes
+        return self._frames.nbytes + self._shuttle.num_bytes
 
     def demand(self, num_frames: int) -> None:
         """A lease needs so many frames; the lock is held."""
@@ -81,10 +83,10 @@ class WriteBack:
                     self._flushing = False
                     tier.changed.notify_all()
                     continue
-                frames, records = self._frames[:count], self._records[:count]
+                frames = self._frames[:count]
                 slots = tier.table.slots[frames]
-                tier.columns.pack(frames, records)
-            self._write(frames, slots, records)
+                self._shuttle.pack(frames)
+            self._write(frames, slots)
 
     def _has_work(self) -> bool:
         if self._stopping:
@@ -99,16 +101,16 @@ class WriteBack:
         goal = max(table.num_frames // _CLEAN_SHARE, self._demand)
         return not self._tier.retain or table.num_available < goal
 
-    def _write(self, frames: np.ndarray, slots: np.ndarray, records: np.ndarray) -> None:
+    def _write(self, frames: np.ndarray, slots: np.ndarray) -> None:
         tier, failure = self._tier, None
         try:
-            tier.store.write(slots, records)
+            tier.store.write(slots, self._shuttle.packed())
         except BaseException as error:
             failure = error
         with tier.changed:
             if failure is None:
                 tier.written.add(slots)
                 tier.counters.rows_written += len(slots)
-                tier.counters.bytes_written += records.nbytes
+                tier.counters.bytes_written += len(slots) * tier.store.stride
             self._failure = failure
             tier.freed(tier.table.written(frames, failure is None, tier.retain))
