@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from rowmesh.ops.initialize import initialize
 from rowmesh.tables.arena import Piece, compute_dtype
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.spec import TableSpec
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -68,19 +69,30 @@ class DeviceArena:
         return self.rows.nbytes, sum(tensor.nbytes for tensor in self.state.values())
 
     def initialize(self, seed: int, held: Iterable[Iterable[Piece]]) -> None:
-        """Gives every row its initial value, the same as on a CPU, which computes them; `held` as for `DenseArena`."""
+        """Gives every row its initial value, the same as on a CPU; `held` as for `DenseArena`.
+
+        Normal ones are computed by the host, as no two libraries have equal bits of a logarithm.
+        """
         size = max(_BLOCK_BYTES // (self.group.dim * self.group.dtype.itemsize), 1)
         for table, pieces in zip(self.group.tables, held, strict=True):
-            a, b = table.initializer.parameters(table.num_rows)
             for piece in pieces:
                 for begin in range(0, len(piece.rows), size):
-                    rows, slots = piece.rows[begin : begin + size], piece.slots[begin : begin + size]
-                    block = torch.empty(len(rows), self.group.dim, dtype=self.group.dtype, device="cpu")
-                    initialize(
-                        block, table_key(seed, table.name),
-                        first=rows.start, stride=rows.step, distribution=table.initializer.name, a=a, b=b,
-                    )  # fmt: skip
-                    self.rows[slots.start : slots.stop].copy_(block)
+                    part = slice(begin, begin + size)
+                    self._fill(table, table_key(seed, table.name), piece.rows[part], piece.slots[part])
+
+    def _fill(self, table: TableSpec, key: int, rows: range, slots: range) -> None:
+        """Gives some rows of a table their initial values."""
+        from rowmesh.ops.initialize import cuda
+
+        a, b = table.initializer.parameters(table.num_rows)
+        out, name = self.rows[slots.start : slots.stop], table.initializer.name
+        rule: Any = {"first": rows.start, "stride": rows.step, "distribution": name, "a": a, "b": b}
+        if name in cuda.DISTRIBUTIONS:
+            cuda.initialize(out, key, **rule)
+            return
+        block = torch.empty_like(out, device="cpu")
+        initialize(block, key, **rule)
+        out.copy_(block)
 
     def apply(self, merged: Merged, gradients: Tensor, lr: float, scaling: float, step: int) -> None:
         """Updates the rows of merged requests in place.
