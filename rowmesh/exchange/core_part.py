@@ -20,20 +20,34 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, transport_for
+from rowmesh.exchange.core_layout import CoreLayout
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.workspace import private_outbox
 from rowmesh.mesh import Mesh
-from rowmesh.ops.memory import array_at, round_up
+from rowmesh.ops.memory import array_at
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.placement.address_map import MAX_KEY
 from rowmesh.tables import TableGroup
-from rowmesh.tensor_train.arena import CoreArena, Cores
+from rowmesh.tensor_train.arena import CoreArena
 from rowmesh.tensor_train.lookup import Lookup
 
-_ALIGNMENT = 16  # elements: a cache line of float32
+
+def core_map(group: TableGroup) -> AddressMap:
+    """Addresses of rows that are nowhere: as if one rank held them all.
+
+    Raises:
+        ConfigurationError: there are more than can be told apart.
+    """
+    names = [table.name for table in group.tables]
+    if (rows := sum(table.num_rows for table in group.tables)) > MAX_KEY:
+        raise ConfigurationError(
+            f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
+            "told apart; give some of them another optimizer or initializer, which makes a group of their own"
+        )
+    return AddressMap(Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
 
 
 class CoreExchange(GroupExchange):
@@ -42,18 +56,11 @@ class CoreExchange(GroupExchange):
     arena: CoreArena  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, group: TableGroup) -> None:
-        names = [table.name for table in group.tables]
-        if (rows := sum(table.num_rows for table in group.tables)) > MAX_KEY:
-            raise ConfigurationError(
-                f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
-                "told apart; give some of them another optimizer or initializer, which makes a group of their own"
-            )
-        plan = Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1)
-        address_map = AddressMap(plan, names, rank=0)
+        address_map = core_map(group)
         super().__init__(
             group, address_map, cast("Any", CoreArena(group)), partial(private_outbox, 1, address_map.num_segments)
         )
-        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(names))]
+        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
 
     def fetch(self, group: RouteGroup, version: int) -> None:
         """Computes the rows of a batch's distinct ids."""
@@ -149,7 +156,7 @@ class CorePart:
 
     def connect(self) -> None:
         """Makes ranks known to each other. Collective."""
-        self._layout = _Layout([cores for exchange in self.exchanges for cores in exchange.arena.tables])
+        self._layout = CoreLayout([cores for exchange in self.exchanges for cores in exchange.arena.tables])
         size, dtype = self._layout.size, self._groups[0].dtype
         if self.transport_name == "one_sided":
             self._sums = SharedSums(self.mesh, size, dtype)
@@ -216,8 +223,7 @@ class CorePart:
             cores = exchange.arena.tables[table]
             view = views[cores.table]
             lookup.fill_gradients(cores.cores, gradients, view.gradients)
-            for number, touched in enumerate(view.touched):
-                touched.numpy()[lookup.touched(number).numpy()] = 1
+            lookup.fill_touched(view.touched)
         totals = self._layout.views(sums.finish())
         for exchange, of_group in zip(self.exchanges, numbers, strict=True):
             for table, cores in enumerate(exchange.arena.tables):
@@ -243,39 +249,3 @@ class CorePart:
         """Gives back what is held for other ranks."""
         if self._sums is not None:
             self._sums.close()
-
-
-@dataclass(frozen=True)
-class _View:
-    """One table in the fused vector: gradients of its cores, and an element a slice, not 0 where a rank read it."""
-
-    gradients: list[Tensor]
-    touched: list[Tensor]
-
-
-class _Layout:
-    """Where the gradients of each table are in the fused vector."""
-
-    def __init__(self, tables: Sequence[Cores]) -> None:
-        self.size = 0
-        self._places = {cores.table: [self._place(tuple(core.shape)) for core in cores.cores] for cores in tables}
-        self._touched = {cores.table: [self._place((len(core),)) for core in cores.cores] for cores in tables}
-        self._views: dict[int, dict[str, _View]] = {}
-
-    def _place(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        begin = self.size
-        self.size += round_up(int(np.prod(shape)), _ALIGNMENT)
-        return begin, shape
-
-    def views(self, vector: Tensor) -> dict[str, _View]:
-        """The parts of a vector, by table; vectors come again and again."""
-        if vector.data_ptr() not in self._views:
-            self._views[vector.data_ptr()] = {
-                table: _View(_cut(vector, places), _cut(vector, self._touched[table]))
-                for table, places in self._places.items()
-            }
-        return self._views[vector.data_ptr()]
-
-
-def _cut(vector: Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
-    return [vector[begin : begin + int(np.prod(shape))].view(shape) for begin, shape in places]

@@ -13,7 +13,7 @@ from rowmesh.ops.simd import STORAGE
 from rowmesh.ops.tensor_train import reference, update_kernel
 from rowmesh.tables import TableGroup, TableSpec, TensorTrainShape
 from rowmesh.tensor_train.initialize import draw_cores
-from rowmesh.tensor_train.lookup import Lookup, Workspace
+from rowmesh.tensor_train.lookup import LookedUp, Lookup, Workspace, addresses_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Cores:
     Attributes:
         table: its name.
         shape: how its rows and columns are factorized, and at which ranks.
-        cores: G₁, G₂ and G₃, of `shape.core_shapes`.
+        cores: G₁, G₂ and G₃, of `shape.core_shapes`, on one device.
         state: name of a state → a tensor for each core, of the core's shape.
     """
 
@@ -34,7 +34,12 @@ class Cores:
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of int64 `[N]`, `[N, D]`: what a look-up gives, in plain torch and to rounding."""
-        return reference.rows(self.cores, ids)
+        return reference.rows(self.cores, ids.to(self.cores[0].device))
+
+    @property
+    def states(self) -> list[tuple[Tensor, ...]]:
+        """The states of each core."""
+        return [tuple(kept[number] for kept in self.state.values()) for number in range(len(self.cores))]
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -50,21 +55,20 @@ class Cores:
         return named
 
 
-class CoreArena:
-    """The cores of all tables of a group.
+class CoreTables:
+    """The cores of all tables of a group, in the memory of some device.
 
     Args:
         group: of tensor-train tables.
+        device: where.
 
     Attributes:
         tables: the cores of each table, in order.
-        address: 0: no row lies anywhere.
     """
 
-    def __init__(self, group: TableGroup) -> None:
-        self.group, self.address = group, 0
-        self.tables = [_zeros(table) for table in group.tables]
-        self._workspaces = [Workspace() for _ in group.tables]  # one a table: its buffers keep their sizes
+    def __init__(self, group: TableGroup, device: torch.device) -> None:
+        self.group = group
+        self.tables = [_zeros(table, device) for table in group.tables]
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -75,7 +79,7 @@ class CoreArena:
     @property
     def buffer_bytes(self) -> int:
         """Memory of idle buffers."""
-        return sum(workspace.num_bytes for workspace in self._workspaces)
+        return 0
 
     def initialize(self, seed: int, held: Iterable[object] = ()) -> None:
         """Gives all cores their first values, functions of (seed, table); `held` is for stores that hold rows."""
@@ -87,11 +91,37 @@ class CoreArena:
             for core, values in zip(kept.cores, drawn, strict=True):
                 core.copy_(values)
 
-    def copy_from(self, other: CoreArena) -> None:
+    def copy_from(self, other: CoreTables) -> None:
         """Takes all values from an arena of the same group."""
         for mine, theirs in zip(self.tables, other.tables, strict=True):
             for name, tensor in mine.tensors.items():
                 tensor.copy_(theirs.tensors[name])
+
+    def update(self, table: int, lookup: LookedUp, row_gradients: Tensor, numbers: tuple[float, ...]) -> None:
+        """Updates the slices that a look-up read, given the gradients `[U, D]` of its rows."""
+        cores = self.tables[table]
+        lookup.update(cores.cores, row_gradients, self.group.optimizer.name, cores.states, numbers)
+
+
+class CoreArena(CoreTables):
+    """The cores of all tables of a group in the host's memory, and the kernels of the CPU.
+
+    Args:
+        group: of tensor-train tables.
+
+    Attributes:
+        address: 0: no row lies anywhere.
+    """
+
+    def __init__(self, group: TableGroup) -> None:
+        super().__init__(group, torch.device("cpu"))
+        self.address = 0
+        self._workspaces = [Workspace() for _ in group.tables]  # one a table: its buffers keep their sizes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of idle buffers."""
+        return sum(workspace.num_bytes for workspace in self._workspaces)
 
     def look_up(self, table: int, ids: Tensor, out: int, *, keep: bool) -> Lookup:
         """Writes the rows of distinct ids of a table, int64 `[U]`, to an address; `keep`: a backward may come."""
@@ -99,11 +129,6 @@ class CoreArena:
         lookup = Lookup(cores.shape, cores.cores[0].dtype, ids, self._workspaces[table], distinct=True)
         lookup.rows(cores.cores, out, keep=keep)
         return lookup
-
-    def update(self, table: int, lookup: Lookup, row_gradients: Tensor, numbers: tuple[float, ...]) -> None:
-        """Updates the slices that a look-up read, given the gradients `[U, D]` of its rows."""
-        cores = self.tables[table]
-        lookup.update(cores.cores, row_gradients, self.group.optimizer.name, _addresses(cores), numbers)
 
     def apply(
         self, table: int, gradients: Sequence[Tensor], touched: Sequence[Tensor], numbers: tuple[float, ...]
@@ -117,7 +142,7 @@ class CoreArena:
             numbers: as `UpdateRule.numbers` gives them.
         """
         cores = self.tables[table]
-        states = _addresses(cores)
+        states = addresses_of(cores.states)
         kernel = update_kernel(STORAGE[cores.cores[0].dtype], self.group.optimizer.name)
         for number, core in enumerate(cores.cores):
             kernel(
@@ -126,16 +151,10 @@ class CoreArena:
             )  # fmt: skip
 
 
-def _zeros(table: TableSpec) -> Cores:
+def _zeros(table: TableSpec, device: torch.device) -> Cores:
     shape, initial = table.tensor_train_shape, table.optimizer.initial_state
 
     def full(value: float) -> tuple[Tensor, ...]:
-        return tuple(torch.full(each, value, dtype=table.dtype, device="cpu") for each in shape.core_shapes)
+        return tuple(torch.full(each, value, dtype=table.dtype, device=device) for each in shape.core_shapes)
 
     return Cores(table.name, shape, full(0.0), {name: full(value) for name, value in initial.items()})
-
-
-def _addresses(cores: Cores) -> list[int]:
-    """Of two states a core, 0 where there are none."""
-    kept = [*cores.state.values()]
-    return [kept[k][number].data_ptr() if k < len(kept) else 0 for number in range(len(cores.cores)) for k in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,39 @@ from rowmesh.tables.tensor_train import TensorTrainShape
 
 _MAX_IDLE = 8
 _LONGS, _WORDS = 4, 13  # arrays as long as the ids: int64 and uint32
+
+
+class LookedUp(Protocol):
+    """A look-up, wherever its kernels run; `Lookup` says what each is.
+
+    Attributes:
+        shape: of the table.
+        dtype: of its cores.
+        num_unique: the most distinct ids that it can have: U on a CPU, N on a device, where U stays.
+    """
+
+    shape: TensorTrainShape
+    dtype: torch.dtype
+
+    @property
+    def num_unique(self) -> int: ...
+
+    def check(self) -> None: ...
+
+    def inverse_ids(self) -> Tensor: ...
+
+    def id_counts(self) -> Tensor: ...
+
+    def new_rows(self, cores: Sequence[Tensor], keep: bool) -> Tensor: ...
+
+    def release_products(self) -> None: ...
+
+    def gradients(self, cores: Sequence[Tensor], row_gradients: Tensor, sparse: bool) -> tuple[Tensor, ...]: ...
+
+    def update(
+        self, cores: Sequence[Tensor], row_gradients: Tensor, rule: str, states: Sequence[Sequence[Tensor]],
+        numbers: tuple[float, ...],
+    ) -> None: ...  # fmt: skip
 
 
 class _Loan:
@@ -168,6 +201,9 @@ class Lookup:
     def _word_view(self, address: int, count: int) -> np.ndarray:
         return self._index.buffer.array(np.uint32, count, offset=address - self._index.buffer.address)
 
+    def check(self) -> None:
+        """Nothing is left to be checked: ids that are no rows were refused when they were sorted."""
+
     @property
     def unique_ids(self) -> Tensor:
         """The distinct ids, a copy."""
@@ -211,6 +247,12 @@ class Lookup:
         """Gives the products of prefixes back; a second backward makes them again."""
         self._products = None
 
+    def new_rows(self, cores: Sequence[Tensor], keep: bool) -> Tensor:
+        """As `rows`, `[U, D]` in memory of its own."""
+        out = torch.empty(self.num_unique, self.shape.dim, dtype=self.dtype, device="cpu")
+        self.rows(cores, out.data_ptr(), keep)
+        return out
+
     def gradients(self, cores: Sequence[Tensor], row_gradients: Tensor, sparse: bool) -> tuple[Tensor, ...]:
         """The gradients of the cores, dense or as sparse tensors of the touched slices.
 
@@ -240,8 +282,13 @@ class Lookup:
         addresses = [gradient.data_ptr() for gradient in out]
         self._backward(cores, row_gradients.data_ptr(), addresses, False, stride2, None, [0] * 6, (0.0,) * 6)
 
+    def fill_touched(self, out: Sequence[Tensor]) -> None:
+        """Sets the elements of slices that any id reads to 1; of each core a tensor with an element a slice."""
+        for number, touched in enumerate(out):
+            touched.numpy()[self.touched(number).numpy()] = 1
+
     def update(
-        self, cores: Sequence[Tensor], row_gradients: Tensor, rule: str, states: Sequence[int],
+        self, cores: Sequence[Tensor], row_gradients: Tensor, rule: str, states: Sequence[Sequence[Tensor]],
         numbers: tuple[float, ...],
     ) -> None:  # fmt: skip
         """Updates the touched slices of the cores in place.
@@ -249,7 +296,7 @@ class Lookup:
         Args:
             row_gradients: as for `gradients`.
             rule: the name of an update rule.
-            states: addresses of two state tensors a core, 0 where the rule has none.
+            states: of each core, of its shape.
             numbers: learning rate, factor of gradients, eps, β₁, β₂, correction, as in `rowmesh.ops.merge_update`.
         """
         element, (n1, n2, n3) = self.dtype.itemsize, self._constants.slice_elements
@@ -258,7 +305,7 @@ class Lookup:
         gradient1 = gradients.reserve(size1 + size3)
         gradients.buffer.bytes[: size1 + size3] = 0
         addresses = [gradient1, self._workspace.scratch["slice"].reserve(n2 * element), gradient1 + size1]
-        self._backward(cores, row_gradients.data_ptr(), addresses, True, 0, rule, states, numbers)
+        self._backward(cores, row_gradients.data_ptr(), addresses, True, 0, rule, addresses_of(states), numbers)
 
     def _backward(
         self, cores: Sequence[Tensor], row_gradients: int, gradients: Sequence[int], compact: bool, stride2: int,
@@ -280,5 +327,13 @@ class Lookup:
         )  # fmt: skip
 
     def _make_products(self, cores: Sequence[Tensor]) -> None:
-        rows = torch.empty(self.num_unique, self.shape.dim, dtype=self.dtype, device="cpu")
-        self.rows(cores, rows.data_ptr(), keep=True)
+        self.new_rows(cores, keep=True)
+
+
+def addresses_of(states: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Of two states a core, 0 where there are none.
+
+    >>> addresses_of([(), (), ()])
+    [0, 0, 0, 0, 0, 0]
+    """
+    return [kept[k].data_ptr() if k < len(kept) else 0 for kept in states for k in range(2)]

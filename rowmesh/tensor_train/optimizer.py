@@ -99,9 +99,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
 
     def _update(self, lookup: Lookup, row_gradients: Tensor, group: dict[str, Any]) -> None:
         cores: list[Tensor] = group["params"]
-        names = list(self.rule.state)
-        kept = [self.state[core][name].data_ptr() for core in cores for name in names]
-        states = [kept[len(names) * (k // 2) + k % 2] if k % 2 < len(names) else 0 for k in range(2 * len(cores))]
+        states = [tuple(self.state[core][name] for name in self.rule.state) for core in cores]
         numbers = self.rule.numbers(float(group["lr"]), 1.0, group["steps"])
         lookup.update(cores, row_gradients, self.rule.name, states, numbers)
         lookup.release_products()  # the graph may live on with a loss that somebody keeps
