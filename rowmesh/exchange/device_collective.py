@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.device_checks import check_everywhere
 from rowmesh.exchange.device_group import DeviceGroup, Entries
 from rowmesh.exchange.device_messages import DeviceChannel
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute
+from rowmesh.exchange.device_route import DeviceExchange, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.update import Update
@@ -51,7 +51,7 @@ class DeviceCollective:
         self._opening = Opening(self._mesh, self._hosts, 3, self.common)
         self.barrier()
 
-    def fetch(self, route: DeviceRoute, meanwhile: Callable[[Any], None]) -> None:
+    def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
         """Tells the owners which rows are needed and receives them.
 
         Raises:
@@ -69,7 +69,7 @@ class DeviceCollective:
         for (messages, group), work in zip(pairs, rows, strict=True):
             messages.take_rows(group, work)
 
-    def _exchange_counts(self, route: DeviceRoute) -> None:
+    def _exchange_counts(self, route: DeviceRoutePart) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
         refused = route.refused.expand(size, 1)
@@ -77,24 +77,14 @@ class DeviceCollective:
         theirs = self._all.exchange_equal(mine, self.common, _COUNTING)
         numbers = torch.cat([mine.flatten(), theirs.flatten(), route.outside]).cpu().numpy()
         sent, asked = numbers[: 2 * mine.numel()].reshape(2, size, -1)
-        self._check(route, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
+        check_everywhere(route, self._mesh, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
         column = 1
         for messages, group in zip(self._groups, route.groups, strict=True):
             part = slice(column, column + group.exchange.num_segments)
             messages.expect(group, sent[:, part], asked[:, part])
             column = part.stop
 
-    def _check(self, route: DeviceRoute, outside: Sequence[int], refused: Sequence[int]) -> None:
-        """Raises on all ranks where one of them has ids that are no rows."""
-        route.check_ids(outside, self._mesh.name(self._mesh.rank))
-        if any(refused):
-            guilty = ", ".join(f"rank {self._mesh.name(rank)}" for rank, count in enumerate(refused) if count)
-            raise PeerError(
-                f"rank {self._mesh.name(self._mesh.rank)}: {guilty} refused a batch with ids outside their tables; its "
-                "own output says which"
-            )
-
-    def push(self, routes: Sequence[DeviceRoute], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         most, is_equal = self._compare(routes)
         pushed = [[messages.entries(route.groups[i]) for route in routes] for i, messages in enumerate(self._groups)]
@@ -104,7 +94,7 @@ class DeviceCollective:
         for messages, entries, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
             messages.push(entries, works, update)
 
-    def _compare(self, routes: Sequence[DeviceRoute]) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[DeviceRoutePart]) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]

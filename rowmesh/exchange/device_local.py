@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRouteGroup
+from rowmesh.exchange.device_checks import Unread
+from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
 from rowmesh.exchange.update import Update
-from rowmesh.ops.transfer import Late
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -29,25 +29,24 @@ class DeviceLocal:
 
         self.common = CommonCounters()
         self._merge, self._singles = cuda.merge, cuda.singles
-        self._unread: list[tuple[DeviceRoute, Late]] = []
+        self._unread = Unread(rank=0)
 
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Nobody to connect to."""
         self._exchanges = exchanges
 
-    def fetch(self, route: DeviceRoute, meanwhile: Callable[[Any], None]) -> None:
+    def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
         """All rows are here; what earlier batches asked for is looked at."""
-        self._read()
-        unique = [group.unique.num_unique for group in route.groups]
-        self._unread.append((route, Late(torch.cat([route.outside, *unique]))))
+        self._unread.read()
+        self._unread.add(route)
         if not torch.is_grad_enabled():  # perhaps nothing comes that would look later
-            self._read()
+            self._unread.read()
         for group in route.groups:
             meanwhile(group)
 
-    def push(self, routes: Sequence[DeviceRoute], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
         """Merges the routes' gradients and updates."""
-        self._read()
+        self._unread.read()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             groups = [route.groups[index] for route in routes]
             if groups:
@@ -61,22 +60,9 @@ class DeviceLocal:
         slots = torch.cat([_slots(group) for group in groups])
         return self._merge(slots, most=len(groups)), torch.cat([group.summed for group in groups])
 
-    def _read(self) -> None:
-        """Looks at what earlier batches asked for; before anything is updated by it.
-
-        Raises:
-            IdRangeError: a batch had ids that are no rows.
-        """
-        unread, self._unread = self._unread, []
-        for route, late in unread:
-            numbers = late.read()
-            for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
-                group.exchange.counters.unique_ids += count
-            route.check_ids(numbers[: len(route.outside)], rank=0)
-
     def barrier(self) -> None:
         """Nobody to wait for; says what is wrong with batches that nobody looked at yet."""
-        self._read()
+        self._unread.read()
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -15,7 +15,7 @@ from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_collective import DeviceCollective
 from rowmesh.exchange.device_local import DeviceLocal
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute
+from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.exchange.update import Update
@@ -34,7 +34,7 @@ class DevicePart:
         plan: of all tables, for all ranks.
         replicas: 1.
         groups: of the collection.
-        indices: numbers of those that are here: all.
+        indices: numbers of those that are here.
         transport: "auto" or "collective".
         synchronization: of replicas, of which there are none.
         common: counts what serves all groups.
@@ -59,9 +59,8 @@ class DevicePart:
         tiers: Tiers | None = None,
     ) -> None:
         assert replicas == 1
-        assert len(indices) == len(groups)
         self.mesh, self.plan, self.replicas, self.indices = mesh, plan, replicas, list(indices)
-        self.device, self._groups = device, groups
+        self.device, self._groups = device, [groups[index] for index in indices]
         self.transport: DeviceLocal | DeviceCollective
         if mesh.world_size == 1:
             self.transport, self.reason = DeviceLocal(), f"there is one rank, on {device}"
@@ -109,7 +108,7 @@ class DevicePart:
     def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Brings the rows of a batch within reach. Collective."""
         assert isinstance(route, DeviceRoute)
-        self.transport.fetch(route, meanwhile)
+        self.transport.fetch(DeviceRoutePart(route, self.indices), meanwhile)
 
     def push(self, routes: Sequence[Any], lrs: Sequence[float], step: int) -> None:
         """Sends gradients to the owners, which update. Collective.
@@ -120,8 +119,9 @@ class DevicePart:
             step: which update this is, from 1.
         """
         scaling = 1.0 / self.mesh.world_size  # the mean over ranks, as DistributedDataParallel takes it
-        self.transport.push(routes, [Update(lrs[index], scaling, step) for index in self.indices])
-        for group in (group for route in routes for group in route.groups):
+        mine = [DeviceRoutePart(route, self.indices) for route in routes]
+        self.transport.push(mine, [Update(lrs[index], scaling, step) for index in self.indices])
+        for group in (group for route in mine for group in route.groups):
             group.gradients = None  # may be large, and the route may live on
 
     def synchronize(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.route import Route, refused_ids
+from rowmesh.exchange.route import Route, RoutePart, refused_ids
 from rowmesh.exchange.router import refusal
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import AddressMap
@@ -26,38 +26,33 @@ if TYPE_CHECKING:
     from rowmesh.ops.segment_unique.cuda import Unique
 
 
-class DeviceRouteGroup:
-    """One group's part of a route; tensors are on the device.
+class DevicePooledGroup:
+    """One group's part of a route, as pooling sees it; tensors are on the device.
 
     Attributes:
         exchange: the group's.
         layout: where each feature's ids and vectors are.
         bags: the same, as kernels read it.
         unique: the distinct ids of each table.
-        routed: where each is asked for, sorted.
         num_unique: how many there are where the host knows it, else as many as there could be.
         recover: int32 `[N]`: which of the fetched rows each id reads.
-        source: what is read: `[R, D]`, rows that were fetched or those of the arena.
+        source: what is read, `[R, D]`; there when rows are fetched.
         slots: int32 `[num_unique]`: which rows of `source` were fetched; None where all, in their order.
         filed: the cells that every row went into, for the backward.
         gradients: `[num_unique, D]` of the rows, in the order in which they were asked for.
-        requests: int32 `[M]`: slots that ranks asked this one for, in their order.
-        sent, asked: keys to every rank and from every rank, where the host knows them.
     """
 
+    source: Tensor
+
     def __init__(
-        self, exchange: DeviceExchange, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed
+        self, exchange: DeviceGroupExchange, layout: GroupLayout, bags: Bags | None, unique: Unique
     ) -> None:  # fmt: skip
-        self.exchange, self.layout, self.bags = exchange, layout, bags
-        self.unique, self.routed = unique, routed
-        self.num_unique = layout.num_ids
-        self.recover, self.source = unique.inverse, exchange.arena.rows
-        self.slots: Tensor | None = routed.keys
+        self.exchange, self.layout, self.bags, self.unique = exchange, layout, bags, unique
+        self.num_unique, self.recover = layout.num_ids, unique.inverse
+        self.slots: Tensor | None = None
         self.filed: FiledCells | None = None
         self.gradients: Tensor | None = None
-        self.requests: Tensor = routed.keys
-        self.sent: list[int] = []
-        self.asked: list[int] = []
+        exchange.num_lent += 1
 
     @property
     def summed(self) -> Tensor:
@@ -72,6 +67,28 @@ class DeviceRouteGroup:
     def release(self) -> None:
         """The route is gone."""
         self.exchange.num_lent -= 1
+
+
+class DeviceRouteGroup(DevicePooledGroup):
+    """One group's part of a route whose rows are asked for where they are.
+
+    Attributes:
+        routed: where each unique id is asked for, sorted.
+        source: rows that were fetched, or those of the arena.
+        requests: int32 `[M]`: slots that ranks asked this one for, in their order.
+        sent, asked: keys to every rank and from every rank, where the host knows them.
+    """
+
+    exchange: DeviceExchange
+
+    def __init__(
+        self, exchange: DeviceExchange, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed
+    ) -> None:  # fmt: skip
+        super().__init__(exchange, layout, bags, unique)
+        self.routed, self.source = routed, exchange.arena.rows
+        self.slots = self.requests = routed.keys
+        self.sent: list[int] = []
+        self.asked: list[int] = []
 
 
 class DeviceRoute(Route):
@@ -89,9 +106,10 @@ class DeviceRoute(Route):
     ) -> None:  # fmt: skip
         super().__init__(batch, groups, Scratch(), _keep_nothing)  # pyright: ignore[reportArgumentType]
         self.outside, self.refused = outside, refused
+        self._is_checked = False
 
     def check_ids(self, outside: Sequence[int], rank: int) -> None:
-        """Counts ids that were mapped, and refuses the batch where a table says so.
+        """Counts ids that were mapped, and refuses the batch where a table says so; once, whoever looks first.
 
         Args:
             outside: what is on the device, when the host knows it.
@@ -100,8 +118,9 @@ class DeviceRoute(Route):
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
-        if not any(outside):
+        if self._is_checked or not any(outside):
             return
+        self._is_checked = True
         refused, count = [], iter(outside)
         for group in self.groups:
             features, bounds = group.exchange.features, group.layout.features[:, :2].tolist()
@@ -120,8 +139,66 @@ def _keep_nothing(_: Scratch) -> None:
     """Buffers are torch's."""
 
 
-class DeviceExchange:
-    """What stays the same from batch to batch for one group; what `GroupExchange` is on a CPU.
+class DeviceRoutePart(RoutePart):
+    """Some groups of a route, which it keeps."""
+
+    __slots__ = ("_route",)
+
+    groups: list[DeviceRouteGroup]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, route: DeviceRoute, indices: Sequence[int]) -> None:
+        super().__init__(route, indices)
+        self._route = route
+
+    @property
+    def outside(self) -> Tensor:
+        """Of the whole route."""
+        return self._route.outside
+
+    @property
+    def refused(self) -> Tensor:
+        """Of the whole route."""
+        return self._route.refused
+
+    def check_ids(self, outside: Sequence[int], rank: int) -> None:
+        """Of the whole route."""
+        self._route.check_ids(outside, rank)
+
+
+class DeviceGroupExchange:
+    """What stays the same from batch to batch for one group, wherever its rows come from.
+
+    Args:
+        group: the tables.
+        address_map: of their rows.
+        device: where.
+    """
+
+    is_tiered = False
+
+    def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
+        from rowmesh.ops.segment_unique.cuda import segment_unique
+
+        self.group, self.address_map, self.device = group, address_map, device
+        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
+        self.features = [(name, table) for table in group.tables for name in table.features]
+        self.num_lent = 0
+        self._segment_unique = segment_unique
+
+    def unique(self, ids: Tensor, offsets: Tensor) -> Unique:
+        """The unique ids of a batch, table by table; counts it.
+
+        Args:
+            ids: int64 `[N]`, all of them rows, a table's after the other's.
+            offsets: int64 `[S + 1]`: where those of each table begin.
+        """
+        self.counters.routes += 1
+        self.counters.ids += ids.numel()
+        return self._segment_unique(ids, offsets)
+
+
+class DeviceExchange(DeviceGroupExchange):
+    """What stays the same for a group whose rows are in arenas; what `GroupExchange` is on a CPU.
 
     Args:
         group: the tables.
@@ -129,21 +206,15 @@ class DeviceExchange:
         device: where.
     """
 
-    is_tiered = False
-
     def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
         from rowmesh.ops.route import cuda as route
-        from rowmesh.ops.segment_unique import cuda as segment_unique
 
         assert set(address_map.kinds) == {"direct"}
-        self.group, self.address_map, self.device = group, address_map, device
+        super().__init__(group, address_map, device)
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
         self.arena = DeviceArena(group, address_map.num_slots[self.rank], device)
-        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
-        self.features = [(name, table) for table in group.tables for name in table.features]
-        self.num_lent = 0
-        self._unique, self._route = segment_unique, route
+        self._route = route
         self._map = route.DeviceMap.make(
             device, address_map.ranges, address_map.index, address_map.num_rows,
             num_kinds=1, num_replying=1, world_size=self.world_size, rank=self.rank,
@@ -160,9 +231,6 @@ class DeviceExchange:
             layout: of the group's features.
             bags: the same for kernels; None where there is none.
         """
-        unique = self._unique.segment_unique(ids, offsets)
+        unique = self.unique(ids, offsets)
         routed = self._route.route(self._map, self._flags, unique.unique, unique.offsets, unique.counts)
-        self.counters.routes += 1
-        self.counters.ids += layout.num_ids
-        self.num_lent += 1
         return DeviceRouteGroup(self, layout, bags, unique, routed)
