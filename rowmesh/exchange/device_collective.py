@@ -16,7 +16,7 @@ import torch
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_checks import check_everywhere
-from rowmesh.exchange.device_group import DeviceGroup, Entries
+from rowmesh.exchange.device_group import DeviceGroup, Entries, compose
 from rowmesh.exchange.device_messages import DeviceChannel
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
@@ -33,6 +33,9 @@ class DeviceCollective:
 
     Attributes:
         reason: which, and why.
+        channel: between the devices.
+        hosts: between the ranks' hosts.
+        groups: the messages of each group.
     """
 
     name = "collective"
@@ -40,15 +43,15 @@ class DeviceCollective:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.common = CommonCounters()
         self._mesh, self._device = mesh, device
-        self._all = DeviceChannel(mesh, device)
-        self.reason = self._all.reason
+        self.channel = DeviceChannel(mesh, device)
+        self.reason = self.channel.reason
         self._num_fetches = self._num_pushes = 0
 
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
-        self._groups = [DeviceGroup(exchange, self._all, self._mesh.ranks_per_node) for exchange in exchanges]
-        self._hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
-        self._opening = Opening(self._mesh, self._hosts, 3, self.common)
+        self.groups = [DeviceGroup(exchange, self.channel, self._mesh.ranks_per_node) for exchange in exchanges]
+        self.hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
+        self._opening = Opening(self._mesh, self.hosts, 3, self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -60,8 +63,10 @@ class DeviceCollective:
         """
         self._num_fetches += 1
         self._opening(self._num_fetches)
-        self._exchange_counts(route)
-        pairs = list(zip(self._groups, route.groups, strict=True))
+        self.exchange_counts(route)
+        for group in route.groups:
+            compose(group)
+        pairs = list(zip(self.groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
         rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
         for group in route.groups:
@@ -69,17 +74,17 @@ class DeviceCollective:
         for (messages, group), work in zip(pairs, rows, strict=True):
             messages.take_rows(group, work)
 
-    def _exchange_counts(self, route: DeviceRoutePart) -> None:
+    def exchange_counts(self, route: DeviceRoutePart) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
         refused = route.refused.expand(size, 1)
         mine = torch.cat([refused, *(group.routed.counts for group in route.groups)], 1)
-        theirs = self._all.exchange_equal(mine, self.common, _COUNTING)
+        theirs = self.channel.exchange_equal(mine, self.common, _COUNTING)
         numbers = torch.cat([mine.flatten(), theirs.flatten(), route.outside]).cpu().numpy()
         sent, asked = numbers[: 2 * mine.numel()].reshape(2, size, -1)
         check_everywhere(route, self._mesh, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
         column = 1
-        for messages, group in zip(self._groups, route.groups, strict=True):
+        for messages, group in zip(self.groups, route.groups, strict=True):
             part = slice(column, column + group.exchange.num_segments)
             messages.expect(group, sent[:, part], asked[:, part])
             column = part.stop
@@ -87,11 +92,11 @@ class DeviceCollective:
     def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         most, is_equal = self._compare(routes)
-        pushed = [[messages.entries(route.groups[i]) for route in routes] for i, messages in enumerate(self._groups)]
+        pushed = [[messages.entries(route.groups[i]) for route in routes] for i, messages in enumerate(self.groups)]
         if not is_equal:
             self._ask_again(pushed, most)
-        gradients = [messages.post_gradients(entries) for messages, entries in zip(self._groups, pushed, strict=True)]
-        for messages, entries, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
+        gradients = [messages.post_gradients(entries) for messages, entries in zip(self.groups, pushed, strict=True)]
+        for messages, entries, works, update in zip(self.groups, pushed, gradients, updates, strict=True):
             messages.push(entries, works, update)
 
     def _compare(self, routes: Sequence[DeviceRoutePart]) -> tuple[int, bool]:
@@ -107,13 +112,13 @@ class DeviceCollective:
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
         """
-        for messages, entries in zip(self._groups, pushed, strict=True):
+        for messages, entries in zip(self.groups, pushed, strict=True):
             entries += [messages.nothing() for _ in range(most - len(entries))]
         numbered = [(i, each) for i, entries in enumerate(pushed) for each in entries]
         sent = torch.tensor([each.sent for _, each in numbered], dtype=torch.int64)
-        asked = self._hosts.exchange_equal(sent.T.contiguous(), self.common, _COUNTING).T.tolist()
+        asked = self.hosts.exchange_equal(sent.T.contiguous(), self.common, _COUNTING).T.tolist()
         for (i, each), sizes in zip(numbered, asked, strict=True):
-            self._groups[i].ask_again(each, sizes)
+            self.groups[i].ask_again(each, sizes)
 
     def barrier(self) -> None:
         """Waits for all ranks, and for what their devices do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,11 @@ from torch import Tensor
 from rowmesh.exchange.device_messages import DeviceChannel, Message
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
 from rowmesh.exchange.update import Update
+from rowmesh.ops.transfer import upload
 from rowmesh.tables.arena import compute_dtype
+
+if TYPE_CHECKING:
+    from rowmesh.ops.merge_update.cuda import Merged
 
 
 @dataclass
@@ -53,17 +58,10 @@ class DeviceGroup:
         self._doing = f"exchanging group {exchange.group.name}"
 
     def expect(self, group: DeviceRouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
-        """Takes what this rank asks and is asked for, keys by rank and segment, int64 `[W, S′]` each.
-
-        Fetched rows stand in the order in which they are asked for, which is sorted: ids read them through the inverse
-        and the sorting, composed here once.
-        """
+        """Takes what this rank asks and is asked for, keys by rank and segment, int64 `[W, S′]` each."""
         group.sent, group.asked = sent.sum(1).tolist(), asked.sum(1).tolist()
         group.num_unique = sum(group.sent)
         self.exchange.counters.unique_ids += group.num_unique
-        uniques = group.routed.uniques[: group.num_unique].to(torch.int64)
-        places = torch.arange(group.num_unique, dtype=torch.int32, device=uniques.device)
-        group.recover = places.scatter(0, uniques, places).index_select(0, group.unique.inverse)
 
     def post_keys(self, group: DeviceRouteGroup) -> Message:
         """Tells the owners which rows are needed."""
@@ -110,15 +108,27 @@ class DeviceGroup:
             return
         asked = [each.asked for each in pushed]
         slots = _by_rank([each.requests for each in pushed], asked)
-        merged = self._merge(slots, most=len(pushed) * self._everyone.size, node_ends=self._node_ends(asked))
+        merged = self.merge(slots, asked)
         came = _by_rank([message.wait() for message in gradients], asked)
         self.exchange.arena.apply(merged, came, update.lr, update.scaling, update.step)
+
+    def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
+        """The distinct slots among what ranks asked for, so many of each in every route."""
+        most = len(asked) * self._everyone.size
+        return self._merge(slots, most=most, node_ends=self._node_ends(asked))
 
     def _node_ends(self, asked: Sequence[Sequence[int]]) -> Tensor | None:
         """Where the entries from each node end; None where there is one node."""
         ends = list(accumulate(sum(sizes) for sizes in zip(*asked, strict=True)))
         of_nodes = ends[self._ranks_per_node - 1 :: self._ranks_per_node]
-        return None if len(of_nodes) == 1 else torch.tensor(of_nodes).to(self.exchange.device, non_blocking=True)
+        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes), self.exchange.device)
+
+
+def compose(group: DeviceRouteGroup) -> None:
+    """Has ids read the rows that were fetched, which stand in the order in which they were asked for: sorted."""
+    uniques = group.routed.uniques[: group.num_unique].to(torch.int64)
+    places = torch.arange(group.num_unique, dtype=torch.int32, device=uniques.device)
+    group.recover = places.scatter(0, uniques, places).index_select(0, group.unique.inverse)
 
 
 def _by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:

@@ -39,7 +39,8 @@ class DeviceChannel:
         self._is_done = Waiting(mesh)
 
     def post(
-        self, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], counters: GroupCounters, doing: str
+        self, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], counters: GroupCounters, doing: str,
+        into: Tensor | None = None,
     ) -> Message:  # fmt: skip
         """Sends the first rows of `out` to rank 0, the next ones to rank 1, ….
 
@@ -49,8 +50,9 @@ class DeviceChannel:
             sizes_in: rows from each rank.
             counters: count them.
             doing: what it is for, for messages of errors.
+            into: what is filled with what comes; by default new memory.
         """
-        into = out.new_empty(sum(sizes_in), *out.shape[1:])
+        into = out.new_empty(sum(sizes_in), *out.shape[1:]) if into is None else into
         own = self._mesh.rank
         row_bytes = out[:0].new_empty(1, *out.shape[1:]).nbytes
         counters.bytes_sent += row_bytes * (sum(sizes_out) - sizes_out[own])

@@ -51,11 +51,17 @@ class DevicePooling:
 
     def backward(self, groups: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Sums the gradients of equal ids, in the order of the ids."""
-        contiguous = [grad.contiguous() for grad in gradients]
-        sequences = iter(contiguous[1:])
-        for of, group in zip(self._groups, groups, strict=True):
+        for of, group, grad in self.pairs(groups, gradients):
             self.compress(group)
-            grad = next(sequences) if of.is_sequence else contiguous[0]
             group.gradients = torch.empty(group.num_unique, of.dim, dtype=self._dtype, device=self._device)
             self._kernels.backward(grad, group.filed, group.gradients, group.unique.num_unique)
             group.filed = None
+
+    def pairs(self, groups: Sequence[Any], gradients: Sequence[Tensor]) -> list[tuple[TableGroup, Any, Tensor]]:
+        """Each group, its part of a route, and the gradient of the output it wrote into."""
+        contiguous = [grad.contiguous() for grad in gradients]
+        sequences = iter(contiguous[1:])
+        return [
+            (of, group, next(sequences) if of.is_sequence else contiguous[0])
+            for of, group in zip(self._groups, groups, strict=True)
+        ]

@@ -83,12 +83,25 @@ class DeviceRouter:
         weights: Tensor | None,
     ) -> Any:  # fmt: skip
         """The bags of one group, whose features begin at number `place` of the batch, and ids at `own`."""
-        described = layout.features.copy()
-        described[:, [_BEGIN, _END]] -= own.start
-        starts = (place + np.arange(len(described))) * batch.batch_size
-        described[:, _OFFSETS] = np.where(described[:, _OFFSETS] != 0, starts, -1)
-        described[:, _MEAN] *= layout.is_weighted  # the mean of one row is that row
-        return self._describe(described.tolist(), self._device, jagged, None if weights is None else weights[own])
+        starts = (place + np.arange(layout.num_features)) * batch.batch_size
+        features = descriptors(layout, starts)
+        return self._describe(features, self._device, jagged, None if weights is None else weights[own])
+
+
+def descriptors(layout: GroupLayout, first_bags: np.ndarray) -> list[list[int]]:
+    """A layout as kernels of a device read it: ids are counted from the group's first, bounds from the batch's first.
+
+    Args:
+        layout: of all samples, or of a run of them, whose ids then stand together.
+        first_bags: int64 `[F]`: where the bounds of each feature's bags begin among those of the batch.
+    """
+    described = layout.features.copy()
+    lengths = described[:, _END] - described[:, _BEGIN]
+    described[:, _END] = np.cumsum(lengths)
+    described[:, _BEGIN] = described[:, _END] - lengths
+    described[:, _OFFSETS] = np.where(described[:, _OFFSETS] != 0, first_bags, -1)
+    described[:, _MEAN] *= layout.is_weighted  # the mean of one row is that row
+    return described.tolist()
 
 
 def _weights(batch: SparseBatch) -> Tensor | None:

@@ -16,6 +16,7 @@ imported with those modules and nowhere else, so rowmesh runs without it. What h
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from torch import Tensor
 # further rows, and none is started for rows that turn out not to be there.
 MOST_PROGRAMS = 4096
 _TILE_BYTES = 8192
+# Threads of a pipeline launch, too. The interpreter has one state for all of them, and Triton does not say that two may
+# compile a kernel, or load it, at once.
+_launching = threading.Lock()
 
 
 class Signature(NamedTuple):
@@ -64,7 +68,7 @@ def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, num_wa
         return
     device = arguments[0].device
     # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _launching, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
 
 

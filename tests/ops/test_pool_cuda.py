@@ -84,6 +84,22 @@ class Job:
         assert bool(out.result()[written:].isnan().all())
 
 
+def test_sums_go_on_from_what_is_there(device):
+    """Over two parts of a batch they are those of the whole; rows that a part does not have are not even written."""
+    job = Job(device, 5, torch.float32, [[1, 2, 4, 2]], num_rows=4)
+    job.inverse = torch.tensor([0, 1, 1, 0, 1, 1, 0, 2, 2], dtype=torch.int32)
+    grad = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
+    out = torch.zeros(4, 5, device=device)
+    out[3] = float("nan")
+    for ids, bags in ((slice(0, 3), slice(0, 2)), (slice(3, 9), slice(2, 4))):
+        part = Job(device, 5, torch.float32, [job.lengths[0][bags]], num_rows=4)
+        filed = cuda.file_cells(job.inverse[ids].to(device), part.bags, 9).of_first(4)
+        cuda.backward(grad[bags].contiguous(), filed, out, adds=True)
+    whole = cuda.backward(grad, cuda.file_cells(job.inverse.to(device), job.bags, 4), torch.empty_like(out))
+    assert torch.equal(out[:3], whole[:3])
+    assert bool(out[3].isnan().all())
+
+
 @pytest.mark.parametrize("dim", [1, 20, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_fixed", [True, False])

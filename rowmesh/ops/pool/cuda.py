@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -126,6 +126,10 @@ class FiledCells:
     cells: Tensor
     factors: Tensor | None
     alignment: int
+
+    def of_first(self, num_rows: int) -> FiledCells:
+        """The same where it has become known that there are no more rows than so many."""
+        return replace(self, pointers=self.pointers[: num_rows + 1])
 
 
 @triton.jit
@@ -367,9 +371,13 @@ def _sum_chunks(
 def _sum_rows(
     grad, pointers, cells, factors, partials, out, count, num_rows,
     DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr, UNROLL: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """`out[u]` = the sum of row u's entries: one by one up to CHUNK of them, then the sums of chunks."""
+    """`out[u]` = the sum of row u's entries: one by one up to CHUNK of them, then the sums of chunks.
+
+    With ADDS the sum goes on from what `out[u]` is, and rows without entries are neither read nor written: another
+    stream may be reading them.
+    """
     end = num_rows
     if count is not None:
         end = tl.minimum(tl.load(count), num_rows)
@@ -380,7 +388,12 @@ def _sum_rows(
         is_row = row < end
         first = tl.load(pointers + row, mask=is_row, other=0)
         size = tl.load(pointers + row + 1, mask=is_row, other=0) - first
+        at = row.to(tl.int64)[:, None] * DIM + columns[None, :]
+        written = is_row[:, None] & is_column[None, :]
         total = tl.zeros([ROWS, COLUMNS], DTYPE)
+        if ADDS:
+            written = written & (size > 0)[:, None]
+            total += tl.load(out + at, mask=written, other=0)
         for j in range(0, tl.minimum(tl.max(size), CHUNK), UNROLL):
             for k in tl.static_range(UNROLL):
                 here = j + k < tl.minimum(size, CHUNK)
@@ -389,13 +402,14 @@ def _sum_rows(
         for j in range(1, tl.max(chunks), UNROLL):
             for k in tl.static_range(UNROLL):
                 mask = (j + k < chunks)[:, None] & is_column[None, :]
-                at = (first // CHUNK + j + k).to(tl.int64)
-                total += tl.load(partials + at[:, None] * DIM + columns[None, :], mask=mask, other=0)
-        at = row.to(tl.int64)[:, None] * DIM + columns[None, :]
-        tl.store(out + at, total, mask=is_row[:, None] & is_column[None, :])
+                partial = (first // CHUNK + j + k).to(tl.int64)
+                total += tl.load(partials + partial[:, None] * DIM + columns[None, :], mask=mask, other=0)
+        tl.store(out + at, total, mask=written)
 
 
-def backward(grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None = None) -> Tensor:
+def backward(
+    grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None = None, *, adds: bool = False
+) -> Tensor:  # fmt: skip
     """The gradients of rows: sums over the cells that each went into. See [Note: rows with many ids].
 
     Args:
@@ -403,6 +417,7 @@ def backward(grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None 
         filed: the cells by rows.
         out: `[U, D]` of the same dtype, U the `num_rows` of `file_cells`; rows that do not occur become zero.
         count: `[1]` int64 or int32: only the first `count` rows are written. None for all.
+        adds: whether sums go on from what is in `out`; rows that do not occur then stay as they are.
 
     Returns:
         `out`.
@@ -439,7 +454,7 @@ def backward(grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None 
     )  # fmt: skip
     launch(
         _sum_rows, min(ceil_div(num_rows, tile), MOST_PROGRAMS), grad, filed.pointers, filed.cells, filed.factors,
-        partials, out, count, num_rows, ROWS=tile, UNROLL=_UNROLL.value, **common,
+        partials, out, count, num_rows, ROWS=tile, UNROLL=_UNROLL.value, ADDS=adds, **common,
     )  # fmt: skip
     return out
 
@@ -453,7 +468,7 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
     common = {"DIM": dim, "DTYPE": tl.dtype(compute), "ALIGNMENT": alignment, "COLUMNS": columns}
     single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 0}
     chunks = {"factors": None, "CHUNK": CHUNK, "UNROLL": _CHUNK_UNROLL.value}
-    row_sums = {"ROWS": tile // 4, "CHUNK": CHUNK, "UNROLL": _UNROLL.value}
+    row_sums = {"ROWS": tile // 4, "CHUNK": CHUNK, "UNROLL": _UNROLL.value, "ADDS": False}
     return (
         Signature(_pool, f"*{storage} *i32 *i64 *{compute}", common | single),
         Signature(
@@ -467,6 +482,10 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
             _sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *i64 i32", common | row_sums | {"factors": None}
         ),
         Signature(_sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *{compute} *i64 i32", common | row_sums),
+        Signature(
+            _sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *i64 i32",
+            common | row_sums | {"factors": None, "ADDS": True},
+        ),
     )  # fmt: skip
 
 
