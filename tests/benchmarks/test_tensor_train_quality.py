@@ -106,11 +106,14 @@ def test_the_command_reports_differences_of_equal_seeds(capsys, monkeypatch, tmp
 
 
 def test_cases_are_smaller_where_time_is_short():
-    options = argparse.Namespace(quick=True, quality_data=Path("data"), quality_samples=1000, quality_seeds=3)
+    given = {"quick": True, "quality_data": Path("data"), "quality_samples": 1000, "quality_seeds": 3}
+    options = argparse.Namespace(**given, quality_more_samples=0)
     quick, full = cases(options), cases(argparse.Namespace(**{**vars(options), "quick": False}))
     assert [case.seeds for case in full] == [3, 3, 9, 9, 9]
     assert [case.dim for case in full] == [16, 64, 16, 16, 16]
     assert all(case.ranks == RANKS and case.data.min_count == 1 for case in full)
+    more = cases(argparse.Namespace(**{**vars(options), "quick": False, "quality_more_samples": 7000}))[0]
+    assert (more.data.samples, more.ranks, more.seeds) == (7000, RANKS[:1], 3)
     assert all(case.seeds == 2 and case.data.samples <= 16_384 for case in quick if isinstance(case.data, Synthetic))
 
 
