@@ -18,6 +18,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.support.plans import make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
@@ -201,7 +202,6 @@ def test_checkpoints_do_not_know_where_rows_were(tmp_path, wrote, reads):
 
 
 SHAPES = [TableShape.of(each) for each in two_tables()]
-TWO_RANK_PLAN = Plan(tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in SHAPES), 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,15 @@ def test_what_a_device_cannot_do_is_refused(tables, options, message):
 
 
 def refused_plans(mesh):
-    for options in ({"plan": TWO_RANK_PLAN}, {"replicas": 2}):
-        with pytest.raises(ConfigurationError, match=r"table 'a' has (replicated rows|2 replicas)"):
-            EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", **options)
+    mesh = replace(mesh, hosts=(0, 1))
+    two_hop = make_plan(two_tables(), 2, 1, lambda number: ("node" if number == 1 else "dealt", 0, 0, number == 0))
+    with pytest.raises(ConfigurationError, match="table 'a' has node and two-hop rows"):
+        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", plan=two_hop)
+    with pytest.raises(ConfigurationError, match="table 'a' has 2 replicas"):
+        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2)
 
 
-def test_plans_with_copies_are_refused(ranks):
+def test_plans_over_nodes_and_replicas_are_refused(ranks):
     ranks.run(refused_plans)
 
 

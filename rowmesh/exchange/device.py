@@ -14,7 +14,8 @@ torch's caching allocator, so that nothing here keeps buffers.
 On one rank nothing: how many unique ids there are stays on the device, and whether all ids were rows of their tables is
 copied to the host beside the computation and looked at before the next update or look-up. On several ranks the host
 waits once a batch, for the sizes that an all-to-all needs: one copy brings them, those of the other ranks, and the
-counts of ids outside their tables. An evaluation, after which nothing may come, looks at once.
+counts of ids outside their tables. An evaluation, after which nothing may come, looks at once. An update of rows with
+copies needs the sizes of what homes send: how many rows they merged, which is copied to the host since the look-up.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class DeviceBackend:
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds dense tables of one "
-                "replica, whose rows are dealt over the ranks or fixed to one, and exchanges them with transport "
-                "'auto' or 'collective'; change that, or use device 'cpu'"
+                "replica, whose rows are dealt over the ranks, fixed to one or replicated on all, and exchanges them "
+                "with transport 'auto' or 'collective'; change that, or use device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:
@@ -85,8 +86,6 @@ class DeviceBackend:
 
 def _indirect(part: RowRange, plan: Plan) -> str | None:
     """Why rows do not simply travel between their home and who needs them; None where they do."""
-    if part.rule == "replicated" and plan.world_size > 1:
-        return "replicated"
     if plan.num_nodes > 1:
         return "node" if part.rule == "node" else "two-hop" if part.two_hop else None
     return None

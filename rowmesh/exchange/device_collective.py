@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_checks import check_everywhere
-from rowmesh.exchange.device_group import DeviceGroup, Entries, compose
+from rowmesh.exchange.device_copies import CopiesLane
+from rowmesh.exchange.device_group import DeviceGroup, compose
+from rowmesh.exchange.device_lane import Merging, Requests
 from rowmesh.exchange.device_messages import DeviceChannel
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
@@ -50,8 +54,11 @@ class DeviceCollective:
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
         self.groups = [DeviceGroup(exchange, self.channel, self._mesh.ranks_per_node) for exchange in exchanges]
+        self._lanes = [lane for group in self.groups for lane in group.lanes]
+        self._copies = [lane for lane in self._lanes if isinstance(lane, CopiesLane)]
         self.hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
-        self._opening = Opening(self._mesh, self.hosts, 3, self.common)
+        # Which fetch or push this is; then how many routes are pushed, which, and of how many rows there are sums.
+        self._opening = Opening(self._mesh, self.hosts, 3 + len(self._copies), self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -68,9 +75,13 @@ class DeviceCollective:
             compose(group)
         pairs = list(zip(self.groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
+        copied = [messages.post_copied_keys(group) for messages, group in pairs]
         rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
-        for group in route.groups:
+        for (messages, group), works in zip(pairs, copied, strict=True):
+            messages.read_copies(group, works)
             meanwhile(group)
+            if torch.is_grad_enabled():
+                messages.merge_requests(group)
         for (messages, group), work in zip(pairs, rows, strict=True):
             messages.take_rows(group, work)
 
@@ -91,34 +102,82 @@ class DeviceCollective:
 
     def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
-        most, is_equal = self._compare(routes)
-        pushed = [[messages.entries(route.groups[i]) for route in routes] for i, messages in enumerate(self.groups)]
+        requests, gradients = self._by_lane(routes)
+        most, is_equal = self._compare(routes, requests)
         if not is_equal:
-            self._ask_again(pushed, most)
-        gradients = [messages.post_gradients(entries) for messages, entries in zip(self.groups, pushed, strict=True)]
-        for messages, entries, works, update in zip(self.groups, pushed, gradients, updates, strict=True):
-            messages.push(entries, works, update)
+            self._ask_again(requests, gradients, most)
+        if not most:
+            return
+        works = [
+            lane.post_gradients(each, sums) for lane, each, sums in zip(self._lanes, requests, gradients, strict=True)
+        ]
+        merged = self._merged(requests)
+        if self._copies and not (is_equal and most == 1):
+            self._count_copies(merged)
+        of_lanes = (update for group, update in zip(self.groups, updates, strict=True) for _ in group.lanes)
+        for lane, each, merging, work, update in zip(self._lanes, requests, merged, works, of_lanes, strict=True):
+            lane.push(each, merging, work, update)
 
-    def _compare(self, routes: Sequence[DeviceRoutePart]) -> tuple[int, bool]:
-        """The most routes that a rank pushes, and whether all ranks push the same ones."""
+    def _by_lane(self, routes: Sequence[DeviceRoutePart]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
+        """What routes asked for, and the gradients of it; of each lane a list, one item a route."""
+        requests: list[list[Requests]] = [[] for _ in self._lanes]
+        gradients: list[list[Tensor]] = [[] for _ in self._lanes]
+        for route in routes:
+            groups = zip(self.groups, route.groups, strict=True)
+            pairs = [pair for messages, group in groups for pair in messages.pushed(group)]
+            for lane, (each, sums) in enumerate(pairs):
+                requests[lane].append(each)
+                gradients[lane].append(sums)
+        return requests, gradients
+
+    def _compare(self, routes: Sequence[DeviceRoutePart], requests: Sequence[list[Requests]]) -> tuple[int, bool]:
+        """The most routes that a rank pushes, and whether all ranks push the same ones.
+
+        Where that is one route, what ranks told of copies beside it is right.
+        """
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
         self._opening.numbers[:, 1:3] = mine
-        pushed = self._opening(-self._num_pushes)[:, 1:3].tolist()
+        if len(routes) == 1:
+            self._opening.numbers[:, 3:] = self._num_copies(self._merged(requests))
+        rows = self._opening(-self._num_pushes)
+        self._take_counts(rows[:, 3:])
+        pushed = rows[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
-    def _ask_again(self, pushed: Sequence[list[Entries]], most: int) -> None:
+    def _merged(self, requests: Sequence[list[Requests]]) -> list[Merging]:
+        return [lane.merged(each) for lane, each in zip(self._lanes, requests, strict=True)]
+
+    def _num_copies(self, merged: Sequence[Merging]) -> list[int]:
+        """Copied rows that this rank, their home, will have sums of."""
+        return [each.count for lane, each in zip(self._lanes, merged, strict=True) if lane in self._copies]
+
+    def _count_copies(self, merged: Sequence[Merging]) -> None:
+        """Learns how many sums each rank will send, where that was not known when they compared what they push."""
+        nums = torch.tensor([self._num_copies(merged)] * self._mesh.world_size, dtype=torch.int64, device="cpu")
+        self._take_counts(self.hosts.exchange_equal(nums, self.common, _COUNTING).numpy())
+
+    def _take_counts(self, counts: np.ndarray) -> None:
+        for lane, of_ranks in zip(self._copies, counts.T.tolist(), strict=True):
+            lane.counts = of_ranks
+
+    def _ask_again(
+        self, requests: Sequence[list[Requests]], gradients: Sequence[list[Tensor]], most: int
+    ) -> None:  # fmt: skip
         """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
         """
-        for messages, entries in zip(self.groups, pushed, strict=True):
-            entries += [messages.nothing() for _ in range(most - len(entries))]
-        numbered = [(i, each) for i, entries in enumerate(pushed) for each in entries]
-        sent = torch.tensor([each.sent for _, each in numbered], dtype=torch.int64)
+        for lane, each, sums in zip(self._lanes, requests, gradients, strict=True):
+            missing = most - len(each)
+            each += [lane.nothing() for _ in range(missing)]
+            sums += [lane.no_gradients() for _ in range(missing)]
+        numbered = [(lane, each) for lane, of_lane in zip(self._lanes, requests, strict=True) for each in of_lane]
+        sent = torch.tensor([each.sent for _, each in numbered], dtype=torch.int64, device="cpu")
         asked = self.hosts.exchange_equal(sent.T.contiguous(), self.common, _COUNTING).T.tolist()
-        for (i, each), sizes in zip(numbered, asked, strict=True):
-            self.groups[i].ask_again(each, sizes)
+        for (lane, each), sizes in zip(numbered, asked, strict=True):
+            each.asked, each.merging = sizes, None
+            each.slots = lane.post_keys(each).wait()
 
     def barrier(self) -> None:
         """Waits for all ranks, and for what their devices do."""

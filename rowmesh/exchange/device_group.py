@@ -1,9 +1,13 @@
-"""What the collective transport of a device does for one group: keys, rows and gradients as all-to-alls."""
+"""What the collective transport of a device does for one group: keys, rows and gradients as all-to-alls.
+
+Keys of rows that their homes send go in one lane, those of rows that every rank has in another one. Fetched rows and
+copies of this rank's own are brought together, so that pooling reads all at one place; copies are gathered while the
+others travel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -11,33 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.device_copies import CopiesLane, spread
+from rowmesh.exchange.device_lane import Lane, Requests
 from rowmesh.exchange.device_messages import DeviceChannel, Message
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
-from rowmesh.exchange.update import Update
-from rowmesh.ops.transfer import upload
-from rowmesh.tables.arena import compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
-
-
-@dataclass
-class Entries:
-    """What one route of this rank asks of the owners and tells them, and what owners were asked in the same round.
-
-    Attributes:
-        keys: int32 `[U]`, sorted by owner.
-        sent: how many are for each rank.
-        asked: how many came from each rank.
-        requests: int32 `[M]`: them.
-        gradients: `[U, D]`, in the order of the keys.
-    """
-
-    keys: Tensor
-    sent: list[int]
-    asked: list[int]
-    requests: Tensor
-    gradients: Tensor
 
 
 class DeviceGroup:
@@ -47,97 +31,97 @@ class DeviceGroup:
         exchange: the group's.
         everyone: all ranks.
         ranks_per_node: G: gradients are summed node by node.
+
+    Attributes:
+        lanes: one, or two where rows have copies.
     """
 
     def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
         from rowmesh.ops.gather import cuda as gather
-        from rowmesh.ops.merge_update import cuda as merge_update
 
-        self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node
-        self._gather, self._merge = gather.gather, merge_update.merge
+        self.exchange, self._everyone = exchange, everyone
+        self._gather = gather.gather
         self._doing = f"exchanging group {exchange.group.name}"
+        how = (exchange, everyone, ranks_per_node)
+        self.lanes = [Lane(*how), CopiesLane(*how)] if exchange.has_copies else [Lane(*how)]
 
     def expect(self, group: DeviceRouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
         """Takes what this rank asks and is asked for, keys by rank and segment, int64 `[W, S′]` each."""
-        group.sent, group.asked = sent.sum(1).tolist(), asked.sum(1).tolist()
-        group.num_unique = sum(group.sent)
+        cuts = [self.exchange.num_direct][: len(self.lanes) - 1]
+        sizes_out, sizes_in = ([part.sum(1).tolist() for part in np.split(n, cuts, 1)] for n in (sent, asked))
+        group.num_unique = int(sent.sum())
         self.exchange.counters.unique_ids += group.num_unique
+        keys, group.uniques = self._lane_by_lane(group, sizes_out)
+        parts = keys.split([sum(sizes) for sizes in sizes_out])
+        group.lanes = [
+            Requests(part, to_each, from_each, part[:0])
+            for part, to_each, from_each in zip(parts, sizes_out, sizes_in, strict=True)
+        ]
+
+    def _lane_by_lane(self, group: DeviceRouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Keys lane by lane, which were sorted by rank, and for which unique id each is."""
+        keys, uniques = group.routed.keys[: group.num_unique], group.routed.uniques[: group.num_unique]
+        if len(sizes) > 1:
+            by_rank = [size for of_rank in zip(*sizes, strict=True) for size in of_rank]
+            begins = list(accumulate(by_rank, initial=0))[:-1]
+            order = spread(_by_lane(begins, len(sizes)), _by_lane(by_rank, len(sizes)), keys.device)
+            keys, uniques = keys[order], uniques[order]
+        return keys, uniques
 
     def post_keys(self, group: DeviceRouteGroup) -> Message:
-        """Tells the owners which rows are needed."""
-        keys = group.routed.keys[: group.num_unique]
-        return self._everyone.post(keys, group.sent, group.asked, self.exchange.counters, self._doing)
+        """Tells the homes which rows are needed."""
+        return self.lanes[0].post_keys(group.lanes[0])
+
+    def post_copied_keys(self, group: DeviceRouteGroup) -> list[Message]:
+        """Tells the homes which copies are read here, for which there will be gradients."""
+        return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
 
     def post_rows(self, group: DeviceRouteGroup, keys: Message) -> Message:
         """Replies, once it is here, to what was asked."""
         group.requests = keys.wait()
-        rows = self._gather(self.exchange.arena.rows, group.requests)
-        return self._everyone.post(rows, group.asked, group.sent, self.exchange.counters, self._doing)
+        table = self.exchange.arena.rows
+        group.source = table.new_empty(group.num_unique, table.shape[1])
+        into, rows = group.source[: sum(group.sent)], self._gather(table, group.requests)
+        return self._everyone.post(rows, group.asked, group.sent, self.exchange.counters, self._doing, into)
 
-    def take_rows(self, group: DeviceRouteGroup, rows: Message) -> None:
-        """Makes what came what is pooled."""
-        group.source, group.slots = rows.wait(), None
+    def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> None:
+        """Brings the rows that need not travel to those that do, while these are under way."""
+        begin = sum(group.sent)
+        for each, message in zip(group.lanes[1:], keys, strict=True):
+            each.slots = message.wait()
+            self._gather(self.exchange.arena.rows, each.keys, group.source[begin:])
 
-    def entries(self, group: DeviceRouteGroup) -> Entries:
-        """What a route pushes."""
-        return Entries(
-            group.routed.keys[: group.num_unique], group.sent, group.asked, group.requests, group.summed
-        )  # fmt: skip
-
-    def nothing(self) -> Entries:
-        """What a rank pushes that has no route where others have one."""
-        exchange, none = self.exchange, [0] * self._everyone.size
-        keys = torch.empty(0, dtype=torch.int32, device=exchange.device)
-        dtype = compute_dtype(exchange.group.dtype)
-        gradients = torch.empty(0, exchange.group.dim, dtype=dtype, device=exchange.device)
-        return Entries(keys, none, none, keys, gradients)
-
-    def ask_again(self, entries: Entries, asked: list[int]) -> None:
-        """Tells the owners which rows gradients are for; so many come from each rank."""
-        keys = self._everyone.post(entries.keys, entries.sent, asked, self.exchange.counters, self._doing)
-        entries.asked, entries.requests = asked, keys.wait()
-
-    def post_gradients(self, pushed: Sequence[Entries]) -> list[Message]:
-        """Sends the gradients of several routes to the owners."""
-        counters = self.exchange.counters
-        return [self._everyone.post(each.gradients, each.sent, each.asked, counters, self._doing) for each in pushed]
-
-    def push(self, pushed: Sequence[Entries], gradients: Sequence[Message], update: Update) -> None:
-        """Merges what was asked, and updates once the gradients are here."""
-        if not pushed:
-            return
-        asked = [each.asked for each in pushed]
-        slots = _by_rank([each.requests for each in pushed], asked)
-        merged = self.merge(slots, asked)
-        came = _by_rank([message.wait() for message in gradients], asked)
-        self.exchange.arena.apply(merged, came, update.lr, update.scaling, update.step)
+    def merge_requests(self, group: DeviceRouteGroup) -> None:
+        """Merges what was asked, for the update; may run while rows travel."""
+        for lane, each in zip(self.lanes, group.lanes, strict=True):
+            lane.merged([each])
 
     def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
         """The distinct slots among what ranks asked for, so many of each in every route."""
-        most = len(asked) * self._everyone.size
-        return self._merge(slots, most=most, node_ends=self._node_ends(asked))
+        return self.lanes[0].merge(slots, asked)
 
-    def _node_ends(self, asked: Sequence[Sequence[int]]) -> Tensor | None:
-        """Where the entries from each node end; None where there is one node."""
-        ends = list(accumulate(sum(sizes) for sizes in zip(*asked, strict=True)))
-        of_nodes = ends[self._ranks_per_node - 1 :: self._ranks_per_node]
-        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes), self.exchange.device)
+    def take_rows(self, group: DeviceRouteGroup, rows: Message) -> None:
+        """Makes what came what is pooled."""
+        rows.wait()
+        group.slots = None
+
+    def pushed(self, group: DeviceRouteGroup) -> list[tuple[Requests, Tensor]]:
+        """What a route asked for, and the gradients of it, lane by lane."""
+        gradients = group.summed.split([len(each.keys) for each in group.lanes])
+        return list(zip(group.lanes, gradients, strict=True))
 
 
 def compose(group: DeviceRouteGroup) -> None:
     """Has ids read the rows that were fetched, which stand in the order in which they were asked for: sorted."""
-    uniques = group.routed.uniques[: group.num_unique].to(torch.int64)
+    uniques = group.uniques.to(torch.int64)
     places = torch.arange(group.num_unique, dtype=torch.int32, device=uniques.device)
     group.recover = places.scatter(0, uniques, places).index_select(0, group.unique.inverse)
 
 
-def _by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Entries of several routes, those from rank 0 first, of each rank route after route.
+def _by_lane(numbers: Sequence[int], num_lanes: int) -> list[int]:
+    """What stands rank by rank, of each rank lane by lane, lane by lane.
 
-    >>> _by_rank([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [[2, 1], [1, 1]]).tolist()
-    [1, 2, 4, 3, 5]
+    >>> _by_lane([1, 2, 3, 4], 2)
+    [1, 3, 2, 4]
     """
-    if len(parts) == 1:
-        return parts[0]
-    pieces = [part.split(list(of_ranks)) for part, of_ranks in zip(parts, sizes, strict=True)]
-    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+    return [number for lane in range(num_lanes) for number in numbers[lane::num_lanes]]

@@ -50,13 +50,13 @@ class DeviceLocal:
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             groups = [route.groups[index] for route in routes]
             if groups:
-                exchange.arena.apply(*self._merged(groups), update.lr, update.scaling, update.step)
+                exchange.apply(*self._merged(groups), update)
 
     def _merged(self, groups: Sequence[DeviceRouteGroup]) -> tuple[Merged, Tensor]:
         """The slots of several routes, and the gradients for them."""
         if len(groups) == 1:
             count = groups[0].unique.num_unique.to(torch.int32)
-            return self._singles(groups[0].requests.to(torch.int64), count), groups[0].summed
+            return self._singles(groups[0].routed.keys.to(torch.int64), count), groups[0].summed
         slots = torch.cat([_slots(group) for group in groups])
         return self._merge(slots, most=len(groups)), torch.cat([group.summed for group in groups])
 
@@ -71,5 +71,6 @@ class DeviceLocal:
 
 def _slots(group: DeviceRouteGroup) -> Tensor:
     """int32 `[N]`, of which the first are the slots of unique ids, the others none."""
-    place = torch.arange(group.requests.numel(), device=group.requests.device)
-    return torch.where(place < group.unique.num_unique, group.requests, _NO_SLOT)
+    keys = group.routed.keys
+    place = torch.arange(keys.numel(), device=keys.device)
+    return torch.where(place < group.unique.num_unique, keys, _NO_SLOT)

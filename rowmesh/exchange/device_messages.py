@@ -14,6 +14,8 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.device_group import device_group
 from rowmesh.mesh.waiting import Waiting
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
 
 class DeviceChannel:
     """Collectives among the devices of all ranks, counted. Making one is collective.
@@ -29,11 +31,12 @@ class DeviceChannel:
         device: of this one.
 
     Attributes:
+        member, size: the number of this rank, and of all.
         reason: what carries the messages, and why.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self.size = mesh, mesh.world_size
+        self._mesh, self.member, self.size = mesh, mesh.rank, mesh.world_size
         self._group, self._backend, reason = device_group(mesh, device)
         self.reason = f"{self._backend} between devices: {reason}"
         self._is_done = Waiting(mesh)
@@ -50,10 +53,10 @@ class DeviceChannel:
             sizes_in: rows from each rank.
             counters: count them.
             doing: what it is for, for messages of errors.
-            into: what is filled with what comes; by default new memory.
+            into: where what comes goes; default: new memory.
         """
         into = out.new_empty(sum(sizes_in), *out.shape[1:]) if into is None else into
-        own = self._mesh.rank
+        own = self.member
         row_bytes = out[:0].new_empty(1, *out.shape[1:]).nbytes
         counters.bytes_sent += row_bytes * (sum(sizes_out) - sizes_out[own])
         counters.bytes_received += row_bytes * (sum(sizes_in) - sizes_in[own])
@@ -65,6 +68,22 @@ class DeviceChannel:
             ),
             doing,
         )
+        return Message(self, work, into, out, doing)
+
+    def post_gather(self, out: Tensor, counters: GroupCounters, doing: str) -> Message:
+        """Sends all of `out` to every rank; what comes are as many rows of each rank, one after the other.
+
+        Args:
+            out: `[n, …]`, n the same on all ranks, which must stay as it is until the message is waited for.
+            counters: count it.
+            doing: what it is for, for messages of errors.
+        """
+        into = out.new_empty(self.size * len(out), *out.shape[1:])
+        counters.all_gathers += 1
+        counters.bytes_sent += out.nbytes * (self.size - 1)
+        counters.bytes_received += out.nbytes * (self.size - 1)
+        raw_out, raw_in = _bytes_of(out), _bytes_of(into)
+        work = self._started(lambda: _all_gather(raw_in, raw_out, group=self._group, async_op=True), doing)
         return Message(self, work, into, out, doing)
 
     def exchange_equal(self, out: Tensor, counters: CommonCounters, doing: str) -> Tensor:

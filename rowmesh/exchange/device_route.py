@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +12,22 @@ from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RoutePart, refused_ids
 from rowmesh.exchange.router import refusal
+from rowmesh.exchange.update import Update
 from rowmesh.ops.memory import Scratch
 from rowmesh.placement import AddressMap
-from rowmesh.placement.address_map import FLAGS
+from rowmesh.placement.address_map import FLAGS, REPLIES
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 from rowmesh.tables.device_arena import DeviceArena
 
 if TYPE_CHECKING:
+    from rowmesh.exchange.device_lane import Requests
+    from rowmesh.ops.merge_update.cuda import Merged
     from rowmesh.ops.pool.cuda import Bags, FiledCells
     from rowmesh.ops.route.cuda import Routed
     from rowmesh.ops.segment_unique.cuda import Unique
+    from rowmesh.ops.transfer import Late
 
 
 class DevicePooledGroup:
@@ -75,8 +79,8 @@ class DeviceRouteGroup(DevicePooledGroup):
     Attributes:
         routed: where each unique id is asked for, sorted.
         source: rows that were fetched, or those of the arena.
-        requests: int32 `[M]`: slots that ranks asked this one for, in their order.
-        sent, asked: keys to every rank and from every rank, where the host knows them.
+        uniques: int32 `[num_unique]`: for which unique id each row is asked.
+        lanes: what is asked of the ranks, lane by lane, where there are several.
     """
 
     exchange: DeviceExchange
@@ -86,9 +90,27 @@ class DeviceRouteGroup(DevicePooledGroup):
     ) -> None:  # fmt: skip
         super().__init__(exchange, layout, bags, unique)
         self.routed, self.source = routed, exchange.arena.rows
-        self.slots = self.requests = routed.keys
-        self.sent: list[int] = []
-        self.asked: list[int] = []
+        self.slots, self.uniques = routed.keys, routed.uniques
+        self.lanes: list[Requests] = []
+
+    @property
+    def sent(self) -> list[int]:
+        """Keys for each rank, of rows that travel."""
+        return self.lanes[0].sent
+
+    @property
+    def asked(self) -> list[int]:
+        """Keys from each rank, of rows that travel."""
+        return self.lanes[0].asked
+
+    @property
+    def requests(self) -> Tensor:
+        """Int32 `[M]`: their slots, in the order of the ranks."""
+        return self.lanes[0].slots
+
+    @requests.setter
+    def requests(self, slots: Tensor) -> None:
+        self.lanes[0].slots = slots
 
 
 class DeviceRoute(Route):
@@ -197,30 +219,59 @@ class DeviceGroupExchange:
         return self._segment_unique(ids, offsets)
 
 
+class DeviceUpdater(Protocol):
+    """What happens to merged rows, where it is not simply their update; see `DeviceExchange.apply`."""
+
+    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: Late | None) -> None: ...
+
+
 class DeviceExchange(DeviceGroupExchange):
     """What stays the same for a group whose rows are in arenas; what `GroupExchange` is on a CPU.
 
     Args:
         group: the tables.
-        address_map: of rows that travel from their homes to who needs them, and nowhere else.
+        address_map: of rows that travel from their homes to who needs them, or are on every rank.
         device: where.
+
+    Attributes:
+        num_direct: segments of rows that travel, which come first.
+        has_copies: whether rows are on every rank.
+        replicated: keeps replicas together, where there are any.
     """
 
     def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
         from rowmesh.ops.route import cuda as route
 
-        assert set(address_map.kinds) == {"direct"}
+        assert set(address_map.kinds) <= {"direct", "replicated"}
         super().__init__(group, address_map, device)
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
+        self.num_direct = len(address_map.segments({"direct"}))
+        self.has_copies = "replicated" in address_map.kinds
+        self.replicated: DeviceUpdater | None = None
         self.arena = DeviceArena(group, address_map.num_slots[self.rank], device)
         self._route = route
         self._map = route.DeviceMap.make(
             device, address_map.ranges, address_map.index, address_map.num_rows,
-            num_kinds=1, num_replying=1, world_size=self.world_size, rank=self.rank,
+            num_kinds=len(address_map.kinds), num_replying=len(set(address_map.kinds) & REPLIES),
+            world_size=self.world_size, rank=self.rank,
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64).to(device)
+
+    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: Late | None = None) -> None:
+        """Updates merged rows, as far as this rank's replica group knows.
+
+        Args:
+            merged: distinct slots, and which gradients are for each.
+            gradients: `[M, D]`, in the order of the requests.
+            update: the optimizer's numbers.
+            num: how many slots, on its way to the host, where somebody counted.
+        """
+        if self.replicated is None:
+            self.arena.apply(merged, gradients, update.lr, update.scaling, update.step)
+        else:
+            self.replicated.apply(merged, gradients, update, num)
 
     def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:
         """Routes one group's ids.

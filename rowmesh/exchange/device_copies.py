@@ -1,0 +1,80 @@
+"""Copies on devices: rows that every rank has, kept equal by a sparse all-reduce of the gradients of touched rows.
+
+As `rowmesh.exchange.replicas` does it: the home of a row merges the gradients of all ranks and sends the sums to all,
+and everybody applies the same update to the same state, so that copies stay equal to the bit. How many rows a home has
+sums of is merged while rows of the look-up travel, and was copied to the host long before the update needs it.
+
+Source: OPER §5.3 and Fig. 5 (local-aggregated sparse all-reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.device_lane import Lane, Merging
+from rowmesh.exchange.device_messages import DeviceChannel
+from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.update import Update
+from rowmesh.ops.transfer import upload
+
+if TYPE_CHECKING:
+    from rowmesh.ops.merge_update.cuda import Merged
+
+
+class CopiesLane(Lane):
+    """The requests for rows that everybody has: they get no answer, and tell the home for what gradients will be.
+
+    Attributes:
+        counts: rows of which each rank will send sums at this push.
+    """
+
+    def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
+        from rowmesh.ops.merge_update import cuda
+
+        super().__init__(exchange, everyone, ranks_per_node)
+        self._sum, self._singles = cuda.sum_merged, cuda.singles
+        self._doing = f"keeping the copies of group {exchange.group.name} equal"
+        self.counts: Sequence[int] = ()
+
+    @property
+    def needs_num(self) -> bool:
+        """Messages are as long as the rows are many."""
+        return True
+
+    def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        """Sends sums to all ranks, in messages as long as the longest, and updates rows that anybody has sums of."""
+        if not (most := max(self.counts)):
+            return
+        mine, size, counters = self.counts[self._everyone.member], self._everyone.size, self.exchange.counters
+        sums = gradients.new_empty(most, gradients.shape[1])
+        slots = torch.empty(most, dtype=torch.int32, device=sums.device)
+        self._sum(merging.merged, gradients, sums)
+        slots[:mine] = merging.merged.slots[:mine]
+        messages = [self._everyone.post_gather(part, counters, self._doing) for part in (slots, sums)]
+        entries = spread(range(0, size * most, most), self.counts, sums.device)
+        all_slots, all_sums = (message.wait() for message in messages)
+        self.exchange.apply(self._listed(all_slots, entries), all_sums, update)
+
+    def _listed(self, slots: Tensor, entries: Tensor) -> Merged:
+        """One gradient each for the slots of some entries."""
+        count = torch.full((1,), entries.numel(), dtype=torch.int32, device=slots.device)
+        return replace(self._singles(slots[entries].to(torch.int64), count), order=entries)
+
+
+def spread(begins: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Int64: the numbers from each beginning on, so many of each.
+
+    >>> spread([5, 0], [2, 3], torch.device("cpu")).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = list(accumulate(sizes))
+    shifts = [begin - end + size for begin, end, size in zip(begins, ends, sizes, strict=True)]
+    shift, count = upload(torch.tensor([shifts, list(sizes)]), device)
+    total = ends[-1]  # known here, or the host would wait for it
+    return torch.arange(total, device=device) + torch.repeat_interleave(shift, count, output_size=total)

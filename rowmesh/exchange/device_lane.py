@@ -1,0 +1,151 @@
+"""Lane: keys from those who ask to the homes of rows, the other way round what was asked, and gradients for it.
+
+Rows of one kind share a lane: all that homes do with them is the same. See `rowmesh.exchange.device_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rowmesh.exchange.device_messages import DeviceChannel, Message
+from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.update import Update
+from rowmesh.ops.transfer import Late, upload
+from rowmesh.tables.arena import compute_dtype
+
+if TYPE_CHECKING:
+    from rowmesh.ops.merge_update.cuda import Merged
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Requests of all ranks, merged.
+
+    Attributes:
+        merged: them.
+        num: how many distinct slots there are, on its way to the host; None where the host need not know.
+    """
+
+    merged: Merged
+    num: Late | None
+
+    @property
+    def count(self) -> int:
+        """How many distinct slots there are; waits until that is here."""
+        assert self.num is not None
+        return self.num.read()[0]
+
+
+@dataclass
+class Requests:
+    """What one route of this rank asks of the homes, and what this rank was asked in the same round.
+
+    Attributes:
+        keys: int32 `[U]`, sorted by home.
+        sent: how many are for each rank.
+        asked: how many came from each rank.
+        slots: int32 `[M]`: them, once they came.
+        merging: them, once they were merged.
+    """
+
+    keys: Tensor
+    sent: list[int]
+    asked: list[int]
+    slots: Tensor
+    merging: Merging | None = None
+
+
+class Lane:
+    """The requests of one kind of one group.
+
+    Args:
+        exchange: the group's.
+        everyone: all ranks.
+        ranks_per_node: G: gradients are summed node by node.
+    """
+
+    def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
+        from rowmesh.ops.merge_update import cuda
+
+        self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node
+        self._merge = cuda.merge
+        self._doing = f"exchanging group {exchange.group.name}"
+
+    @property
+    def needs_num(self) -> bool:
+        """Whether the host must know how many rows are updated."""
+        return self.exchange.replicated is not None
+
+    def nothing(self) -> Requests:
+        """Of a rank that has no route where others have one."""
+        none = [0] * self._everyone.size
+        keys = torch.empty(0, dtype=torch.int32, device=self.exchange.device)
+        return Requests(keys, none, none, keys)
+
+    def no_gradients(self) -> Tensor:
+        """For it."""
+        group = self.exchange.group
+        return torch.empty(0, group.dim, dtype=compute_dtype(group.dtype), device=self.exchange.device)
+
+    def post_keys(self, requests: Requests) -> Message:
+        """Tells the homes which rows are needed."""
+        return self._everyone.post(
+            requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing
+        )  # fmt: skip
+
+    def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
+        """The distinct slots among what ranks asked for, so many of each in every route."""
+        return self._merge(slots, most=len(asked) * self._everyone.size, node_ends=self._node_ends(asked))
+
+    def merged(self, requests: Sequence[Requests]) -> Merging:
+        """What was asked for several routes, merged in the order of the ranks, route after route; once for one."""
+        if len(requests) == 1 and requests[0].merging is not None:
+            return requests[0].merging
+        asked = [each.asked for each in requests]
+        merged = self.merge(_by_rank([each.slots for each in requests], asked), asked)
+        merging = Merging(merged, Late(merged.num) if self.needs_num else None)
+        if len(requests) == 1:
+            requests[0].merging = merging
+        return merging
+
+    def _node_ends(self, asked: Sequence[Sequence[int]]) -> Tensor | None:
+        """Where the entries from each node end; None where there is one node."""
+        ends = list(accumulate(sum(sizes) for sizes in zip(*asked, strict=True)))
+        of_nodes = ends[self._ranks_per_node - 1 :: self._ranks_per_node]
+        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes), self.exchange.device)
+
+    def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
+        """Sends the gradients of several routes to the homes."""
+        counters = self.exchange.counters
+        return [
+            self._everyone.post(sums, each.sent, each.asked, counters, self._doing)
+            for each, sums in zip(requests, gradients, strict=True)
+        ]
+
+    def push(
+        self, requests: Sequence[Requests], merging: Merging, gradients: Sequence[Message], update: Update
+    ) -> None:  # fmt: skip
+        """Updates what was asked once the gradients are here."""
+        came = _by_rank([message.wait() for message in gradients], [each.asked for each in requests])
+        self._update(merging, came, update)
+
+    def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        self.exchange.apply(merging.merged, gradients, update, merging.num)
+
+
+def _by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Entries of several routes, those from rank 0 first, of each rank route after route.
+
+    >>> _by_rank([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [[2, 1], [1, 1]]).tolist()
+    [1, 2, 4, 3, 5]
+    """
+    if len(parts) == 1:
+        return parts[0]
+    pieces = [part.split(list(of_ranks)) for part, of_ranks in zip(parts, sizes, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])

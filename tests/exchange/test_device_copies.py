@@ -1,0 +1,117 @@
+"""Rows that every rank has, on a device: the model that the CPU trains under the same plan, all copies equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.mesh import Mesh
+from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+from tests.support.plans import RULES, make_plan, with_copies
+from tests.support.scenario import Scenario
+from tests.support.tables import table
+from tests.support.training import merged, train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_close, assert_same_bits
+from tests.test_plans import assert_equal
+
+pytestmark = pytest.mark.triton
+kernels_of("route")  # or all are skipped
+
+
+def mixed(tables, world_size):
+    """Ranges of all rules beside each other; "node" is all the same on one."""
+    return make_plan(tables, world_size, world_size, lambda number: (RULES[number % 4], number, number, number % 2))
+
+
+TABLES = (table("tag", 7, 3, "adam", pooling="mean"), table("day", 1, 3, "adam"), table("item", 20, 16, "adam"))
+DOUBLE = (table("a", 9, 5, "row_wise_adagrad", dtype=torch.float64),)
+SCENARIOS = {
+    "all rules, accumulation": Scenario(
+        tables=TABLES, plan=mixed(TABLES, 2), accumulate=2, num_steps=2, is_weighted=True
+    ),
+    "three ranks, evaluations": Scenario(
+        tables=TABLES, plan=with_copies(TABLES, 3), batch_sizes=(2, 0, 3), num_steps=2, evaluates=True
+    ),
+    "float64": Scenario(tables=DOUBLE, plan=mixed(DOUBLE, 2), num_steps=2),
+}  # fmt: skip
+
+
+def on_device(ranks, scenario):
+    """What each rank left; all copies are equal to the bit."""
+    parts = ranks.run(train, scenario, "auto", "cuda", world_size=scenario.world_size)
+    assert_equal(scenario, parts, merged(scenario, parts))
+    return parts
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trains_the_same_model(ranks, name):
+    scenario = SCENARIOS[name]
+    first = on_device(ranks, scenario)
+    theirs = ranks.run(train, scenario, "collective", world_size=scenario.world_size)
+    for mine, expected, again in zip(first, theirs, on_device(ranks, scenario), strict=True):
+        assert_close(scenario, mine, expected)
+        assert mine.owned == expected.owned
+        assert_same_bits(mine, again)
+
+
+def test_sums_nodes_first(ranks):
+    """Two pretended hosts, every row on all four ranks; in one step differences of order would be seen."""
+    tables = (table("a", 3, 3, "sgd"),)
+    plan = make_plan(tables, 4, 2, lambda number: ("replicated", number, 0, False))
+    scenario = Scenario(
+        tables=tables, plan=plan, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1, ranks_per_node=2
+    )
+    theirs = ranks.run(train, scenario, "collective", world_size=4)
+    for mine, expected in zip(on_device(ranks, scenario), theirs, strict=True):
+        assert_same_bits(mine, expected)
+    dealt = ranks.run(train, replace(scenario, plan=None), "auto", "cuda", world_size=4)
+    assert_equal(scenario, dealt, merged(scenario, theirs))
+
+
+def push_on_some(mesh: Mesh, device):
+    """Rank 0 uses both of two look-ups, rank 1 the second alone; then nobody pushes anything."""
+    tables = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
+    plan = with_copies(tables, 2)
+    embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, device=device)
+    optimizer = EmbeddingOptimizer(embeddings)
+    batches = [SparseBatch.from_bags({"a": [[1], [2, rank]], "b": [[3], []]}) for rank in (8, mesh.rank)]
+    for _ in range(2):
+        first, second = (embeddings(batch) for batch in batches)
+        if mesh.rank == 0:
+            first.values.square().sum().backward()
+        second.values.square().sum().backward()
+        optimizer.step()
+    optimizer.step()
+    return torch.cat([piece.values for table in tables for piece in embeddings.held_rows(table.name)])
+
+
+def test_ranks_need_not_push_the_same_routes(ranks):
+    found, expected = ranks.run(push_on_some, "cuda"), ranks.run(push_on_some, "cpu")
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_an_evaluation_reads_copies_and_sends_no_rows(ranks):
+    """All rows are everywhere: only keys travel, which tell homes what gradients would be for."""
+    tables = (table("a", 9, 64),)
+    plan = make_plan(tables, 2, 2, lambda _: ("replicated", 0, 0, False))
+    found = ranks.run(look_up, tables, plan)
+    for vectors, expected, _ in found:
+        assert torch.equal(vectors, expected)
+    assert sorted(counters.bytes_received for *_, counters in found) == [4 * 3, 4 * 6]  # keys of each home
+
+
+def look_up(mesh, tables, plan):
+    on_cpu, embeddings = (
+        EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, device=device)
+        for device in ("cpu", "cuda")
+    )
+    batch = SparseBatch.from_bags({"a": [[row] for row in range(9)]})
+    with torch.no_grad():
+        return embeddings(batch).values.cpu(), on_cpu(batch).values, embeddings.counters[0]
