@@ -75,6 +75,6 @@ def spread(begins: Sequence[int], sizes: Sequence[int], device: torch.device) ->
     """
     ends = list(accumulate(sizes))
     shifts = [begin - end + size for begin, end, size in zip(begins, ends, sizes, strict=True)]
-    shift, count = upload(torch.tensor([shifts, list(sizes)]), device)
+    shift, count = upload(torch.tensor([shifts, list(sizes)], device="cpu"), device)
     total = ends[-1]  # known here, or the host would wait for it
     return torch.arange(total, device=device) + torch.repeat_interleave(shift, count, output_size=total)

@@ -118,7 +118,7 @@ class Lane:
         """Where the entries from each node end; None where there is one node."""
         ends = list(accumulate(sum(sizes) for sizes in zip(*asked, strict=True)))
         of_nodes = ends[self._ranks_per_node - 1 :: self._ranks_per_node]
-        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes), self.exchange.device)
+        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes, device="cpu"), self.exchange.device)
 
     def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
         """Sends the gradients of several routes to the homes."""
