@@ -1,0 +1,114 @@
+"""Streams: copies between a device and the host beside the computation. On a CPU everything is done when it is asked.
+
+[Note: copies beside the computation]
+Rows of tiered tables travel on two streams of their own, inward and outward, so that copies into a GPU's memory are not
+held up behind those out of it. Kernels run on the stream that is current, the user's. The host runs ahead of all three:
+its books say that a frame is free when the last kernel that uses it is launched, not when it has run. What could go
+wrong, and what is done about each:
+
+1. A kernel reads a frame before the row is there. Whoever uses a lease calls `HeldRows.ready`, which lets the current
+   stream wait for all that was asked of the inward stream when the lease was made: not the copies of later batches.
+2. A row is copied into a frame that kernels of an earlier batch still read or update. Every lease that is given up
+   leaves a mark in the stream that used it, and copies wait for the marks of those very frames (`Uses`). What leaves
+   fast memory was used longest ago, so that copies for the next batch run while this one is computed.
+3. A row is copied out before the kernel that updates it has run. The same marks.
+4. A row that is on its way out is found in its frame by a later batch, which updates it meanwhile: half of the record
+   would be old. `HeldRows.ready` waits for the outward stream, too.
+5. A row is copied out of a frame before it came in (`read_rows` of a batch that is only looked ahead). Outward copies
+   wait for what was asked of the inward stream before.
+6. The store gives what an update has replaced. A frame is given to another row only when the store has its row, and
+   the host writes that only after it has waited for the copy. A row that is wanted before is found in its frame.
+7. The host fills, or reads, a staging buffer that is still being copied. Buffers are bounded in number, each has the
+   mark of its last copy, and the host waits for it before it touches the buffer again: where more is to be brought than
+   fits, this is where the host waits for the device.
+8. The frames' memory was given to somebody else before, or is given back. It is allocated on the stream that is current
+   then, whose earlier kernels may still use it: the mark of that moment counts as a use of every frame. Before it is
+   freed the host waits for both streams (`settle`); torch's allocator knows of no use on them.
+9. Memory on the device that a copy needs for a moment is allocated and freed while its stream is current, so that the
+   allocator gives it to that stream alone, in whose order it is free. Nothing of it is used on another stream, so no
+   `record_stream` is needed. Frames' numbers for kernels go to the device on the kernels' own stream.
+10. A copy from memory that is not pinned makes the host wait, and one into it may not be done when its event says so.
+    All that is copied without waiting is pinned.
+11. The thread that writes back has a current device of its own, the first. A stream is always entered with its device.
+
+Marks wait for what was asked before they were made, of streams whose work waits for such marks alone: they cannot wait
+for each other in a circle. `tests/tables/test_device_tiered.py` runs streams that are late at random, with these rules
+and with rules left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class Mark:
+    """What was asked of a stream before this was made.
+
+    Args:
+        event: recorded there; None where everything is done at once.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether it is done."""
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """The host waits until it is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Stream:
+    """Work that a device does in order.
+
+    Args:
+        stream: None on a CPU.
+
+    Example:
+        >>> stream = Stream.new(torch.device("cpu"))
+        >>> stream.run(lambda: print("copied"))
+        copied
+        >>> stream.mark().has_passed
+        True
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @classmethod
+    def new(cls, device: torch.device) -> Stream:
+        """One more, beside the others of a device."""
+        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @classmethod
+    def current(cls, device: torch.device) -> Stream:
+        """The one that kernels are launched on by this thread."""
+        return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    def mark(self) -> Mark:
+        """What was asked so far."""
+        if self._stream is None:
+            return Mark()
+        event = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the thread that writes back often does
+        event.record(self._stream)
+        return Mark(event)
+
+    def wait_for(self, marks: Iterable[Mark]) -> None:
+        """What is asked from now on begins when marks have passed; the host goes on."""
+        for mark in marks:
+            if self._stream is not None and mark.event is not None:
+                self._stream.wait_event(mark.event)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Asks for what a function launches; the host goes on."""
+        if self._stream is None:
+            work()
+            return
+        with torch.cuda.stream(self._stream):  # and its device
+            work()

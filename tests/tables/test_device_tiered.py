@@ -1,0 +1,247 @@
+"""A tiered arena on a device holds what dense rows hold, however late its streams are, as long as they keep order."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rowmesh.errors import RowmeshError
+from rowmesh.optim import Adam, RowWiseAdaGrad
+from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, device_rows, fuse, leased_rows
+from rowmesh.tables import write_back as write_backs
+from rowmesh.tables.device_rows import DeviceRows, DeviceShuttle, Uses
+from rowmesh.tables.device_tiered import DeviceTieredArena
+from rowmesh.tables.streams import Mark, Stream
+from tests.support.streams import Machine
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+kernels_of("merge_update")  # or all are skipped
+
+NUM_SLOTS, CPU = 60, torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """So that a batch takes several, and more than there are buffers."""
+    for module in (device_rows, leased_rows, write_backs):
+        monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(leased_rows, "_PARTS", 5)
+
+
+def make_group(rule=RowWiseAdaGrad(initial_accumulator=0.25)):  # noqa: B008
+    (group,) = fuse([TableSpec(name="a", num_rows=NUM_SLOTS, dim=3, optimizer=rule, initializer=Normal(std=1.0))])
+    return group
+
+
+def held():
+    return [[SimpleNamespace(rows=range(NUM_SLOTS), slots=range(NUM_SLOTS))]]
+
+
+class Program:
+    """Looks `depth` batches ahead and updates: an arena whose kernels run when the machine comes to them, and, at once,
+    dense rows."""
+
+    def __init__(self, machine, depth, num_frames, seed, make_store=MemoryStore, **options):
+        self.random, self.machine, self.depth, group = np.random.default_rng(seed), machine, depth, make_group()
+        self.arena = DeviceTieredArena(
+            group, NUM_SLOTS, num_frames, make_store, device=CPU, streams=machine, timeout_s=20.0, **options
+        )
+        self.arena.initialize(3, held())
+        self.dense = DenseArena(group, NUM_SLOTS)
+        self.dense.initialize(3, held())
+        self.leases, self.reads = [], []
+
+    def look_ahead(self, slots):
+        self.leases.append(self.arena.hold(np.array(slots, np.uint32)))
+        if len(self.leases) > self.depth:
+            self.train_oldest()
+
+    def train_oldest(self, changed=True):
+        lease = self.leases.pop(0)
+        lease.ready()
+        frames, slots = (torch.from_numpy(x.astype(np.int64)) for x in (lease.frames, lease.lease.slots))
+        self.read(self.arena, frames, slots)
+        if changed:
+            change = torch.from_numpy(self.random.normal(size=(len(slots), 3))).float()
+            self.machine.compute.run(partial(update, self.arena, frames, change))
+            update(self.dense, slots, change)
+            self.arena.give_up([lease])
+        else:
+            lease.release()
+
+    def read(self, arena, frames, slots):
+        """A kernel that reads, and what it should find."""
+        expected = [tensor[slots].clone() for tensor in (self.dense.rows, *self.dense.state.values())]
+        tensors = [arena.rows, *arena.state.values()]
+        read = lambda: self.reads.append(([tensor[frames].clone() for tensor in tensors], expected))  # noqa: E731
+        self.machine.compute.run(read)
+
+    def check_all(self):
+        """What a checkpoint would hold."""
+        slots = self.random.permutation(NUM_SLOTS)
+        rows, state = self.arena.read_rows(slots)
+        assert torch.equal(rows, self.dense.rows[slots])
+        assert all(torch.equal(state[name], self.dense.state[name][slots]) for name in state)
+
+    def set_some(self):
+        slots = self.random.permutation(NUM_SLOTS)[:7]
+        index, rows = torch.from_numpy(slots), torch.from_numpy(self.random.normal(size=(7, 3))).float()
+        state = {"sum": torch.rand(7)}
+        self.arena.write_rows(slots, rows, state)
+        self.dense.rows[index], self.dense.state["sum"][index] = rows, state["sum"]
+
+    def check_reads(self):
+        self.machine.finish()
+        for found, expected in self.reads:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        self.reads.clear()
+
+    def run(self, num_batches):
+        """Hot rows in most batches, others now and then; between batches what else a program may do."""
+        for _ in range(num_batches):
+            what = self.random.integers(12)
+            if what == 0:
+                self.check_all()
+            elif what == 1 and self.leases:
+                self.train_oldest(changed=False)
+            elif what == 2:
+                self.arena.flush()
+            elif what == 3:
+                self.set_some()
+            self.look_ahead(np.unique((NUM_SLOTS * self.random.random(12) ** 2.0).astype(int)))
+        while self.leases:
+            self.train_oldest()
+        self.check_all()
+        self.check_reads()
+
+
+def update(arena, places, change):
+    arena.rows[places] += change
+    arena.state["sum"][places] += change.square().mean(1)
+
+
+def train(seed, **options):
+    random = np.random.default_rng(seed)
+    depth, eagerness = int(random.integers(0, 3)), float(random.choice([0.0, 1.0, 4.0]))
+    program = Program(Machine(seed, eagerness), depth, 12 * (depth + 1) + 3, seed, **options)
+    with program.arena:
+        program.run(30)
+    return program.arena
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_late_streams_change_nothing(seed, poison):
+    arena = train(seed, poison=poison, verify=bool(seed % 2))
+    assert arena.counters.rows_written > 0
+    assert arena.counters.rows_read > 0
+
+
+def test_over_a_file(tmp_path):
+    train(1, make_store=partial(FileStore, path=tmp_path / "rows"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def read_what_is_on_its_way(seed):
+    program = Program(Machine(seed, 0.0), 1, 12, seed)
+    with program.arena:
+        program.look_ahead([50])
+        program.check_all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_on_its_way_can_be_read(seed):
+    read_what_is_on_its_way(seed)
+
+
+def no_marks(self, *_):
+    return []
+
+
+BROKEN = {
+    "1, 4: kernels do not wait for copies": (DeviceRows, "marks", no_marks),
+    "2, 3: copies do not wait for kernels": (Uses, "of", no_marks),
+    "5: outward copies do not wait for inward ones": (
+        DeviceRows, "take", lambda rows, *args: take_beside(rows, *args)
+    ),
+    "6, 7: the host does not wait for copies": (DeviceShuttle, "packed", lambda shuttle: packed_at_once(shuttle)),
+    "7: staging buffers are filled at once": (DeviceShuttle, "_take_stage", lambda shuttle: shuttle._stages[0]),
+}  # fmt: skip
+
+
+def take_beside(rows, stage, frames):
+    inward, rows._inward = rows._inward, Stream(None)
+    try:
+        TAKE(rows, stage, frames)
+    finally:
+        rows._inward = inward
+
+
+def packed_at_once(shuttle):
+    stage, count = shuttle._packed
+    stage.columns.pack(shuttle._places[:count], shuttle.records[:count])
+    return shuttle.records[:count]
+
+
+TAKE = DeviceRows.take
+
+
+class Done(Mark):
+    is_done = True
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_rule_is_needed(name, monkeypatch):
+    """The test of the test."""
+    where, method, replacement = BROKEN[name]
+    monkeypatch.setattr(Stream, "mark", lambda _: Done())
+    monkeypatch.setattr(where, method, replacement)
+    for seed in range(20):
+        try:
+            train(seed)
+            read_what_is_on_its_way(seed)
+        except (AssertionError, RowmeshError):
+            return
+    pytest.fail(f"nobody noticed: {name}")
+
+
+def test_copies_wait_for_the_frames_they_need_alone():
+    """While a batch is computed, that has not even begun, rows of the next one arrive in frames used before."""
+    machine = Machine(0, 0.0)
+    program = Program(machine, 0, 12, 0)
+    with program.arena as arena:
+        for first in (0, 4, 8):
+            program.look_ahead(range(first, first + 4))
+        machine.finish()
+        arena.flush()  # all frames can be taken, the oldest first
+        machine.stuck = machine.compute
+        program.look_ahead(range(8, 12))
+        lease = arena.hold(np.arange(20, 24, dtype=np.uint32))
+        arena.fast.settle()
+        found = arena.rows[torch.from_numpy(lease.frames.astype(np.int64))]
+        assert torch.equal(found, program.dense.rows[20:24])
+        machine.stuck = None
+        lease.release()
+        program.check_reads()
+
+
+@pytest.mark.parametrize("rule", [RowWiseAdaGrad(), Adam()])
+def test_memory_is_counted_and_does_not_grow_with_the_table(rule):
+    sizes = []
+    for num_slots in (1000, 8_000_000):
+        with DeviceTieredArena(make_group(rule), num_slots, 100, device=CPU) as arena:
+            assert arena.num_bytes == (100 * 3 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 24)
+            sizes.append(arena.bookkeeping_bytes)
+    assert sizes[1] - sizes[0] == (8_000_000 - 1000) / 8
+
+
+def test_rows_are_released_once():
+    with Program(Machine(0, 1.0), 0, 12, 0).arena as arena:
+        lease = arena.hold(np.array([3], np.uint32))
+        lease.release()
+        lease.release()
+        assert not lease.is_live
+        assert arena.counters.leases == 1
