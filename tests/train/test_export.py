@@ -47,7 +47,13 @@ def rows_of(embeddings, name, num_rows, dim):
 @pytest.mark.parametrize("is_reordered", [False, True], ids=["by frequency", "reordered"])
 @pytest.mark.parametrize(
     ("dtype", "storage"),
-    [(torch.float32, "dense"), (torch.bfloat16, "dense"), (torch.float64, "dense"), (torch.float32, "tensor_train")],
+    [
+        (torch.float32, "dense"),
+        (torch.bfloat16, "dense"),
+        (torch.float64, "dense"),
+        (torch.float32, "tiered"),
+        (torch.float32, "tensor_train"),
+    ],
     ids=str,
 )
 def test_vectors_stand_beside_their_values(both, tmp_path, monkeypatch, dtype, storage, is_reordered):
