@@ -1,4 +1,4 @@
-"""Compiles every GPU kernel for targets that need not be there: registers, spills and shared memory of each.
+"""Compiles every GPU kernel for targets that need not be there: registers, spills, shared memory and faults of each.
 
     python -m benchmarks.gpu_compile                  sm_80, sm_90 and sm_100, every signature
     python -m benchmarks.gpu_compile --op gather      of one op
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Report
+from benchmarks.gpu_hazards import approximate, unordered
 from rowmesh.ops import __file__ as ops_file
 from rowmesh.ops.gpu import Signature
 
@@ -43,8 +44,8 @@ def signatures(op: str, quick: bool = False) -> Iterator[Signature]:
         seen.add(signature.name)
 
 
-def compile_for(signature: Signature, target: int) -> dict[str, Any]:
-    """Compiles a kernel to machine code, and reads from it what the kernel takes.
+def compiled(signature: Signature, target: int) -> Any:
+    """Compiles a kernel to machine code; triton's object, with all that it went through as `asm`.
 
     Pointers are taken to be aligned to 16 bytes, as torch allocates.
 
@@ -61,17 +62,25 @@ def compile_for(signature: Signature, target: int) -> dict[str, Any]:
         signature.kernel, types, signature.constants,
         {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
     )  # fmt: skip
-    compiled = triton.compile(
+    return triton.compile(
         source,
         target=GPUTarget("cuda", target, _WARP_SIZE),
         options={"num_warps": signature.num_warps, "enable_fp_fusion": False},
     )
-    cubin = compiled.asm["cubin"]
+
+
+def compile_for(signature: Signature, target: int) -> dict[str, Any]:
+    """Compiles a kernel, and reads from its code what it takes and what is wrong; raises what `compiled` does."""
+    kernel = compiled(signature, target)
+    cubin = kernel.asm["cubin"]
     usage = _usage(cubin)
     # Spilled registers live in the stack, which calls of subroutines use as well.
     spilled = _spilled_bytes(cubin) if usage["stack_bytes"] else 0
     # Shared memory is claimed at the launch; what the machine code itself claims is the kilobyte that CUDA keeps.
-    return {**usage, "spill_bytes": spilled, "shared_bytes": compiled.metadata.shared, "cubin_bytes": len(cubin)}
+    return {
+        **usage, "spill_bytes": spilled, "shared_bytes": kernel.metadata.shared, "cubin_bytes": len(cubin),
+        "unordered": unordered(kernel.asm["ttgir"]), "approximate": approximate(kernel.asm["ptx"]),
+    }  # fmt: skip
 
 
 def _types(signature: Signature) -> dict[str, str]:

@@ -56,6 +56,8 @@ def test_kernels_compile_without_spills(target):
     spilled = {line["kernel"] for line in lines if line["spill_bytes"] > SAVED_BYTES}
     assert not spilled, f"kernels that keep registers in memory: {spilled}"
     assert max(line["registers"] for line in lines) <= 255
+    assert not [line for line in lines if line["unordered"]], "a warp may read what another one has changed"
+    assert not [line for line in lines if line["approximate"]], "divide by tl.div_rn, take roots by tl.sqrt_rn"
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,12 @@ def _root_of(x):
 
 
 @triton.jit
+def _quotient_of(x, y):
+    """The quotient as a CPU rounds it: `/` of float32 is off by up to two units, or multiplies by a reciprocal."""
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
+
+
+@triton.jit
 def change(
     g, rows, state1, state2, at, inside, slot, is_slot, lr_, eps_, beta1_, beta2_, rest1_, rest2_, correction_,
     D: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
@@ -250,12 +256,13 @@ def change(
     elif RULE == "adagrad":
         total = tl.load(state1 + at, mask=inside, other=1) + g * g
         tl.store(state1 + at, total, mask=inside)
-        row -= lr * g / (correction * _root_of(total) + eps)
+        row -= _quotient_of(lr * g, correction * _root_of(total) + eps)
     elif RULE == "row_wise_adagrad":
         squares = tl.sum(tl.where(inside, g * g, 0), axis=1)
-        mean = tl.load(state1 + slot, mask=is_slot, other=1) + squares / D
+        mean = tl.load(state1 + slot, mask=is_slot, other=1) + _quotient_of(squares, tl.full((), D, DTYPE))
+        tl.debug_barrier()  # several warps have read the state of a long row; one of them changes it
         tl.store(state1 + slot, mean, mask=is_slot)
-        row -= (lr / (correction * _root_of(mean) + eps))[:, None] * g
+        row -= _quotient_of(lr, correction * _root_of(mean) + eps)[:, None] * g
     else:
         tl.static_assert(RULE == "adam")
         beta1, beta2 = tl.full((), beta1_, DTYPE), tl.full((), beta2_, DTYPE)
@@ -264,7 +271,7 @@ def change(
         second = beta2 * tl.load(state2 + at, mask=inside, other=1) + rest2 * (g * g)
         tl.store(state1 + at, first, mask=inside)
         tl.store(state2 + at, second, mask=inside)
-        row -= lr * first / (correction * _root_of(second) + eps)
+        row -= _quotient_of(lr * first, correction * _root_of(second) + eps)
     tl.store(rows + at, row.to(storage), mask=inside)
 
 
@@ -422,6 +429,7 @@ SIGNATURES = (
     _update_signature("bf16", "adagrad", 128, num_states=1),
     _update_signature("fp32", "row_wise_adagrad", 64, num_states=1),
     _update_signature("fp32", "row_wise_adagrad", 128, num_nodes=4, num_states=1),
+    _update_signature("fp32", "row_wise_adagrad", 1024, num_states=1),
     _update_signature("fp32", "adam", 100, num_states=2),
     _update_signature("fp64", "adam", 64, num_states=2),
 )  # fmt: skip

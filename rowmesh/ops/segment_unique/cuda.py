@@ -166,6 +166,7 @@ def _flag(cells, places, tallies, num_ids, num_blocks, BLOCK: tl.constexpr):
         position = begin + block * BLOCK + tl.arange(0, BLOCK)
         is_id = position < num_ids
         first = tl.load(cells + tl.load(places + position, mask=is_id, other=0), mask=is_id, other=_EMPTY)
+        tl.debug_barrier()  # where a block has fewer ids than the program threads, several warps read a place
         tl.store(places + position, first, mask=is_id)
         count += tl.sum((first == position).to(tl.int32))
     tl.store(tallies + tl.program_id(0), count)
