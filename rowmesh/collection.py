@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,8 @@ class EmbeddingCollection(nn.Module):
 
     def _make_parts(self, plan: Plan) -> Parts:
         how = (self._transport_name, self.synchronization, self.tiers)
-        return Parts(self._rows_mesh, plan, self.groups, *how, self._common, self._backend.make_part)
+        makers = self._backend.make_part, self._backend.make_core_part
+        return Parts(self._rows_mesh, plan, self.groups, *how, self._common, *makers)
 
     def _initialize(self, seed: int) -> None:
         for exchange in self._exchanges:
@@ -566,7 +567,7 @@ class EmbeddingCollection(nn.Module):
         return part, exchange, number
 
     def cores(self, table: str) -> Cores:
-        """The cores of a tensor-train table and their optimizer state, as views; equal on all ranks.
+        """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.
 
         Who sets their values, on all ranks alike, calls `forget_differences` before. `Cores.rows` computes rows.
 
@@ -582,10 +583,10 @@ class EmbeddingCollection(nn.Module):
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
         self.settle()
-        _, exchange, number = self._parts.find(table)
-        if not isinstance(exchange, CoreExchange):
+        part, exchange, number = self._parts.find(table)
+        if not isinstance(part, CorePart):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
-        return exchange.arena.tables[number]
+        return cast("CoreExchange", exchange).arena.tables[number]
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""

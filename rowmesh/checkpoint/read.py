@@ -92,7 +92,9 @@ def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Pat
 def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: Path, optimizer_state: bool) -> None:
     for name, target in cores.tensors.items():
         if optimizer_state or "." not in name:
-            as_numpy(target)[:] = map_file(files, table, name, entry.files, target, tuple(target.shape))
+            own = target.cpu()  # a copy where cores are on a device
+            as_numpy(own)[:] = map_file(files, table, name, entry.files, own, tuple(own.shape))
+            target.copy_(own)
 
 
 def fill_piece(

@@ -143,7 +143,7 @@ def _write_cores(target: Path, table: str, cores: Cores) -> dict[str, str]:
     files = {}
     for name, tensor in cores.tensors.items():
         files[name] = file_name(table, 0, name)
-        _write_file(target / files[name], partial(_write_whole, array=as_numpy(tensor)))
+        _write_file(target / files[name], partial(_write_whole, array=as_numpy(tensor.cpu())))
     return files
 
 

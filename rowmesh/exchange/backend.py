@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import GroupPooling, Pooling
@@ -50,6 +51,7 @@ class Backend(Protocol):
 
     device: torch.device
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
+    make_core_part: Callable[..., Any]  # likewise, `CorePart`
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Raises ConfigurationError for what this backend cannot do."""
@@ -78,6 +80,7 @@ class HostBackend:
 
     device = torch.device("cpu")
     make_part = Part
+    make_core_part = CorePart
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Everything is possible."""

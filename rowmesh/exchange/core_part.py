@@ -21,8 +21,9 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, transport_for
 from rowmesh.exchange.core_layout import CoreLayout
-from rowmesh.exchange.core_sums import CollectiveSums, CoreSums, SharedSums
+from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.workspace import private_outbox
@@ -74,13 +75,13 @@ class CoreExchange(GroupExchange):
             begin, end = outbox.segment_offsets[0, table : table + 2].tolist()
             ids = torch.from_numpy(slots[begin:end] - first)
             lookups.append(self.arena.look_up(table, ids, rows + begin * self.row_bytes, keep=keep))
-        group.incoming = _Fetched(lookups, version)
+        group.incoming = Fetched(lookups, version)
 
     def gradients(self, groups: Sequence[RouteGroup], table: int, version: int) -> tuple[Lookup, Tensor] | None:
         """The distinct ids of a table in all batches, and the gradients of their rows; None where there are none."""
         taken = []
         for group in groups:
-            fetched: _Fetched = group.incoming
+            fetched: Fetched = group.incoming
             outbox = group.workspace.outbox
             begin, end = outbox.segment_offsets[0, table : table + 2].tolist()
             if end == begin:
@@ -95,18 +96,19 @@ class CoreExchange(GroupExchange):
             return taken[0] if taken else None
         return Lookup.merged(taken)
 
-    def count(self, groups: Sequence[RouteGroup]) -> None:
-        """Counts what this rank's batches asked for, distinct within each."""
+    def finish(self, groups: Sequence[RouteGroup]) -> None:
+        """Counts what this rank's batches asked for, distinct within each, and forgets what was looked up."""
         for group in groups:
             outbox = group.workspace.outbox
             self.counters.count_tables(outbox.accesses[0], outbox.segment_offsets[0])
+            group.incoming = None
 
 
 @dataclass(frozen=True)
-class _Fetched:
+class Fetched:
     """What a batch looked up, table by table, and after how many updates of the cores."""
 
-    lookups: list[Lookup]
+    lookups: list[Any]
     version: int
 
 
@@ -157,11 +159,18 @@ class CorePart:
     def connect(self) -> None:
         """Makes ranks known to each other. Collective."""
         self._layout = CoreLayout([cores for exchange in self.exchanges for cores in exchange.arena.tables])
-        size, dtype = self._layout.size, self._groups[0].dtype
+        self._sums = self._make_sums(self._layout.size, self._groups[0].dtype)
+
+    def _make_sums(self, size: int, dtype: torch.dtype) -> CoreSums | None:
+        """What adds vectors of so many elements up; None where one rank is alone."""
+        if self.transport_name == "local":
+            return None
         if self.transport_name == "one_sided":
-            self._sums = SharedSums(self.mesh, size, dtype)
-        elif self.transport_name == "collective":
-            self._sums = CollectiveSums(self.mesh, size, dtype, self._common)
+            return SharedSums(self.mesh, size, dtype)
+        # A group of its own: other threads may send those of the network meanwhile.
+        group = self.mesh.subgroup([range(self.mesh.world_size)], USE)
+        channel = Channel(self.mesh, group, self.mesh.rank, self.mesh.world_size)
+        return CollectiveSums(self.mesh, channel, size, dtype, self._common)
 
     def fill_from(self, before: CorePart) -> Moved:
         """Takes the cores and states of another part for the same tables; nothing moves between ranks."""
@@ -201,9 +210,7 @@ class CorePart:
             self._update_together(self._sums, groups, numbers)
         self._version += 1
         for exchange, pushed in zip(self.exchanges, groups, strict=True):
-            exchange.count(pushed)
-            for group in pushed:
-                group.incoming = None
+            exchange.finish(pushed)
 
     def _found(
         self, groups: Sequence[Sequence[RouteGroup]]

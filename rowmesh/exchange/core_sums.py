@@ -13,7 +13,7 @@ most slices: at 1 M rows about a hundred of each core.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import round_up
@@ -67,25 +66,31 @@ def is_scattered(num_bytes: int, world_size: int) -> bool:
 
 
 class CollectiveSums:
-    """By torch.distributed.
+    """By torch.distributed, in the host's memory or in that of the ranks' devices.
+
+    On a device all is launched on the current stream, and messages are waited for there, not by the host. The vectors
+    are kept from step to step: what writes them in one step comes, on that stream, after what read them in the one
+    before, messages included.
 
     Args:
         mesh: the ranks.
+        channel: between them, a `Channel` or a `DeviceChannel`.
         count: elements of a vector.
         dtype: of the elements.
         common: counts the messages.
+        device: where vectors are.
     """
 
-    def __init__(self, mesh: Mesh, count: int, dtype: torch.dtype, common: CommonCounters) -> None:
-        self._mesh, self._common = mesh, common
-        # A group of its own: other threads may send those of the network meanwhile.
-        group = mesh.subgroup([range(mesh.world_size)], USE)
-        self._channel = Channel(mesh, group, mesh.rank, mesh.world_size)
+    def __init__(
+        self, mesh: Mesh, channel: Any, count: int, dtype: torch.dtype, common: CommonCounters,
+        device: str | torch.device = "cpu",
+    ) -> None:  # fmt: skip
+        self._mesh, self._channel, self._common = mesh, channel, common
         size = round_up(count, _ALIGNMENT * mesh.world_size)
-        self._own, self._total = (torch.zeros(size, dtype=dtype, device="cpu") for _ in range(2))
+        self._own, self._total = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
         self._is_scattered = is_scattered(self._own.nbytes, mesh.world_size)
         columns = size // mesh.world_size if self._is_scattered else size
-        self._everyone = torch.zeros(mesh.world_size, columns, dtype=dtype, device="cpu")
+        self._everyone = torch.zeros(mesh.world_size, columns, dtype=dtype, device=device)
 
     def begin(self) -> Tensor:
         """Zeros, for this rank's vector."""
@@ -94,12 +99,12 @@ class CollectiveSums:
     def finish(self) -> Tensor:
         """The sum of all vectors; one round of messages, or two."""
         if not self._is_scattered:
-            self._channel.gather(self._own, list(self._everyone), self._common, "summing gradients of cores")
+            self._channel.gather(self._own, self._everyone, self._common, "summing gradients of cores")
             return add_in_order(self._everyone, self._total)
         parts = self._own.view(self._mesh.world_size, -1)
         received = self._channel.exchange_equal(parts, self._common, "scattering gradients of cores")
         sums = add_in_order(received, self._everyone[0])
-        totals = list(self._total.view(self._mesh.world_size, -1))
+        totals = self._total.view(self._mesh.world_size, -1)
         self._channel.gather(sums, totals, self._common, "gathering sums of core gradients")
         return self._total
 

@@ -30,6 +30,7 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.device_core_part import DeviceCorePart
 from rowmesh.exchange.device_part import DevicePart
 from rowmesh.exchange.device_pooling import DevicePooling
 from rowmesh.exchange.device_router import DeviceRouter
@@ -53,10 +54,11 @@ class DeviceBackend:
     def __init__(self, device: str | torch.device) -> None:
         self.name, self.device = str(device), usable_device(device)
         self.make_part = partial(DevicePart, self.device)
+        self.make_core_part = partial(DeviceCorePart, self.device)
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Raises ConfigurationError for what devices cannot do yet."""
-        obstacles = [f"table {table.name!r} is {table.storage}" for table in tables if table.storage != "dense"]
+        obstacles = [f"table {table.name!r} is tiered" for table in tables if table.storage == "tiered"]
         for table in plan.tables:
             if table.replicas > 1:
                 obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
@@ -66,9 +68,9 @@ class DeviceBackend:
             obstacles.append("transport is 'one_sided'")
         if obstacles:
             raise ConfigurationError(
-                f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds dense tables of one "
-                "replica, whose rows are dealt over the ranks, fixed to one or replicated on all, and exchanges them "
-                "with transport 'auto' or 'collective'; change that, or use device 'cpu'"
+                f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
+                "dense ones of one replica, whose rows are dealt over the ranks, fixed to one or replicated on all, "
+                "and exchanges them with transport 'auto' or 'collective'; change that, or use device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:

@@ -70,15 +70,18 @@ class DeviceChannel:
         )
         return Message(self, work, into, out, doing)
 
-    def post_gather(self, out: Tensor, counters: GroupCounters, doing: str) -> Message:
+    def post_gather(
+        self, out: Tensor, counters: GroupCounters | CommonCounters, doing: str, into: Tensor | None = None
+    ) -> Message:  # fmt: skip
         """Sends all of `out` to every rank; what comes are as many rows of each rank, one after the other.
 
         Args:
             out: `[n, …]`, n the same on all ranks, which must stay as it is until the message is waited for.
             counters: count it.
             doing: what it is for, for messages of errors.
+            into: where what comes goes; default: new memory.
         """
-        into = out.new_empty(self.size * len(out), *out.shape[1:])
+        into = out.new_empty(self.size * len(out), *out.shape[1:]) if into is None else into
         counters.all_gathers += 1
         counters.bytes_sent += out.nbytes * (self.size - 1)
         counters.bytes_received += out.nbytes * (self.size - 1)
@@ -96,6 +99,13 @@ class DeviceChannel:
         work = self._started(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing)
         self.wait(work, doing)
         return into
+
+    def gather(self, out: Tensor, into: Tensor, counters: CommonCounters, doing: str) -> None:
+        """Fills the rows of `into`, `[W, n]`, with the `[n]` of each rank, in their order.
+
+        What comes next on the current stream finds them there.
+        """
+        self.post_gather(out, counters, doing, into.view(-1)).wait()
 
     def wait(self, work: Any, doing: str) -> None:
         """What comes next on the current stream finds the message complete."""

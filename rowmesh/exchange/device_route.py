@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -155,6 +156,12 @@ class DeviceRoute(Route):
                     refused.append(refused_ids(name, table, self.batch.ids[begin:end]))
         if refused:
             raise refusal(rank, refused)
+
+
+def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
+    """Where the ids of each table begin, counted from the group's first, and where the last one's end."""
+    lengths = iter((layout.features[:, 1] - layout.features[:, 0]).tolist())
+    return list(accumulate((sum(next(lengths) for _ in table.features) for table in group.tables), initial=0))
 
 
 def _keep_nothing(_: Scratch) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_route import DeviceRoute
+from rowmesh.exchange.device_route import DeviceRoute, table_bounds
 from rowmesh.exchange.layout import GroupLayout, Layouts
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
@@ -54,7 +53,7 @@ class DeviceRouter:
         bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, _END])]
         ids, weights, jagged = (self._upload(part) for part in (batch.ids, _weights(batch), _jagged(batch)))
         assert ids is not None
-        segments = [_segments(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
+        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
         sizes = [len(bounds), *map(len, segments)]
         numbers = torch.tensor([*bounds, *(number for part in segments for number in part)])
         offsets, *of_groups = self._upload(numbers).split(sizes)
@@ -111,9 +110,3 @@ def _weights(batch: SparseBatch) -> Tensor | None:
 
 def _jagged(batch: SparseBatch) -> Tensor | None:
     return batch.offsets if batch.bag_size is None else None
-
-
-def _segments(group: TableGroup, layout: GroupLayout) -> list[int]:
-    """Where the ids of each table begin, counted from the group's first, and where the last one's end."""
-    lengths = iter((layout.features[:, _END] - layout.features[:, _BEGIN]).tolist())
-    return list(accumulate((sum(next(lengths) for _ in table.features) for table in group.tables), initial=0))

@@ -148,10 +148,10 @@ class Channel:
         return into
 
     def gather(
-        self, mine: Tensor, everyone: list[Tensor], counters: GroupCounters | CommonCounters, doing: str
+        self, mine: Tensor, everyone: Sequence[Tensor] | Tensor, counters: GroupCounters | CommonCounters, doing: str
     ) -> None:  # fmt: skip
-        """Fills `everyone` with what each member has, in their order; tensors of one shape."""
-        self.wait(self.post_gather(mine, everyone, counters, doing), doing)
+        """Fills `everyone` with what each member has, in their order; tensors of one shape, or one of their rows."""
+        self.wait(self.post_gather(mine, list(everyone), counters, doing), doing)
 
     def post_gather(
         self, mine: Tensor, everyone: list[Tensor], counters: GroupCounters | CommonCounters, doing: str

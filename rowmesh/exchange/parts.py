@@ -33,6 +33,7 @@ class Parts:
         tiers: where rows of tiered tables are.
         common: counts what serves all groups.
         make_part: makes a part with rows.
+        make_core_part: makes that of the tensor-train tables.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Parts:
         tiers: Tiers,
         common: CommonCounters,
         make_part: Callable[..., Part] = Part,
+        make_core_part: Callable[..., CorePart] = CorePart,
     ) -> None:
         self._mesh, self._plan = mesh, plan
         replicas = plan.replicas
@@ -62,7 +64,7 @@ class Parts:
                 of_tiers = tiers if storage == "tiered" else None
                 self.parts.append(make_part(mesh, plan, count, groups, chosen, *how, of_tiers))
             if of_cores:
-                self.parts.append(CorePart(mesh, groups, of_cores, transport, common))
+                self.parts.append(make_core_part(mesh, groups, of_cores, transport, common))
         except BaseException:
             self.close()
             raise

@@ -5,6 +5,8 @@ import torch
 
 from rowmesh.exchange.core_sums import CollectiveSums, SharedSums, is_scattered
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.device_messages import DeviceChannel
+from rowmesh.exchange.messages import Channel
 
 COUNTS = {False: 1000, True: 40_000}  # elements of float64, of sums in one round and in two
 
@@ -16,8 +18,13 @@ def vector(rank, turn, count):
 def add_up(mesh, kind, count):
     """The sums of four turns, and what was sent."""
     common = CommonCounters()
-    arguments = (mesh, count, torch.float64)
-    sums = CollectiveSums(*arguments, common) if kind == "collective" else SharedSums(*arguments)
+    if kind == "one_sided":
+        sums = SharedSums(mesh, count, torch.float64)
+    else:
+        channel = Channel(mesh, mesh.group, mesh.rank, mesh.world_size)
+        if kind == "device":
+            channel = DeviceChannel(mesh, torch.device("cpu"))
+        sums = CollectiveSums(mesh, channel, count, torch.float64, common)
     found = []
     for turn in range(4):
         mine = sums.begin()
@@ -29,7 +36,7 @@ def add_up(mesh, kind, count):
     return found, (common.all_gathers, common.all_to_all_rounds, common.bytes_received), sums.num_bytes
 
 
-@pytest.mark.parametrize("kind", ["collective", "one_sided"])
+@pytest.mark.parametrize("kind", ["collective", "one_sided", "device"])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_sums_are_in_the_order_of_the_ranks(ranks, kind, scattered, world_size):
@@ -46,7 +53,8 @@ def test_sums_are_in_the_order_of_the_ranks(ranks, kind, scattered, world_size):
 
 def test_messages_are_counted(ranks):
     """One round of the whole of every other rank, or two of a part to and from each."""
-    gathered, scattered = (ranks.run(add_up, "collective", COUNTS[key], world_size=4)[0][1] for key in (False, True))
     padded = {key: 8 * -(-count // 256) * 256 for key, count in COUNTS.items()}
-    assert gathered == (4, 0, 4 * 3 * padded[False])
-    assert scattered == (4, 4, 4 * 2 * 3 * padded[True] // 4)
+    for kind in ("collective", "device"):
+        gathered, scattered = (ranks.run(add_up, kind, COUNTS[key], world_size=4)[0][1] for key in (False, True))
+        assert gathered == (4, 0, 4 * 3 * padded[False])
+        assert scattered == (4, 4, 4 * 2 * 3 * padded[True] // 4)

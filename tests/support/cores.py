@@ -81,5 +81,5 @@ class ReferenceCores:
 
 
 def joined_cores(cores: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """The elements of all cores, one after the other; a copy."""
-    return torch.cat([core.detach().flatten() for core in cores])
+    """The elements of all cores, one after the other; a copy on the CPU."""
+    return torch.cat([core.detach().flatten() for core in cores]).cpu()

@@ -36,7 +36,7 @@ from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, n
 from rowmesh.ops.merge_update.cuda import change
 from rowmesh.ops.prefixes.cuda import Arrangement, arrange, starts_of, tile_of
 
-__all__ = ["SIGNATURES", "Arrangement", "arrange", "backward", "forward", "update"]
+__all__ = ["SIGNATURES", "Arrangement", "arrange", "backward", "forward", "multiply", "update"]
 
 _LINES = 64  # of a matrix product's tile, and about as many columns: 32 sums a thread
 _GRADIENT_LINES = 32  # of a program that sums gradients of products, whose addresses take registers too
@@ -264,6 +264,19 @@ def _finish(
         )  # fmt: skip
 
 
+def multiply(cores: Sequence[Tensor], arrangement: Arrangement, *, precision: str | None = None) -> Tensor:
+    """The products of prefixes, `[P, q₁ · q₂, R₂]`, without the rows; arguments as for `forward`."""
+    shape, p2 = _Shape.of(cores, precision), arrangement.row_factors[1]
+    num_products = arrangement.firsts.numel()
+    products = cores[0].new_empty(num_products, shape.q12, shape.r2)
+    launch(
+        _multiply, (num_products // shape.prefixes + p2, ceil_div(shape.width, shape.columns(shape.width))),
+        cores[0], cores[1], arrangement.firsts, arrangement.group_starts, products, p2, **shape.tile(shape.width),
+        STEP=shape.step(shape.r1), SEARCHED=_SEARCHED, PRECISION=shape.precision,
+    )  # fmt: skip
+    return products
+
+
 def forward(
     cores: Sequence[Tensor], arrangement: Arrangement, rows: Tensor | None = None, *, precision: str | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -272,7 +285,8 @@ def forward(
     Args:
         cores: G₁ `[p₁, q₁, R₁]`, G₂ `[p₂, R₁, q₂, R₂]`, G₃ `[p₃, q₃, R₂]`, float32 or float64, contiguous.
         arrangement: of the ids.
-        rows: `[N, D]` of their dtype; made where it is None. Rows of ids that are not valid stay as they are.
+        rows: of their dtype, of which row `order[i]` is written for sorted id i, `[N, D]` where that is its position;
+            made where it is None. Rows of ids that are not valid stay as they are.
         precision: of matrix products, one of torch's; see [Note: precision of products].
 
     Returns:
@@ -281,16 +295,10 @@ def forward(
     Source: EL-Rec (SC'22) §III-A.
     """
     shape = _Shape.of(cores, precision)
-    num_ids, num_products = arrangement.order.numel(), arrangement.firsts.numel()
+    num_ids = arrangement.order.numel()
     rows = cores[0].new_empty(num_ids, shape.dim) if rows is None else rows
     check("rows", rows, (cores[0].dtype,), 2, cores[0].device)
-    products = cores[0].new_empty(num_products, shape.q12, shape.r2)
-    p2 = arrangement.row_factors[1]
-    launch(
-        _multiply, (num_products // shape.prefixes + p2, ceil_div(shape.width, shape.columns(shape.width))),
-        cores[0], cores[1], arrangement.firsts, arrangement.group_starts, products, p2, **shape.tile(shape.width),
-        STEP=shape.step(shape.r1), SEARCHED=_SEARCHED, PRECISION=shape.precision,
-    )  # fmt: skip
+    products = multiply(cores, arrangement, precision=precision)
     launch(
         _multiply_last, min(ceil_div(num_ids * shape.q12, _LINES), MOST_PROGRAMS), cores[2], products,
         arrangement.order, arrangement.prefixes, arrangement.lasts, arrangement.starts, arrangement.num_prefixes, rows,
@@ -302,16 +310,19 @@ def forward(
 
 def backward(
     cores: Sequence[Tensor], arrangement: Arrangement, products: Tensor, row_gradients: Tensor,
-    *, precision: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out: Sequence[Tensor] | None = None, *, precision: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of the cores.
 
     Args:
         cores, arrangement, precision: as for `forward`.
         products: what it returned.
         row_gradients: `[N, D]`, of the rows, those of equal ids summed.
+        out: where they go, contiguous, of the shapes of the cores; made where it is None.
     """
-    found = (torch.empty_like(cores[0]), torch.empty_like(cores[1]), torch.empty_like(cores[2]))
+    found = tuple(torch.empty_like(core) for core in cores) if out is None else tuple(out)
+    for gradient, core in zip(found, cores, strict=True):
+        check("out", gradient, (core.dtype,), core.dim(), core.device)
     work = _Backward(cores, arrangement, products, row_gradients, precision)
     work.finish(None, (0.0,) * 6, [(out, None, None) for out in found])
     return found
