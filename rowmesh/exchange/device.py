@@ -7,6 +7,8 @@ The four verbs are those of the CPU, over tensors instead of addresses::
     pool    rows become vectors; backward sums the gradients of equal ids                 device_pooling
     push    gradients travel, are merged in the order of the ranks, and update rows
 
+Tensor-train tables compute rows from cores that every rank has (device_core_part), and are pooled as the others are.
+
 The kernels are those of `rowmesh/ops/*/cuda.py`; see [Note: GPU kernels] in `rowmesh.ops.gpu`. Memory comes from
 torch's caching allocator, so that nothing here keeps buffers.
 
@@ -14,8 +16,9 @@ torch's caching allocator, so that nothing here keeps buffers.
 On one rank nothing: how many unique ids there are stays on the device, and whether all ids were rows of their tables is
 copied to the host beside the computation and looked at before the next update or look-up. On several ranks the host
 waits once a batch, for the sizes that an all-to-all needs: one copy brings them, those of the other ranks, and the
-counts of ids outside their tables. An evaluation, after which nothing may come, looks at once. An update of rows with
-copies needs the sizes of what homes send: how many rows they merged, which is copied to the host since the look-up.
+counts of ids outside their tables (these alone, where all tables are tensor-train). An evaluation, after which nothing
+may come, looks at once. An update of rows with copies needs the sizes of what homes send: how many rows they merged,
+which is copied to the host since the look-up.
 """
 
 from __future__ import annotations

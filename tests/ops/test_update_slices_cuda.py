@@ -20,14 +20,17 @@ def test_equals_the_reference(device, rule_name, dtype, shape, monkeypatch):
     core, gradient = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
     touched = torch.tensor([1, 0, 1, 0, 3], dtype=dtype)[: shape[0]]  # of three ranks
     rule = RULES[rule_name](lr=0.1, **({} if rule_name == "sgd" else {"moment_scale": 1.7}))
-    states = [torch.full_like(core, 0.1) for _ in rule.state]
-    mine = [tensor.clone().to(device) for tensor in (core, *states)]
-    reference.update_slices(core, states, gradient, touched, rule, 0.2, 0.5, step=3)
+    state = {name: torch.full_like(core, 0.1) for name in rule.state}
+    mine = [tensor.clone().to(device) for tensor in (core, *state.values())]
+    scale = getattr(rule, "moment_scale", 1.0)
+    reference.update_slices(
+        rule_name, core, state, 0.5 * gradient, touched, 0.2, *rule.hyperparameters, 3, scale
+    )  # fmt: skip
     cuda.update_slices(
         mine[0], mine[1:], gradient.to(device), touched.to(device), rule_name, rule.numbers(0.2, 0.5, 3)
     )  # fmt: skip
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    for found, expected in zip(mine, (core, *states), strict=True):
+    for found, expected in zip(mine, (core, *state.values()), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 

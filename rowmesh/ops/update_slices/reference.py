@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from rowmesh.ops.merge_update import reference
-from rowmesh.optim import UpdateRule
 
 
 def update_slices(
-    core: Tensor, states: Sequence[Tensor], gradient: Tensor, touched: Tensor, rule: UpdateRule, lr: float,
-    scaling: float, step: int,
+    rule: str, core: Tensor, state: Mapping[str, Tensor], gradient: Tensor, touched: Tensor, *numbers: float
 ) -> None:  # fmt: skip
-    """As `rowmesh.ops.update_slices.cuda.update_slices`; lr, scaling and step are what its numbers were made of."""
-    flat, slices = core.view(len(core), -1), touched.nonzero().flatten()
-    state = {name: kept.view(len(core), -1) for name, kept in zip(rule.state, states, strict=True)}
-    gradients = scaling * gradient.reshape(len(core), -1)[slices]
-    scale = getattr(rule, "moment_scale", None) or 1.0
-    reference.update(rule.name, flat, state, slices, gradients, lr, *rule.hyperparameters, step, scale)
+    """Changes the touched slices of a core and their states, in place.
+
+    Args:
+        rule: the name of an update rule that keeps state by element.
+        core: `[p, …]`.
+        state: by name, of the core's shape.
+        gradient: of the core, scaled.
+        touched: `[p]`: 0 where the slice stays as it is.
+        numbers: what `rowmesh.ops.merge_update.reference.update` takes after the gradients.
+    """
+    slices = touched.nonzero().flatten()
+    rows = {name: kept.view(len(core), -1) for name, kept in state.items()}
+    reference.update(rule, core.view(len(core), -1), rows, slices, gradient.reshape(len(core), -1)[slices], *numbers)
