@@ -24,7 +24,7 @@ train: $(READY)
 	PYTHON="$(CURDIR)/$(BIN)/python" RANKS="$(RANKS)" RUN="$(RUN)" DATA="$(DATA)" ARGS="$(ARGS)" bash configs/train.sh
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
