@@ -65,3 +65,43 @@ def test_refuses_what_does_not_fit(device):
         cuda.gather(table, slots, torch.zeros(2, 3, device=device))
     with pytest.raises(TypeError, match="out must be float32, got float64"):
         cuda.gather(table, slots, torch.zeros(1, 3, device=device, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("counts", "dim", "spare"), [((3, 2), 64, 0), ((0, 40, 0), 3, 5), ((2, 0, 1, 9, 1), 100, 1), ((0, 0), 5, 4)]
+)
+def test_gathers_from_the_arenas_of_several_ranks(device, dtype, counts, dim, spare):
+    """Rows past the last end stay as they are, whatever their slots and places say."""
+    generator = torch.Generator().manual_seed(dim)
+    arenas = [torch.randn(4 + rank, dim, generator=generator).to(device, dtype) for rank in range(len(counts))]
+    bases = torch.tensor([arena.data_ptr() for arena in arenas], device=device)
+    slots = [torch.randint(4 + rank, (count,), generator=generator) for rank, count in enumerate(counts)]
+    total = sum(counts)
+    order = torch.randperm(total, generator=generator)
+    wrong = torch.full((spare,), 2**30)
+    out = Poisoned(dtype, total + spare, dim, device=device)
+    cuda.gather_from(
+        bases, torch.tensor(counts, device=device).cumsum(0), torch.cat([*slots, wrong]).to(device, torch.int32),
+        torch.cat([order, wrong]).to(device, torch.int32), out.tensor,
+    )  # fmt: skip
+    expected = [arena[of_rank.to(device)] for arena, of_rank in zip(arenas, slots, strict=True)]
+    assert torch.equal(out.result()[order.to(device)], torch.cat(expected))
+    assert bool(out.result()[total:].isnan().all())
+
+
+def test_far_rows_of_other_ranks(device):
+    """As if the arena began 2³⁸ bytes before the row: slots are multiplied with 64 bits."""
+    row, slot = torch.randn(1, 64, device=device), 2**30
+    base = torch.tensor([row.data_ptr() - slot * 64 * 4], device=device)
+    one, place = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    out = cuda.gather_from(base, one, (one * slot).int(), place, torch.empty_like(row))
+    assert torch.equal(out, row)
+
+
+def test_refuses_arenas_that_do_not_fit(device):
+    none = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="2 bases need as many ends, got 1"):
+        cuda.gather_from(none, none[:1], none, none.int(), torch.zeros(2, 3, device=device))
+    with pytest.raises(TypeError, match="places must be int32, got int64"):
+        cuda.gather_from(none, none, none, none, torch.zeros(2, 3, device=device))
