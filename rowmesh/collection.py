@@ -98,8 +98,8 @@ class EmbeddingCollection(nn.Module):
         tables: what to store.
         mesh: the ranks; default: this process alone.
         seed: of the initial values, which are the same for every number of ranks.
-        transport: how rows travel: "one_sided" (shared memory, ranks of one host), "collective"
-            (torch.distributed), or "auto": one-sided where that is possible.
+        transport: how rows travel: "one_sided" (ranks of one host read each other's memory), "collective"
+            (torch.distributed), or "auto": one-sided where that is possible; between GPUs collective.
         plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
             same model. Tensor-train tables are in none: every rank has their cores.
         replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks, between which no

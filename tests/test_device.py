@@ -208,7 +208,6 @@ SHAPES = [TableShape.of(each) for each in two_tables()]
     ("tables", "options", "message"),
     [
         (two_tables(storage="tiered"), {}, "table 'a' is tiered"),
-        (two_tables(), {"transport": "one_sided"}, "transport is 'one_sided'"),
     ],
 )  # fmt: skip
 def test_what_a_device_cannot_do_is_refused(tables, options, message):

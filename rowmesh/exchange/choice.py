@@ -15,14 +15,19 @@ from rowmesh.mesh.shared_memory import is_supported
 TransportName = Literal["auto", "collective", "one_sided"]
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigurationError for a transport that there is not."""
+    if name not in ("auto", "collective", "one_sided"):
+        raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
+
+
 def transport_for(name: TransportName, mesh: Mesh) -> tuple[str, str]:
     """The name of the transport for a mesh, and why.
 
     Raises:
         ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work.
     """
-    if name not in ("auto", "collective", "one_sided"):
-        raise ConfigurationError(f"transport must be 'auto', 'collective' or 'one_sided', got {name!r}")
+    check_name(name)
     if mesh.world_size == 1:
         return "local", "there is one rank"
     obstacle = None

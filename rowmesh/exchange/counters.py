@@ -10,7 +10,7 @@ import numpy as np
 @dataclass
 class CommonCounters:
     """Totals of the messages that are no keys, rows or gradients, on one rank: how many of those will come, and what
-    ranks tell each other before an update. All 0 where no messages are sent (one-sided, or one rank).
+    ranks tell each other before an update. All 0 where no messages are sent (one-sided on CPUs, or one rank).
 
     Attributes:
         all_to_all_rounds: collective rounds.

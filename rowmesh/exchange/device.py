@@ -14,11 +14,11 @@ torch's caching allocator, so that nothing here keeps buffers.
 
 [Note: what the host waits for]
 On one rank nothing: how many unique ids there are stays on the device, and whether all ids were rows of their tables is
-copied to the host beside the computation and looked at before the next update or look-up. On several ranks the host
-waits once a batch, for the sizes that an all-to-all needs: one copy brings them, those of the other ranks, and the
-counts of ids outside their tables (these alone, where all tables are tensor-train). An evaluation, after which nothing
-may come, looks at once. An update of rows with copies needs the sizes of what homes send: how many rows they merged,
-which is copied to the host since the look-up.
+copied to the host beside the computation and looked at before the next update or look-up. So it is where ranks read
+each other's rows. Where they send them the host waits once a batch, for the sizes that an all-to-all needs: one copy
+brings them, those of the other ranks, and the counts of ids outside their tables (these alone, where all tables are
+tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
+of what homes send: how many rows they merged, which is copied to the host since the look-up.
 """
 
 from __future__ import annotations
@@ -65,15 +65,13 @@ class DeviceBackend:
         for table in plan.tables:
             if table.replicas > 1:
                 obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
-            if kinds := {kind for part in table.ranges if (kind := _indirect(part, plan)) is not None}:
+            if kinds := {kind for part in table.ranges if (kind := _indirect(part, plan, transport)) is not None}:
                 obstacles.append(f"table {table.name!r} has {' and '.join(sorted(kinds))} rows")
-        if transport == "one_sided":
-            obstacles.append("transport is 'one_sided'")
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense ones of one replica, whose rows are dealt over the ranks, fixed to one or replicated on all, "
-                "and exchanges them with transport 'auto' or 'collective'; change that, or use device 'cpu'"
+                "dense ones of one replica, whose rows are dealt over the ranks, fixed to one or, with transport "
+                "'auto' or 'collective', replicated on all; change that, or use device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:
@@ -89,8 +87,10 @@ class DeviceBackend:
         return DeviceRouter(groups, layouts, rank, self.device)
 
 
-def _indirect(part: RowRange, plan: Plan) -> str | None:
+def _indirect(part: RowRange, plan: Plan, transport: TransportName) -> str | None:
     """Why rows do not simply travel between their home and who needs them; None where they do."""
+    if part.rule == "replicated" and transport == "one_sided" and plan.world_size > 1:
+        return "replicated"
     if plan.num_nodes > 1:
         return "node" if part.rule == "node" else "two-hop" if part.two_hop else None
     return None

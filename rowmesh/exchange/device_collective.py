@@ -28,6 +28,7 @@ from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import barrier
+from rowmesh.tables import TableGroup
 
 _COUNTING = "exchanging counts"
 
@@ -42,7 +43,7 @@ class DeviceCollective:
         groups: the messages of each group.
     """
 
-    name = "collective"
+    name, num_bytes = "collective", 0
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.common = CommonCounters()
@@ -50,6 +51,9 @@ class DeviceCollective:
         self.channel = DeviceChannel(mesh, device)
         self.reason = self.channel.reason
         self._num_fetches = self._num_pushes = 0
+
+    def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> None:
+        """Rows may be anywhere."""
 
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Prepares the message that opens every fetch and push."""

@@ -125,7 +125,7 @@ class DeviceCorePart(CorePart):
         mesh: all ranks.
         groups: of the collection.
         indices: numbers of those with tensor-train tables.
-        transport: "auto" or "collective".
+        transport: of rows, of which there are none: sums are always made by messages.
         common: counts the messages.
 
     Attributes: those of `CorePart`.
@@ -140,7 +140,6 @@ class DeviceCorePart(CorePart):
         transport: TransportName,
         common: CommonCounters,
     ) -> None:
-        assert transport != "one_sided"
         super().__init__(mesh, groups, indices, "collective", common)
         self.device, self.reason = device, f"there is one rank, on {device}"
         self._channel: DeviceChannel | None = None

@@ -101,24 +101,19 @@ class Lane:
 
     def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
         """The distinct slots among what ranks asked for, so many of each in every route."""
-        return self._merge(slots, most=len(asked) * self._everyone.size, node_ends=self._node_ends(asked))
+        ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
+        return self._merge(slots, most=len(asked) * self._everyone.size, node_ends=ends)
 
     def merged(self, requests: Sequence[Requests]) -> Merging:
         """What was asked for several routes, merged in the order of the ranks, route after route; once for one."""
         if len(requests) == 1 and requests[0].merging is not None:
             return requests[0].merging
         asked = [each.asked for each in requests]
-        merged = self.merge(_by_rank([each.slots for each in requests], asked), asked)
+        merged = self.merge(by_rank([each.slots for each in requests], asked), asked)
         merging = Merging(merged, Late(merged.num) if self.needs_num else None)
         if len(requests) == 1:
             requests[0].merging = merging
         return merging
-
-    def _node_ends(self, asked: Sequence[Sequence[int]]) -> Tensor | None:
-        """Where the entries from each node end; None where there is one node."""
-        ends = list(accumulate(sum(sizes) for sizes in zip(*asked, strict=True)))
-        of_nodes = ends[self._ranks_per_node - 1 :: self._ranks_per_node]
-        return None if len(of_nodes) == 1 else upload(torch.tensor(of_nodes, device="cpu"), self.exchange.device)
 
     def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
         """Sends the gradients of several routes to the homes."""
@@ -132,17 +127,23 @@ class Lane:
         self, requests: Sequence[Requests], merging: Merging, gradients: Sequence[Message], update: Update
     ) -> None:  # fmt: skip
         """Updates what was asked once the gradients are here."""
-        came = _by_rank([message.wait() for message in gradients], [each.asked for each in requests])
+        came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
         self._update(merging, came, update)
 
     def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         self.exchange.apply(merging.merged, gradients, update, merging.num)
 
 
-def _by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+def node_ends(sizes: Sequence[int], ranks_per_node: int, device: torch.device) -> Tensor | None:
+    """Where the entries from each node end, given how many come from each rank; None where there is one node."""
+    ends = list(accumulate(sizes))[ranks_per_node - 1 :: ranks_per_node]
+    return None if len(ends) == 1 else upload(torch.tensor(ends, device="cpu"), device)
+
+
+def by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
     """Entries of several routes, those from rank 0 first, of each rank route after route.
 
-    >>> _by_rank([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [[2, 1], [1, 1]]).tolist()
+    >>> by_rank([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [[2, 1], [1, 1]]).tolist()
     [1, 2, 4, 3, 5]
     """
     if len(parts) == 1:

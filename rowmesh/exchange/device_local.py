@@ -12,6 +12,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_checks import Unread
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
 from rowmesh.exchange.update import Update
+from rowmesh.tables import TableGroup
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -22,14 +23,17 @@ _NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
 class DeviceLocal:
     """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device`."""
 
-    name = "local"
+    name, num_bytes = "local", 0
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str) -> None:
         from rowmesh.ops.merge_update import cuda
 
-        self.common = CommonCounters()
+        self.common, self.reason = CommonCounters(), reason
         self._merge, self._singles = cuda.merge, cuda.singles
         self._unread = Unread(rank=0)
+
+    def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> None:
+        """Rows may be anywhere."""
 
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Nobody to connect to."""

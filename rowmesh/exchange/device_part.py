@@ -13,8 +13,7 @@ import torch
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_collective import DeviceCollective
-from rowmesh.exchange.device_local import DeviceLocal
+from rowmesh.exchange.device_choice import DeviceTransport, choose_device_transport
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route, RouteGroup
@@ -35,7 +34,7 @@ class DevicePart:
         replicas: 1.
         groups: of the collection.
         indices: numbers of those that are here.
-        transport: "auto" or "collective".
+        transport: how rows travel.
         synchronization: of replicas, of which there are none.
         common: counts what serves all groups.
         tiers: None.
@@ -61,12 +60,8 @@ class DevicePart:
         assert replicas == 1
         self.mesh, self.plan, self.replicas, self.indices = mesh, plan, replicas, list(indices)
         self.device, self._groups = device, [groups[index] for index in indices]
-        self.transport: DeviceLocal | DeviceCollective
-        if mesh.world_size == 1:
-            self.transport, self.reason = DeviceLocal(), f"there is one rank, on {device}"
-        else:
-            self.transport = DeviceCollective(mesh, device)
-            self.reason = self.transport.reason
+        self.transport: DeviceTransport = choose_device_transport(transport, mesh, device)
+        self.reason = self.transport.reason
         self.transport.common = common
         self.exchanges: list[DeviceExchange] = []
 
@@ -80,7 +75,8 @@ class DevicePart:
         self.exchanges = []
         for group in self._groups:
             address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
-            self.exchanges.append(DeviceExchange(group, address_map, self.device))
+            rows = self.transport.make_rows(group, address_map.num_slots)
+            self.exchanges.append(DeviceExchange(group, address_map, self.device, rows))
 
     def connect(self) -> None:
         """Makes ranks known to each other, when all rows have their values. Collective."""
@@ -102,8 +98,8 @@ class DevicePart:
 
     @property
     def num_bytes(self) -> int:
-        """Nothing is kept: buffers are those of torch's allocator."""
-        return 0
+        """Of what is kept; other buffers are those of torch's allocator."""
+        return self.transport.num_bytes
 
     def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
         """Brings the rows of a batch within reach. Collective."""

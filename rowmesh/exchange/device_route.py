@@ -239,6 +239,7 @@ class DeviceExchange(DeviceGroupExchange):
         group: the tables.
         address_map: of rows that travel from their homes to who needs them, or are on every rank.
         device: where.
+        rows: memory for them, as of `DeviceArena`.
 
     Attributes:
         num_direct: segments of rows that travel, which come first.
@@ -246,7 +247,9 @@ class DeviceExchange(DeviceGroupExchange):
         replicated: keeps replicas together, where there are any.
     """
 
-    def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
+    def __init__(
+        self, group: TableGroup, address_map: AddressMap, device: torch.device, rows: Tensor | None = None
+    ) -> None:  # fmt: skip
         from rowmesh.ops.route import cuda as route
 
         assert set(address_map.kinds) <= {"direct", "replicated"}
@@ -256,7 +259,7 @@ class DeviceExchange(DeviceGroupExchange):
         self.num_direct = len(address_map.segments({"direct"}))
         self.has_copies = "replicated" in address_map.kinds
         self.replicated: DeviceUpdater | None = None
-        self.arena = DeviceArena(group, address_map.num_slots[self.rank], device)
+        self.arena = DeviceArena(group, address_map.num_slots[self.rank], device, rows)
         self._route = route
         self._map = route.DeviceMap.make(
             device, address_map.ranges, address_map.index, address_map.num_rows,

@@ -30,6 +30,7 @@ class DeviceArena:
         group: the tables.
         num_slots: rows this rank holds, of all tables together.
         device: where.
+        rows: memory for them, `[num_slots, D]`, where they are not to be anywhere.
 
     Attributes:
         rows: `[num_slots, D]` of the group's dtype.
@@ -40,7 +41,9 @@ class DeviceArena:
         MemoryError: the device has no room.
     """
 
-    def __init__(self, group: TableGroup, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, group: TableGroup, num_slots: int, device: torch.device, rows: Tensor | None = None
+    ) -> None:  # fmt: skip
         from rowmesh.ops.merge_update import cuda
 
         if num_slots > MOST_SLOTS:
@@ -52,7 +55,7 @@ class DeviceArena:
         self._update = cuda.update
         compute = compute_dtype(group.dtype)
         try:
-            self.rows = torch.empty(num_slots, group.dim, dtype=group.dtype, device=device)
+            self.rows = torch.empty(num_slots, group.dim, dtype=group.dtype, device=device) if rows is None else rows
             self.state = {
                 name: torch.full(
                     (num_slots,) if extent == "row" else (num_slots, group.dim),

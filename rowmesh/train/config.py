@@ -254,7 +254,7 @@ class ParallelConfig(Section):
     """How ranks work together.
 
     Attributes:
-        transport: how rows and gradients travel; auto takes one-sided where all ranks share a host.
+        transport: how rows and gradients travel; auto takes one-sided where all ranks share a host, on GPUs not yet.
         timeout_s: how long a rank waits for a peer before it gives up, in seconds.
         replicas: how many replicas of every table to keep, each on a group of ranks of its own; auto: as many as make
             the predicted step shortest. A table's own `replicas` changes it.

@@ -1,0 +1,42 @@
+"""The choice of a transport for devices: what links them, and what was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.choice import TransportName, check_name
+from rowmesh.exchange.device_collective import DeviceCollective
+from rowmesh.exchange.device_local import DeviceLocal
+from rowmesh.exchange.device_one_sided import DeviceOneSided
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.symmetric_memory import find_obstacle, peer_memory
+
+DeviceTransport = DeviceLocal | DeviceCollective | DeviceOneSided
+
+
+def choose_device_transport(name: TransportName, mesh: Mesh, device: torch.device) -> DeviceTransport:
+    """The transport between the devices of all ranks; its `reason` says why. Collective.
+
+    "auto" takes the collective one also where GPUs could read each other, until the one-sided one has run on GPUs.
+
+    Raises:
+        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work; on all ranks.
+    """
+    check_name(name)
+    if mesh.world_size == 1:
+        return DeviceLocal(f"there is one rank, on {device}")
+    if name == "collective":
+        return DeviceCollective(mesh, device)
+    obstacle = find_obstacle(mesh, device)
+    if name == "one_sided":
+        if obstacle is not None:
+            raise ConfigurationError(
+                f"transport 'one_sided' cannot work between devices: {obstacle}; use 'collective' or 'auto'"
+            )
+        linked = "GPUs read each other" if device.type == "cuda" else "kernels are interpreted on CPUs of one host"
+        return DeviceOneSided(mesh, device, peer_memory(mesh, device), f"asked for; {linked}")
+    transport = DeviceCollective(mesh, device)
+    alternative = "has not run on GPUs yet, and is taken where it is asked for" if obstacle is None else obstacle
+    transport.reason += f"; not one_sided: {alternative}"
+    return transport

@@ -1,0 +1,315 @@
+"""One-sided transport of devices: the ranks of a host read each other's arenas and outboxes.
+
+A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. What a
+step has to tell is laid out in an outbox, sorted by owner, which the owners read between two barriers of the devices.
+
+[Note: who may read what when]
+All of a rank's work on its device is on one stream, in the order of the calls; a barrier of the devices stands between
+what all ranks asked for before it and what they ask for after it. So, of all ranks::
+
+    fetch     rows of all arenas are read
+    push      own outbox is written
+              ── barrier: nobody reads rows any more, all outboxes are complete
+              all outboxes are read, own rows are updated
+              ── barrier: rows are updated, nobody reads outboxes any more
+    fetch …
+
+A device's barrier names nobody who does not come. Therefore the hosts compare before every fetch and push what they
+are about to do, as `rowmesh.exchange.device_collective` does; in the same message they tell where what is in the
+outbox, which the host knows by then: sizes were copied to it while the batch was computed.
+
+Source: OPER §5.1 (direct reads of remote rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.errors import IdRangeError
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.device_checks import Unread, check_peers, count_unique
+from rowmesh.exchange.device_lane import Requests, by_rank, node_ends
+from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.opening import Opening
+from rowmesh.exchange.update import Update
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
+from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.ops.memory import round_up
+from rowmesh.tables import TableGroup
+from rowmesh.tables.arena import compute_dtype
+
+_REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then three for each group:
+_BEGIN, _COUNT, _TOTAL = range(3)  # where the entries for a rank begin in the outbox, how many; entries for all ranks
+_ALIGNMENT = 256
+
+
+class DeviceOneSided:
+    """Memory of the devices of one host, which all its ranks read.
+
+    Args:
+        mesh: ranks of one host.
+        device: of this one.
+        memory: of all of them.
+
+    Attributes:
+        reason: why it works here.
+    """
+
+    name = "one_sided"
+
+    def __init__(self, mesh: Mesh, device: torch.device, memory: PeerMemory, reason: str) -> None:
+        self.common, self.reason = CommonCounters(), reason
+        self._mesh, self._device, self._memory = mesh, device, memory
+        self._arenas: list[PeerBuffer] = []
+        self._unread = Unread(mesh.name(mesh.rank), _by_owner, self._take_sizes)
+        self._num_fetches = self._num_pushes = 0
+
+    def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> Tensor:
+        """Memory for this rank's rows, `[num_slots, D]`, that other ranks can read.
+
+        Args:
+            group: whose.
+            num_slots: of every rank; all take as much as the one that has most.
+        """
+        buffer = self._memory.allocate(max(num_slots) * group.dim * group.dtype.itemsize)
+        self._arenas.append(buffer)
+        return _view(buffer.own, group.dtype, num_slots[self._mesh.rank], group.dim)
+
+    def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
+        """Maps every rank's arenas. Collective."""
+        self._memory.share(self._arenas)
+        pairs = zip(exchanges, self._arenas, strict=True)
+        self._groups = [OneSidedGroup(exchange, arena, self._mesh) for exchange, arena in pairs]
+        hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
+        self._opening = Opening(self._mesh, hosts, _GROUPS + 3 * len(exchanges), self.common)
+        self.barrier()
+
+    def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
+        """Reads the rows of a batch where they are.
+
+        Raises:
+            IdRangeError: an earlier batch of this rank had ids that are no rows, or this one where gradients are off.
+            PeerError: one of another rank had.
+        """
+        self._num_fetches += 1
+        trains = torch.is_grad_enabled()
+        if not trains:  # perhaps nothing comes that would look later
+            self._unread.add(route)
+        self._open(self._num_fetches, self._look())
+        if trains:
+            self._unread.add(route)
+        for reader, group in zip(self._groups, route.groups, strict=True):
+            reader.fetch(group)
+            meanwhile(group)
+
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
+        """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
+        self._num_pushes += 1
+        error = self._look()  # all sizes are known then
+        pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
+        told = [_where(_sizes(groups, self._mesh.world_size)) for groups in pushed]
+        self._opening.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
+        theirs = self._open(-self._num_pushes, error)
+        most, found = int(theirs[:, _ROUTES].max()), theirs[:, _GROUPS:].reshape(-1, len(self._groups), 3)
+        if most == 0:
+            return
+        self._make_room(found[:, :, _TOTAL].max(0).tolist())
+        for group, entries in zip(self._groups, pushed, strict=True):
+            group.put(entries)
+        self._memory.barrier()
+        for i, (group, update) in enumerate(zip(self._groups, updates, strict=True)):
+            group.update(found[:, i, _BEGIN].tolist(), found[:, i, _COUNT].tolist(), most, update)
+        self._memory.barrier()
+
+    def _look(self) -> IdRangeError | None:
+        """Learns the sizes of batches that were looked up; returns what is wrong with one."""
+        try:
+            self._unread.read()
+        except IdRangeError as error:
+            return error
+        return None
+
+    def _open(self, operation: int, error: IdRangeError | None) -> np.ndarray:
+        """Exchanges what ranks tell each other before they do something; raises on all where a batch is refused."""
+        self._opening.numbers[:, _REFUSED] = error is not None
+        theirs = self._opening(operation)
+        if error is not None:
+            raise error
+        check_peers(self._mesh, theirs[:, _REFUSED].tolist())
+        return theirs
+
+    def _take_sizes(self, group: DeviceRouteGroup, sizes: list[int]) -> None:
+        """Notes how many rows of each owner a batch needed, which were read."""
+        count_unique(group, sizes)
+        keys = group.routed.keys[: sum(sizes)]
+        group.lanes = [Requests(keys, sizes, [], keys[:0])]
+        remote = sum(sizes) - sizes[self._mesh.rank]
+        group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
+
+    def _make_room(self, entries: Sequence[int]) -> None:
+        """Makes outboxes larger where a rank needs it, on all ranks alike, which all know what each needs."""
+        growing = [pair for pair in zip(self._groups, entries, strict=True) if pair[1] > pair[0].capacity]
+        if not growing:
+            return
+        doing, obstacle = "making room for gradients", None
+        self._wait_for_device()
+        barrier(self._mesh, doing)  # until here a rank may have been reading what goes now
+        try:
+            made = [group.grow(needed, self._memory) for group, needed in growing]
+        except MemoryError as error:
+            made, obstacle = [], str(error)
+        for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, doing)):
+            if theirs is not None:
+                raise MemoryError(
+                    f"rank {self._mesh.name(rank)} has no room for gradients, use smaller batches: {theirs}"
+                )
+        self._memory.share(made)
+        for group, _ in growing:
+            group.open()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, and for what their devices do; says what is wrong with batches nobody looked at yet."""
+        error = self._look()
+        self._wait_for_device()
+        refused = gather_objects(self._mesh, error is not None, "waiting at a barrier")
+        if error is not None:
+            raise error
+        check_peers(self._mesh, refused)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of outboxes."""
+        return sum(group.num_bytes for group in self._groups)
+
+    def close(self) -> None:
+        """Lets go of other ranks' memory, which is freed when nobody uses it any more."""
+        self._unread.clear()
+        self._arenas.clear()
+        self._groups = []
+
+
+class OneSidedGroup:
+    """What one group lays out and reads.
+
+    Args:
+        exchange: the group's.
+        arena: of all ranks.
+        mesh: the ranks.
+
+    Attributes:
+        capacity: entries that an outbox has room for, of every rank alike: gradients `[capacity, D]`, then keys int32
+            `[capacity]`.
+    """
+
+    def __init__(self, exchange: DeviceExchange, arena: PeerBuffer, mesh: Mesh) -> None:
+        from rowmesh.ops.gather import cuda as gather
+        from rowmesh.ops.merge_update import cuda as merge_update
+
+        self._gather, self._gather_from, self._merge = gather.gather, gather.gather_from, merge_update.merge
+        self._exchange, self._arena, self._mesh = exchange, arena, mesh
+        self._bases = torch.tensor([part.data_ptr() for part in arena.parts]).to(exchange.device)
+        self._dtype = compute_dtype(exchange.group.dtype)
+        self._entry_bytes = exchange.group.dim * self._dtype.itemsize + 4
+        self.capacity = 0
+        self._outbox: PeerBuffer | None = None
+        self._boxes: list[tuple[Tensor, Tensor]] = []  # of every rank: gradients and keys
+
+    def fetch(self, group: DeviceRouteGroup) -> None:
+        """Reads the rows of a batch, those of a unique id into the place of its number."""
+        routed, rows = group.routed, self._exchange.arena.rows
+        group.source, group.slots = rows.new_empty(group.num_unique, rows.shape[1]), None
+        self._gather_from(self._bases, _by_owner(group).cumsum(0), routed.keys, group.uniques, group.source)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's outbox."""
+        return 0 if self._outbox is None else self._outbox.own.nbytes
+
+    def grow(self, needed: int, memory: PeerMemory) -> PeerBuffer:
+        """Makes the outbox anew, with a quarter more room than is needed; to be shared, then `open`."""
+        self._boxes, self._outbox, self.capacity = [], None, 0  # first: there may be no room for both
+        self._outbox = memory.allocate(round_up(needed + needed // 4, _ALIGNMENT) * self._entry_bytes)
+        return self._outbox
+
+    def open(self) -> None:
+        """Finds gradients and keys in the outboxes of all ranks."""
+        assert self._outbox is not None
+        self.capacity = len(self._outbox.own) // self._entry_bytes
+        self._boxes = [self._box(part) for part in self._outbox.parts]
+
+    def put(self, groups: Sequence[DeviceRouteGroup]) -> None:
+        """Lays out the keys and gradients of some routes, sorted by owner, and of one owner route after route."""
+        asked = [(group.lanes[0].keys, group.uniques, group.summed) for group in groups]
+        sizes, count = [group.sent for group in groups], sum(len(keys) for keys, _, _ in asked)
+        if not count:
+            return
+        own_gradients, own_keys = (box[:count] for box in self._boxes[self._mesh.rank])
+        own_keys.copy_(by_rank([keys for keys, _, _ in asked], sizes))
+        into = own_gradients if len(groups) == 1 else None
+        in_order = [self._gather(sums, uniques[: len(keys)], into) for keys, uniques, sums in asked]
+        if into is None:
+            own_gradients.copy_(by_rank(in_order, sizes))
+
+    def update(self, begins: Sequence[int], counts: Sequence[int], most: int, update: Update) -> None:
+        """Merges what every rank laid out for this one, in their order, and updates.
+
+        Args:
+            begins, counts: of the entries for this rank in each rank's outbox.
+            most: routes that a rank pushed, at most.
+            update: how.
+        """
+        if not sum(counts):
+            return
+        mine = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        pairs = list(zip(self._boxes, mine, strict=True))
+        # Copied here once: the kernels of an update go over keys several times.
+        slots = torch.cat([keys[part] for (_, keys), part in pairs])
+        gradients = torch.cat([gradients[part] for (gradients, _), part in pairs])
+        ends = node_ends(counts, self._mesh.ranks_per_node, slots.device)
+        merged = self._merge(slots, most=most * self._mesh.world_size, node_ends=ends)
+        self._exchange.apply(merged, gradients, update)
+        remote = sum(counts) - counts[self._mesh.rank]
+        self._exchange.counters.bytes_received += remote * (4 + gradients[:1].nbytes)
+
+    def _box(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        dim = self._exchange.group.dim
+        gradients = _view(memory, self._dtype, self.capacity, dim)
+        return gradients, _view(memory[gradients.nbytes :], torch.int32, self.capacity)
+
+
+def _by_owner(group: DeviceRouteGroup) -> Tensor:
+    """int64 `[W]`: unique ids of each owner."""
+    return group.routed.counts.sum(1)
+
+
+def _sizes(groups: Sequence[DeviceRouteGroup], world_size: int) -> list[int]:
+    """Entries of some routes for each rank."""
+    return [sum(group.sent[rank] for group in groups) for rank in range(world_size)]
+
+
+def _where(sizes: Sequence[int]) -> np.ndarray:
+    """What each rank is told of an outbox with so many entries for each: int64 `[W, 3]`.
+
+    >>> _where([3, 0, 2]).tolist()
+    [[0, 3, 5], [3, 0, 5], [3, 2, 5]]
+    """
+    *begins, total = accumulate(sizes, initial=0)
+    return np.array([(begin, size, total) for begin, size in zip(begins, sizes, strict=True)], np.int64)
+
+
+def _view(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """The beginning of uint8 memory as something else."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[:num_bytes].view(dtype).view(shape)

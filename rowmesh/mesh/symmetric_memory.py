@@ -1,0 +1,164 @@
+"""Symmetric memory: torch's way to let the GPUs of a host read each other, and what stands against it.
+
+None of this has run on GPUs; it was written by the sources of torch 2.9 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.mesh import Mesh
+from rowmesh.mesh.peer_memory import HostPeerMemory, PeerMemory
+from rowmesh.mesh.shared_memory import is_supported
+from rowmesh.mesh.waiting import gather_objects
+
+_LEAST_TIMEOUT_S = 120  # a rank may have kernels to compile before its device comes to a barrier
+
+
+class SymmetricBuffer:
+    """A buffer that torch can map on other GPUs.
+
+    It is asked for past the pool that `symmetric_memory.empty` takes from: there a rank whose garbage is collected
+    later than that of others would be given another block than they, and wait for them for ever.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        try:
+            self.own: Tensor = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        except RuntimeError as error:  # of the driver: no torch.OutOfMemoryError
+            raise MemoryError(f"no {num_bytes / 2**20:.0f} MiB of symmetric memory on {device}: {error}") from error
+        self.parts: list[Tensor] = []
+        self.handle: Any = None  # keeps the memory of other GPUs mapped; `parts` do not
+
+
+class SymmetricPeerMemory:
+    """For GPUs of one host that can read each other.
+
+    Freeing a buffer waits for this rank's GPU; other ranks keep the memory alive for as long as they have it mapped.
+
+    Args:
+        mesh: the ranks.
+        device: of this one.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self._signals = self.allocate(16)  # torch keeps those of a barrier beside every buffer; these serve no other
+        self._timeout_ms = int(1000 * max(mesh.timeout_s, _LEAST_TIMEOUT_S))
+
+    def allocate(self, num_bytes: int) -> SymmetricBuffer:
+        """As `PeerMemory`."""
+        return SymmetricBuffer(max(num_bytes, 16), self._device)
+
+    def share(self, buffers: Sequence[SymmetricBuffer]) -> None:
+        """As `PeerMemory`."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        for buffer in (self._signals, *buffers):
+            if buffer.handle is not None:
+                continue
+            try:
+                buffer.handle = symmetric.rendezvous(buffer.own, self._mesh.group.group_name)
+            except RuntimeError as error:
+                raise ConfigurationError(
+                    f"rank {self._mesh.name(self._mesh.rank)}: GPUs cannot map each other's memory, use transport "
+                    f"'collective': {error}"
+                ) from error
+            ranks = range(self._mesh.world_size)
+            buffer.parts = [buffer.handle.get_buffer(rank, buffer.own.shape, torch.uint8) for rank in ranks]
+
+    def barrier(self) -> None:
+        """As `PeerMemory`: a kernel on the current stream that signals to all GPUs and waits for their signals.
+
+        Writes before it, on this stream, are seen by what other GPUs read after theirs. A rank that died is not named
+        here: after the timeout the kernel gives up, which ends what this process does on its GPU with an error.
+        """
+        self._signals.handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank knows of its GPU.
+
+    Attributes:
+        identity: of the GPU, equal for all ranks of a host that use it.
+        number: of the GPU in this process.
+        readable: identities of the GPUs that it can read.
+        missing: what this torch lacks, or None.
+    """
+
+    identity: str
+    number: int
+    readable: frozenset[str]
+    missing: str | None
+
+
+def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
+    """Why the devices of all ranks cannot read each other, or None where they can; on all ranks alike. Collective."""
+    links = gather_objects(mesh, None if device.type == "cpu" else _link(device), "telling how devices are linked")
+    if not mesh.is_one_host:
+        return f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
+    if None in links:
+        return None if is_supported() else "this system has no memfd_create (Linux has)"
+    return obstacle_between(links, [mesh.name(rank) for rank in range(mesh.world_size)])
+
+
+def obstacle_between(links: Sequence[Link], names: Sequence[int]) -> str | None:
+    """Why the GPUs of one host cannot read each other, or None where they can.
+
+    >>> one, other = (Link(name, number, frozenset("ab"), None) for number, name in enumerate("ab"))
+    >>> obstacle_between([one, other], [0, 1])
+    >>> obstacle_between([one, one], [0, 1])
+    'ranks 0 and 1 share a GPU'
+    """
+    for link, name in zip(links, names, strict=True):
+        if link.missing:
+            return f"on rank {name} {link.missing}"
+    for (a, one), (b, other) in permutations(zip(names, links, strict=True), 2):
+        if one.identity == other.identity:
+            return f"ranks {a} and {b} share a GPU"
+        if other.identity not in one.readable:
+            return f"the GPU of rank {a} cannot read that of rank {b}: no peer access, or CUDA_VISIBLE_DEVICES hides it"
+        if one.number == other.number:
+            return (
+                f"ranks {a} and {b} both call their GPU cuda:{one.number}; give all ranks the same CUDA_VISIBLE_DEVICES"
+            )
+    return None
+
+
+def peer_memory(mesh: Mesh, device: torch.device) -> PeerMemory:
+    """Memory of the ranks' devices, between which there is no obstacle."""
+    return HostPeerMemory(mesh) if device.type == "cpu" else SymmetricPeerMemory(mesh, device)
+
+
+def _link(device: torch.device) -> Link:
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = [other for other in range(torch.cuda.device_count()) if other != own]
+    readable = [_identity(other) for other in others if torch.cuda.can_device_access_peer(own, other)]
+    return Link(_identity(own), own, frozenset(readable), _missing(device))
+
+
+def _identity(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _missing(device: torch.device) -> str | None:
+    """What this torch lacks for symmetric memory."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory as symmetric
+    except ImportError as error:
+        return f"this torch has no symmetric memory ({error})"
+    if not hasattr(_SymmetricMemory, "empty_strided_p2p"):
+        return "this torch has no symmetric memory that is known here"
+    backend = symmetric.get_backend(device) if hasattr(symmetric, "get_backend") else "CUDA"
+    return None if backend == "CUDA" else f"symmetric memory is that of {backend}, not of CUDA: unset TORCH_SYMMMEM"

@@ -1,0 +1,212 @@
+"""Devices that read each other train the model that devices with messages train, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
+from rowmesh.mesh.peer_memory import HostPeerMemory
+from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+from tests.support.scenario import Scenario
+from tests.support.tables import several, table
+from tests.support.training import train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_same_bits
+from tests.test_tensor_train_tables import cored
+
+pytestmark = pytest.mark.triton
+kernels_of("pool")  # or all are skipped
+
+SCENARIOS = {
+    "bags, weights, evaluations": Scenario(
+        tables=several("row_wise_adagrad"), num_steps=2, is_weighted=True, evaluates=True
+    ),
+    "a rank without samples, accumulation, 64 bits": Scenario(
+        tables=several("adam", torch.float64), batch_sizes=(0, 3), accumulate=2, num_steps=2
+    ),
+    "cores beside rows": Scenario(tables=(table("a", 20, 4), cored("t", 30, 4, rank=2)), num_steps=2),
+    "bfloat16, three ranks, batches that grow": Scenario(
+        tables=(table("b", 400, 3, "adagrad", dtype=torch.bfloat16),), bag_sizes=(2, 2), num_steps=2,
+        batch_sizes=(2, 1, 4), last_sizes=(300, 1, 2), skew=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trains_the_same_bits_as_messages(ranks, name):
+    scenario = SCENARIOS[name]
+    world_size = scenario.world_size
+    one_sided = ranks.run(train, scenario, "one_sided", "cuda", world_size=world_size)
+    for mine, theirs in zip(
+        one_sided, ranks.run(train, scenario, "collective", "cuda", world_size=world_size), strict=True
+    ):
+        assert mine.transport == ("one_sided+collective" if "cores" in name else "one_sided")
+        assert_same_bits(mine, theirs)
+        assert mine.owned == theirs.owned
+        for group, counters in mine.counters.items():
+            assert counters.unique_ids == theirs.counters[group].unique_ids
+            assert (counters.bytes_sent, counters.all_to_all_rounds) == (0, 0) or "cores" in name
+            if not scenario.evaluates:  # whose keys owners never see
+                assert counters.bytes_received == theirs.counters[group].bytes_received
+
+
+TABLES = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
+
+
+def collect(mesh):
+    return EmbeddingCollection(TABLES, mesh=mesh, transport="one_sided", device="cuda")
+
+
+def batch(**bags):
+    return SparseBatch.from_bags({"a": [[1], [2, 8]], "b": [[3], []]} | bags)
+
+
+def rows_of(embeddings):
+    return torch.cat([piece.values for name in "ab" for piece in embeddings.local_rows(name)])
+
+
+def push_on_some(mesh):
+    """Rank 0 uses both of two look-ups, rank 1 the second alone; then none any."""
+    embeddings = collect(mesh)
+    optimizer = EmbeddingOptimizer(embeddings)
+    for _ in range(2):
+        first, second = embeddings(batch()), embeddings(batch(a=[[7], [mesh.rank]]))
+        if mesh.rank == 0:
+            first.values.square().sum().backward()
+        second.values.square().sum().backward()
+        optimizer.step()
+    optimizer.step()
+    one_sided = rows_of(embeddings)
+    assert embeddings.memory_bytes["buffers"] > 0
+    embeddings.close()
+    return one_sided, embeddings.transport_reason
+
+
+def push_on_some_with_messages(mesh):
+    embeddings = EmbeddingCollection(TABLES, mesh=mesh, transport="collective", device="cuda")
+    optimizer = EmbeddingOptimizer(embeddings)
+    for _ in range(2):
+        first, second = embeddings(batch()), embeddings(batch(a=[[7], [mesh.rank]]))
+        if mesh.rank == 0:
+            first.values.square().sum().backward()
+        second.values.square().sum().backward()
+        optimizer.step()
+    return rows_of(embeddings)
+
+
+def test_ranks_need_not_push_the_same_routes(ranks):
+    pairs = zip(ranks.run(push_on_some), ranks.run(push_on_some_with_messages), strict=True)
+    for (mine, reason), theirs in pairs:
+        assert torch.equal(mine, theirs)
+        assert reason == "asked for; kernels are interpreted on CPUs of one host"
+
+
+def refuse_on_rank_1(mesh, how):
+    embeddings = collect(mesh)
+    optimizer, before = EmbeddingOptimizer(embeddings), rows_of(embeddings)
+    bad = batch(b=[[4], [1]]) if mesh.rank == 1 else batch()
+    try:
+        if how == "evaluation":
+            with torch.no_grad():
+                embeddings(bad)
+        else:
+            out = embeddings(bad)  # nobody has looked yet
+            if how == "update":
+                out.values.sum().backward()
+                optimizer.step()
+            elif how == "look-up":
+                embeddings(batch())
+            else:
+                embeddings.barrier()
+    except (IdRangeError, PeerError) as error:
+        refused = f"{type(error).__name__}: {error}"
+    else:
+        refused = "nothing"
+    assert torch.equal(before, rows_of(embeddings))
+    assert embeddings.step_count == 0
+    optimizer.zero_grad()
+    embeddings(batch()).values.sum().backward()
+    optimizer.step()  # goes on
+    assert not torch.equal(before, rows_of(embeddings))
+    return refused
+
+
+@pytest.mark.parametrize("how", ["update", "look-up", "evaluation", "barrier"])
+def test_all_ranks_learn_of_a_refused_batch_before_anything_changes(ranks, how):
+    first, second = ranks.run(refuse_on_rank_1, how)
+    assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
+    assert second.startswith("IdRangeError: rank 1: feature 'b': 1 of 2 ids are outside table 'b'")
+
+
+def out_of_step(mesh):
+    embeddings = collect(mesh)
+    with pytest.raises(PeerError, match="rank 0 is in forward 1, rank 1 is in step 1"):
+        embeddings(batch()) if mesh.rank == 0 else embeddings.push([], [0.1])
+
+
+def test_ranks_that_do_different_things_are_named(ranks):
+    ranks.run(out_of_step)
+
+
+def no_room(mesh):
+    embeddings = collect(mesh)
+    embeddings(batch()).values.sum().backward()
+    if mesh.rank == 1:
+        HostPeerMemory.allocate = fail  # type: ignore[method-assign]
+    try:
+        with pytest.raises(MemoryError, match="rank 1 has no room for gradients, use smaller batches: none left"):
+            embeddings.push_pending([0.1])
+    finally:
+        HostPeerMemory.allocate = ALLOCATE
+    optimizer = EmbeddingOptimizer(embeddings)
+    embeddings(batch()).values.sum().backward()
+    optimizer.step()
+
+
+ALLOCATE = HostPeerMemory.allocate
+
+
+def fail(self, num_bytes):
+    raise MemoryError("none left")
+
+
+def test_no_room_for_gradients_is_said_on_all_ranks(ranks):
+    ranks.run(no_room)
+
+
+def on_two_hosts(mesh):
+    with pytest.raises(
+        ConfigurationError, match=r"'one_sided' cannot work between devices: the 2 ranks are on 2 hosts"
+    ):
+        collect(replace(mesh, hosts=(0, 1)))
+
+
+def test_devices_of_two_hosts_are_refused(ranks):
+    ranks.run(on_two_hosts)
+
+
+def with_copies(mesh):
+    plan = Plan(tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in map(TableShape.of, TABLES)), 2, 2)
+    with pytest.raises(ConfigurationError, match=r"cannot do this yet: table 'a' has replicated rows; .*'collective'"):
+        EmbeddingCollection(TABLES, mesh=mesh, plan=plan, transport="one_sided", device="cuda")
+
+
+def test_copied_rows_are_refused(ranks):
+    ranks.run(with_copies)
+
+
+def test_one_rank_has_nobody_to_read():
+    embeddings = EmbeddingCollection(TABLES, transport="one_sided", device="cuda")
+    assert (embeddings.transport, embeddings.transport_reason) == (
+        "local",
+        f"there is one rank, on {embeddings.device}",
+    )
+    with pytest.raises(ConfigurationError, match="transport must be 'auto', 'collective' or 'one_sided', got 'nccl'"):
+        EmbeddingCollection(TABLES, transport="nccl", device="cuda")  # type: ignore[arg-type]
