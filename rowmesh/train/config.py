@@ -236,6 +236,7 @@ class TrainConfig(Section):
         steps: where to stop within them; 0 means at the end of the last epoch.
         seed: of the rows, the dense network and the order of samples.
         device: where rows and network are: cpu; or cuda, a GPU for each rank (ranks share them where there are fewer).
+        cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
         eval_every: steps between evaluations on the validation split; 0 means none.
         log_every: steps between lines of `metrics.jsonl`.
         tensorboard: whether to write TensorBoard events too (needs the `tensorboard` extra).
@@ -245,6 +246,7 @@ class TrainConfig(Section):
     steps: Count = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
+    cuda_graphs: Literal["off", "on"] = "off"
     eval_every: Count = 0
     log_every: Positive = 50
     tensorboard: bool = False

@@ -8,10 +8,12 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.train.config import Config
+from rowmesh.train.graphs import check_graphs
 
 
 def check_device(config: Config) -> None:
     """Raises ConfigurationError where something needs rows in the host's memory and they are to be on a GPU."""
+    check_graphs(config)
     if config.train.device == "cpu":
         return
     obstacles = []

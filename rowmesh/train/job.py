@@ -19,6 +19,7 @@ from rowmesh.ops.transfer import upload
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
 from rowmesh.train.device import use_device
+from rowmesh.train.graphs import Network
 from rowmesh.train.placement import Placement
 from rowmesh.train.tables import common_dim, table_specs
 
@@ -47,9 +48,15 @@ class Job:
         """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
         return self.predict(batch.dense, self.embeddings(batch.sparse).stacked())
 
-    def predict(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """Logits `[B]` of samples, given their dense features `[B, …]` and vectors `[B, F, D]`."""
-        return self.network(upload(dense, vectors.device).to(vectors.dtype), vectors)
+    def predict(self, dense: Tensor, vectors: Tensor, network: Network | None = None) -> Tensor:
+        """Logits `[B]` of samples.
+
+        Args:
+            dense: `[B, …]`, their dense features.
+            vectors: `[B, F, D]`.
+            network: what computes them in place of the network.
+        """
+        return (network or self.network)(upload(dense, vectors.device).to(vectors.dtype), vectors)
 
     def loader(self, split: str, *, shuffle: bool = False) -> Loader:
         """Iterates over the part of a split that belongs to this rank."""

@@ -22,6 +22,7 @@ from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.drift import configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
+from rowmesh.train.graphs import training_network
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.run_folder import RunFolder
@@ -59,6 +60,7 @@ class Trainer:
         epochs = config.train.epochs * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
         self._gradients = SharedGradients(job.network, job.mesh)
+        self._network = training_network(job.network, config)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
@@ -99,7 +101,8 @@ class Trainer:
         Collective: every rank calls it.
         """
         self._begin_step(batch)
-        total = self._backward(self.job.logits(batch), batch.labels)
+        vectors = self.job.embeddings(batch.sparse).stacked()
+        total = self._backward(self.job.predict(batch.dense, vectors, self._network), batch.labels)
         self._end_step()
         return total
 
@@ -109,7 +112,7 @@ class Trainer:
         self._begin_step(batch)
         for part in window:
             vectors = part.embeddings.stacked()
-            logits = self.job.predict(batch.dense[part.samples], vectors)
+            logits = self.job.predict(batch.dense[part.samples], vectors, self._network)
             total += self._backward(logits, batch.labels[part.samples])
         self._end_step()
         return total
