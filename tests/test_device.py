@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import replace
 
@@ -253,7 +254,7 @@ def test_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigurationError, match=r"is_available\(\) is false\. Install .* or use device 'cpu'"):
         EmbeddingCollection(two_tables(), device="cuda")
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigurationError, match=r"needs triton, which is not installed.*rowmesh\[gpu\]"):
         EmbeddingCollection(two_tables(), device="cuda")
 

@@ -23,7 +23,6 @@ of what homes send: how many rows they merged, which is copied to the host since
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from rowmesh.exchange.device_part import DevicePart
 from rowmesh.exchange.device_pooling import DevicePooling
 from rowmesh.exchange.device_router import DeviceRouter
 from rowmesh.exchange.layout import Layouts
+from rowmesh.ops.gpu import require_triton
 from rowmesh.placement import Plan, RowRange
 from rowmesh.tables import TableGroup, TableSpec
 
@@ -105,11 +105,7 @@ def usable_device(device: str | torch.device) -> torch.device:
     wanted = torch.device(device)
     if wanted.type != "cuda":
         raise ConfigurationError(f"device must be 'cpu' or 'cuda' (or 'cuda:1', …), got {str(device)!r}")
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigurationError(
-            f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
-            "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"
-        )
+    require_triton(device)
     if torch.cuda.is_available():
         if wanted.index is not None and wanted.index >= torch.cuda.device_count():
             raise ConfigurationError(

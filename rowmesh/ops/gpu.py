@@ -16,12 +16,15 @@ imported with those modules and nowhere else, so rowmesh runs without it. What h
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
 
 # Programs of a kernel that finds out on the device how many rows there are. Enough to fill a GPU: each goes on to
 # further rows, and none is started for rows that turn out not to be there.
@@ -70,6 +73,19 @@ def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, num_wa
     # Triton launches on the current device, which need not be that of the tensors.
     with _launching, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
+
+
+def require_triton(device: str | torch.device) -> None:
+    """Raises where kernels of a device cannot be used for want of Triton.
+
+    Raises:
+        ConfigurationError: it is not installed; says how to get it.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigurationError(
+            f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
+            "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"
+        )
 
 
 def next_power_of_2(n: int) -> int:

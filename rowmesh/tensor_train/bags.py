@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,34 +39,17 @@ class Bags:
     def of(
         input: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool
     ) -> Bags:  # fmt: skip
-        """From the arguments of `nn.EmbeddingBag.forward`.
+        """From the arguments of `nn.EmbeddingBag.forward`, on a CPU.
 
         Raises:
             ValueError: they do not fit together; what torch refuses is refused.
             TypeError: ids or offsets are no integers.
         """
-        for name, tensor in (("input", input), ("offsets", offsets)):
-            if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
-                raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
-            if tensor is not None and tensor.device.type != "cpu":
-                raise ValueError(f"{name} must be on the CPU, where the cores are, got {tensor.device}")
-        if weights is not None and weights.shape != input.shape:
-            raise ValueError(
-                f"per_sample_weights must have the shape of input, {tuple(input.shape)}, got {tuple(weights.shape)}"
-            )
+        check_arguments(input, offsets, weights, include_last_offset, torch.device("cpu"))
         flat = input.reshape(-1).to(torch.int64).contiguous()
         weights = None if weights is None else weights.reshape(-1)
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ValueError(
-                    f"input is {tuple(input.shape)}, whose lines are the bags: leave offsets out, or pass a 1-D input"
-                )
+        if offsets is None:
             return Bags(flat, None, input.shape[1], input.shape[0], weights)
-        if input.dim() != 1:
-            raise ValueError(f"input must be 1-D with offsets, or 2-D, got {tuple(input.shape)}")
-        if offsets is None or offsets.dim() != 1:
-            found = "none" if offsets is None else tuple(offsets.shape)
-            raise ValueError(f"a 1-D input needs 1-D offsets, where its bags begin, got {found}")
         bounds = _bounds(offsets.to(torch.int64), flat.numel(), include_last_offset)
         used = int(bounds[-1])  # ids past the last bag belong to none
         return Bags(flat[:used], bounds, 0, bounds.numel() - 1, None if weights is None else weights[:used])
@@ -87,15 +71,45 @@ class Bags:
         """int64 `[bags + 1]`."""
         if self.offsets is not None:
             return self.offsets
-        return torch.arange(self.count + 1, device="cpu") * self.size
+        return torch.arange(self.count + 1, device=self.ids.device) * self.size
+
+
+def check_arguments(
+    input: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool, device: torch.device
+) -> None:  # fmt: skip
+    """Raises where arguments of `nn.EmbeddingBag.forward` do not fit together, as far as shapes and types tell.
+
+    Raises:
+        ValueError: shapes do not fit, or something is not on the device.
+        TypeError: ids or offsets are no integers.
+    """
+    for name, tensor in (("input", input), ("offsets", offsets)):
+        if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
+    for name, tensor in (("input", input), ("offsets", offsets), ("per_sample_weights", weights)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, where the cores are, got {tensor.device}")
+    if weights is not None and weights.shape != input.shape:
+        raise ValueError(
+            f"per_sample_weights must have the shape of input, {tuple(input.shape)}, got {tuple(weights.shape)}"
+        )
+    if input.dim() == 2 and offsets is not None:
+        raise ValueError(
+            f"input is {tuple(input.shape)}, whose lines are the bags: leave offsets out, or pass a 1-D input"
+        )
+    if input.dim() not in (1, 2):
+        raise ValueError(f"input must be 1-D with offsets, or 2-D, got {tuple(input.shape)}")
+    if input.dim() == 1 and (offsets is None or offsets.dim() != 1):
+        found = "none" if offsets is None else tuple(offsets.shape)
+        raise ValueError(f"a 1-D input needs 1-D offsets, where its bags begin, got {found}")
+    if offsets is not None and include_last_offset and not offsets.numel():
+        raise ValueError("offsets must have at least one element with include_last_offset=True: the number of ids")
 
 
 def _bounds(offsets: Tensor, num_ids: int, include_last_offset: bool) -> Tensor:
     if not include_last_offset:
         end = num_ids if offsets.numel() else 0  # without a bag no id belongs to one
         offsets = torch.cat([offsets, torch.tensor([end], device="cpu")])
-    if offsets.numel() < 1:
-        raise ValueError("offsets must have at least one element with include_last_offset=True: the number of ids")
     bounds = offsets.contiguous()
     values = bounds.numpy()
     if values[0] != 0:
@@ -135,9 +149,11 @@ class Pooling:
         pool.id_weights(self._feature.ctypes.data, 1, address, is_double, factors.data_ptr(), is_double)
         return factors
 
-    def forward(self, rows: int) -> Tensor:
-        """`[U, D]` at an address → `[bags, D]`."""
+    def forward(self, cores: Sequence[Tensor], keep: bool) -> Tensor:
+        """Makes the rows of distinct ids, and of them `[bags, D]`; `keep` as for `Lookup.rows`."""
         lookup = self._lookup
+        rows = lookup.row_buffer()
+        lookup.rows(cores, rows, keep)
         out = torch.empty(self._bags.count, self._dim, dtype=self._dtype, device="cpu")
         addresses = rows + np.arange(lookup.num_unique, dtype=np.int64) * (self._dim * self._dtype.itemsize)
         self._kernels.pool(

@@ -5,7 +5,7 @@ What `rowmesh.tensor_train.lookup` is on a CPU. How many distinct ids there are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,6 @@ class DeviceLookup:
 
     Attributes:
         num_unique: N, the most that there can be.
-        unique: of ids that are not distinct, what `distinct` found.
     """
 
     def __init__(
@@ -42,7 +41,8 @@ class DeviceLookup:
         from rowmesh.ops.tensor_train import cuda
 
         self.shape, self.dtype, self.num_unique = shape, dtype, ids.numel()
-        self.unique: Unique | None = None
+        self._unique: Unique | None = None
+        self._late_check: Callable[[], None] | None = None
         self._kernels, self._ids, self._count, self._first = cuda, ids, count, first
         self._products: Tensor | None = None
         self._arrangement = cuda.arrange(ids, shape.row_factors, shape.num_rows, count)
@@ -50,15 +50,24 @@ class DeviceLookup:
             self._arrangement = replace(self._arrangement, order=self._arrangement.order + first)
 
     @classmethod
-    def distinct(cls, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor) -> DeviceLookup:
-        """Of int64 `[N]` ids that may be equal; those that are no rows have no part in anything."""
+    def distinct(
+        cls, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor, late_check: Callable[[], None] | None = None
+    ) -> DeviceLookup:  # fmt: skip
+        """Of int64 `[N]` ids that may be equal; those that are no rows have no part in anything.
+
+        Args:
+            shape: of the table.
+            dtype: of its cores.
+            ids: of any values.
+            late_check: what `check` does, once.
+        """
         from rowmesh.ops.segment_unique.cuda import segment_unique
 
         # One segment; from the host its bounds would have to be copied.
         bounds = torch.arange(2, device=ids.device) * ids.numel()
         unique = segment_unique(ids, bounds)
         lookup = cls(shape, dtype, unique.unique, unique.num_unique)
-        lookup.unique = unique
+        lookup._unique, lookup._late_check = unique, late_check
         return lookup
 
     @classmethod
@@ -73,24 +82,32 @@ class DeviceLookup:
         lookup = cls.distinct(first.shape, first.dtype, torch.cat([each._valid_ids() for each, _ in taken]))
         entries = torch.cat([each._own(gradients) for each, gradients in taken])
         # Distinct ids are numbered from 0 without a gap, so that sums by ascending number are in their order.
-        return lookup, sum_merged(merge(lookup._inverse), entries, torch.empty_like(entries))
+        return lookup, sum_merged(merge(lookup.inverse), entries, torch.empty_like(entries))
 
     def check(self) -> None:
-        """Nothing is left to be checked: whoever looks up has bounded the ids."""
+        """Raises what is wrong with the ids, where whoever looked up has not bounded them."""
+        if self._late_check is not None:
+            self._late_check()
 
     def inverse_ids(self) -> Tensor:
         """int64 `[N]`: which distinct id each id is."""
-        return self._inverse.long()
+        return self.inverse.long()
 
     def id_counts(self) -> Tensor:
         """int32 `[N]`: how often each distinct id occurs; the first ones are valid."""
-        assert self.unique is not None
-        return self.unique.counts
+        assert self._unique is not None
+        return self._unique.counts
 
     @property
-    def _inverse(self) -> Tensor:
-        assert self.unique is not None
-        return self.unique.inverse
+    def inverse(self) -> Tensor:
+        """int32 `[N]`: which distinct id each id is, where ids may have been equal."""
+        assert self._unique is not None
+        return self._unique.inverse
+
+    @property
+    def num_distinct(self) -> Tensor:
+        """Int `[1]`: how many there are."""
+        return self._count
 
     def rows(self, cores: Sequence[Tensor], out: Tensor, keep: bool) -> None:
         """Writes the row of each distinct id; keeps the products for the backward, where asked to.

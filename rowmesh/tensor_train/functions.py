@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rowmesh.tensor_train.bags import Pooling
-from rowmesh.tensor_train.lookup import Lookup
+from rowmesh.tensor_train.lookup import LookedUp
 
 
 class Sink(Protocol):
     """Where gradients go instead of the cores' `grad`."""
 
-    def take(self, lookup: Lookup, row_gradients: Tensor) -> None:
+    def take(self, lookup: Any, row_gradients: Tensor) -> None:
         """`[U, D]`, of the distinct ids of a look-up."""
         ...
+
+
+class Pools(Protocol):
+    """From the rows of a look-up to bags and back, wherever its kernels run; `bags.Pooling` says what each does."""
+
+    def forward(self, cores: Sequence[Tensor], keep: bool) -> Tensor: ...
+
+    def backward(self, grad: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class LookupOptions:
 
 def _core_gradients(ctx: Any, row_gradients: Tensor) -> tuple[Tensor | None, ...]:
     lookup, options, cores = ctx.lookup, ctx.options, ctx.saved_tensors
+    lookup.check()  # before anything is made of wrong ids
     if options.by_frequency:
         row_gradients = row_gradients / lookup.id_counts().to(row_gradients.dtype).unsqueeze(1)
     if options.sink is not None:
@@ -53,12 +62,10 @@ class Rows(torch.autograd.Function):
     """The row of each distinct id, `[U, D]`."""
 
     @staticmethod
-    def forward(ctx: Any, lookup: Lookup, options: LookupOptions, *cores: Tensor) -> Tensor:
+    def forward(ctx: Any, lookup: LookedUp, options: LookupOptions, *cores: Tensor) -> Tensor:
         ctx.lookup, ctx.options = lookup, options
         ctx.save_for_backward(*cores)
-        out = torch.empty(lookup.num_unique, lookup.shape.dim, dtype=lookup.dtype, device="cpu")
-        lookup.rows(cores, out.data_ptr(), keep=options.keep)
-        return out
+        return lookup.new_rows(cores, options.keep)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -70,12 +77,10 @@ class PooledRows(torch.autograd.Function):
     """The sum or mean of each bag, `[bags, D]`; rows of distinct ids are made and pooled in one go."""
 
     @staticmethod
-    def forward(ctx: Any, lookup: Lookup, options: LookupOptions, pooling: Pooling, *cores: Tensor) -> Tensor:
+    def forward(ctx: Any, lookup: LookedUp, options: LookupOptions, pooling: Pools, *cores: Tensor) -> Tensor:
         ctx.lookup, ctx.options, ctx.pooling = lookup, options, pooling
         ctx.save_for_backward(*cores)
-        rows = lookup.row_buffer()
-        lookup.rows(cores, rows, keep=options.keep)
-        return pooling.forward(rows)
+        return pooling.forward(cores, options.keep)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -188,11 +188,7 @@ class Lookup:
 
     def _refuse(self) -> None:
         ids = self._long_view(self.unique, self.num_unique)
-        wrong = ids[(ids < 0) | (ids >= self.shape.num_rows)]
-        raise IdRangeError(
-            f"{len(wrong)} distinct ids are outside the table, whose ids are 0 to {self.shape.num_rows - 1}: "
-            f"{wrong[:5].tolist()}{' …' if len(wrong) > 5 else ''}"
-        )
+        raise refusal(ids[(ids < 0) | (ids >= self.shape.num_rows)].tolist(), self.shape.num_rows)
 
     def _long_view(self, address: int, count: int) -> np.ndarray:
         offset = address - self._index.buffer.address
@@ -328,6 +324,18 @@ class Lookup:
 
     def _make_products(self, cores: Sequence[Tensor]) -> None:
         self.new_rows(cores, keep=True)
+
+
+def refusal(wrong: list[int], num_rows: int) -> IdRangeError:
+    """The error for distinct ids that are no rows.
+
+    >>> refusal([9, -1], 5)
+    IdRangeError('2 distinct ids are outside the table, whose ids are 0 to 4: [9, -1]')
+    """
+    return IdRangeError(
+        f"{len(wrong)} distinct ids are outside the table, whose ids are 0 to {num_rows - 1}: {wrong[:5]}"
+        f"{' …' if len(wrong) > 5 else ''}"
+    )
 
 
 def addresses_of(states: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -14,13 +14,17 @@ from rowmesh.ops.tensor_train import reference
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
-from rowmesh.tensor_train.bags import MODES, Bags, Pooling
+from rowmesh.tensor_train import engine as engines
+from rowmesh.tensor_train.bags import MODES
 from rowmesh.tensor_train.decompose import tt_svd
+from rowmesh.tensor_train.device_engine import DeviceEngine
+from rowmesh.tensor_train.engine import Engine, HostEngine
 from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
 from rowmesh.tensor_train.initialize import draw_cores
-from rowmesh.tensor_train.lookup import Lookup, Workspace
+from rowmesh.tensor_train.lookup import LookedUp
 
 DTYPES = (torch.float32, torch.float64)
+DEVICES = ("cpu", "cuda")
 
 
 class TensorTrainEmbeddingBag(nn.Module):
@@ -46,7 +50,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         _weight: a table to start from, `[num_embeddings, embedding_dim]`; see `from_pretrained`.
         include_last_offset: offsets end with the number of ids.
         padding_idx: an id that is left out of every bag.
-        device: the CPU.
+        device: the CPU, or a GPU ("cuda"); the first values are drawn on the CPU.
         dtype: float32 or float64; default: torch's.
         rank: of both bonds or of each; default 16, or the largest that the table can have.
         memory_bytes: instead of a rank: the largest at which the cores fit into so much.
@@ -97,6 +101,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         if embedding_dim > MAX_DIM:
             raise ConfigurationError(f"embedding_dim must be 1 to {MAX_DIM}, got {embedding_dim}")
         dtype = dtype or (torch.get_default_dtype() if _weight is None else _weight.dtype)
+        device = torch.device(device or ("cpu" if _weight is None else _weight.device))
         _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
         self.shape = TensorTrainShape.choose(
             num_embeddings, embedding_dim, rank=rank, memory_bytes=memory_bytes, compression=compression,
@@ -110,10 +115,10 @@ class TensorTrainEmbeddingBag(nn.Module):
         if _weight is None:
             cores = draw_cores(self.shape, self.initializer, _seed(seed), name, dtype)
         else:
-            cores = [core.to(dtype) for core in tt_svd(_weight, self.shape)]
-        self.cores = nn.ParameterList(nn.Parameter(core) for core in cores)
+            cores = [core.to(dtype) for core in tt_svd(_weight.cpu(), self.shape)]
+        self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
         self._sink: Sink | None = None
-        self._workspace = Workspace()
+        self._host, self._device_engine = HostEngine(), None
 
     @classmethod
     def from_pretrained(
@@ -163,23 +168,32 @@ class TensorTrainEmbeddingBag(nn.Module):
         Returns:
             `[B, D]`; an empty bag is zero.
 
+        On a GPU, where input, offsets and weights must be too, the host waits for nothing: ids outside the table, and
+        offsets in disorder, are refused by `backward`, before gradients are made, or by the next look-up; at once where
+        no backward can come.
+
         Raises:
             ValueError, TypeError, NotImplementedError: where `nn.EmbeddingBag` refuses.
             IdRangeError: ids are outside the table; says which.
+            ConfigurationError: cores are on a GPU, and the mode is "max" or gradients are to be sparse.
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(f"per_sample_weights are for mode='sum' only, this is mode={self.mode!r}")
-        bags = Bags.of(input, offsets, per_sample_weights, self.include_last_offset).without(self.padding_idx)
-        lookup, cores = self.look_up(bags.ids), tuple(self.cores)
-        options = self._options(self.scale_grad_by_freq)
+        engine, cores, options = self._engine(), tuple(self.cores), self._options(self.scale_grad_by_freq)
+        bags, lookup = engine.look_up_bags(
+            self.shape, cores[0].dtype, input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx
+        )
+        self._check_now(lookup, options)
         trains_weights = bags.weights is not None and bags.weights.requires_grad
         if bags.ids.numel() and (self.mode == "max" or trains_weights):
             rows: Any = Rows.apply(lookup, options, *cores)
+            # On a device ids past the last bag are not cut off: they are a bag of their own.
+            bounds = torch.cat([bags.bounds, torch.full_like(bags.bounds[:1], bags.ids.numel())])
             return F.embedding_bag(
-                lookup.inverse_ids(), rows, bags.bounds, mode=self.mode, per_sample_weights=bags.weights,
+                lookup.inverse_ids(), rows, bounds, mode=self.mode, per_sample_weights=bags.weights,
                 include_last_offset=True,
-            )  # fmt: skip
-        pooled: Any = PooledRows.apply(lookup, options, Pooling(bags, lookup, self.mode == "mean"), *cores)
+            )[: bags.count]  # fmt: skip
+        pooled: Any = PooledRows.apply(lookup, options, engine.pooling(bags, lookup, self.mode == "mean"), *cores)
         return pooled
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -191,8 +205,9 @@ class TensorTrainEmbeddingBag(nn.Module):
             torch.Size([1, 2, 4])
         """
         flat = ids.reshape(-1).to(torch.int64).contiguous()
-        lookup = self.look_up(flat)
-        unique: Any = Rows.apply(lookup, self._options(by_frequency=False), *self.cores)
+        lookup, options = self.look_up(flat), self._options(by_frequency=False)
+        self._check_now(lookup, options)
+        unique: Any = Rows.apply(lookup, options, *self.cores)
         return unique[lookup.inverse_ids()].view(*ids.shape, self.embedding_dim)
 
     def dense(self) -> Tensor:
@@ -211,18 +226,35 @@ class TensorTrainEmbeddingBag(nn.Module):
         """From the next look-up on, gradients of rows go there instead of into the cores' `grad`; None undoes it."""
         self._sink = sink
 
-    def look_up(self, ids: Tensor) -> Lookup:
+    def look_up(self, ids: Tensor) -> LookedUp:
         """The distinct ids of int64 `[N]`, arranged for the kernels.
 
         Raises:
-            IdRangeError: an id is outside the table.
+            IdRangeError: an id is outside the table; on a GPU that is learned later, by `LookedUp.check`.
         """
+        return self._engine().look_up(self.shape, self.cores[0].dtype, ids)
+
+    def _engine(self) -> Engine:
+        """What looks up where the cores are."""
         for core in self.cores:
-            if core.device.type != "cpu" or not core.is_contiguous() or core.dtype not in DTYPES:
+            if core.device.type not in DEVICES or not core.is_contiguous() or core.dtype not in DTYPES:
                 raise ConfigurationError(
-                    f"cores must be contiguous float32 or float64 tensors on the CPU, got {core.dtype} on {core.device}"
+                    "cores must be contiguous float32 or float64 tensors on the CPU or a GPU, got "
+                    f"{core.dtype} on {core.device}"
                 )
-        return Lookup(self.shape, self.cores[0].dtype, ids, self._workspace)
+        first = self.cores[0]
+        if not engines.is_on_device(first):
+            return self._host
+        if self._device_engine is None or self._device_engine.device != first.device:
+            self._device_engine = DeviceEngine(first.device)
+        self._device_engine.check(self.mode, self.sparse)
+        return self._device_engine
+
+    @staticmethod
+    def _check_now(lookup: LookedUp, options: LookupOptions) -> None:
+        """Sees to it that wrong ids are noticed where no backward comes that would."""
+        if not options.keep:
+            lookup.check()
 
     def _options(self, by_frequency: bool) -> LookupOptions:
         keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
@@ -230,11 +262,11 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles train on their own: an optimizer of this module is not theirs."""
-        return self.__dict__ | {"_sink": None}
+        return self.__dict__ | {"_sink": None, "_device_engine": None}
 
 
 def _check_supported(
-    max_norm: float | None, norm_type: float, mode: str, sparse: bool, by_frequency: bool, device: Any,
+    max_norm: float | None, norm_type: float, mode: str, sparse: bool, by_frequency: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     if max_norm is not None or norm_type != 2.0:
@@ -249,8 +281,8 @@ def _check_supported(
             f"sparse = {sparse}, scale_grad_by_freq = {by_frequency} and mode = {mode!r} do not go together, as in "
             "nn.EmbeddingBag: take one of sparse gradients, scaling by frequency and the mode 'max'"
         )
-    if device is not None and torch.device(device).type != "cpu":
-        raise ConfigurationError(f"tensor-train tables are on the CPU so far, got device = {device}")
+    if device.type not in DEVICES:
+        raise ConfigurationError(f"tensor-train tables are on the CPU or on a GPU ('cuda'), got device = {device}")
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be float32 or float64, got {dtype}")
 

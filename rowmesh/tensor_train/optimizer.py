@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
-from rowmesh.tensor_train.lookup import Lookup
+from rowmesh.tensor_train.lookup import LookedUp
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 
 
@@ -18,9 +18,9 @@ class _Pending:
     """The gradients of rows that backward left for the next step of one bag."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[Lookup, Tensor]] = []
+        self.taken: list[tuple[Any, Tensor]] = []
 
-    def take(self, lookup: Lookup, row_gradients: Tensor) -> None:
+    def take(self, lookup: Any, row_gradients: Tensor) -> None:
         self.taken.append((lookup, row_gradients))
 
 
@@ -87,7 +87,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             group["steps"] += 1
             taken, pending.taken = pending.taken, []
             if taken:
-                lookup, gradients = taken[0] if len(taken) == 1 else Lookup.merged(taken)
+                lookup, gradients = taken[0] if len(taken) == 1 else type(taken[0][0]).merged(taken)
                 self._update(lookup, gradients, group)
         return loss
 
@@ -97,14 +97,25 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         for pending in self._pending:
             pending.taken = []
 
-    def _update(self, lookup: Lookup, row_gradients: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, lookup: LookedUp, row_gradients: Tensor, group: dict[str, Any]) -> None:
         cores: list[Tensor] = group["params"]
+        self._check_devices(group)
         states = [tuple(self.state[core][name] for name in self.rule.state) for core in cores]
         numbers = self.rule.numbers(float(group["lr"]), 1.0, group["steps"])
         lookup.update(cores, row_gradients, self.rule.name, states, numbers)
         lookup.release_products()  # the graph may live on with a loss that somebody keeps
         for core in cores:
             torch.autograd.graph.increment_version(core)
+
+    def _check_devices(self, group: dict[str, Any]) -> None:
+        """Raises where a bag was moved and its state was not."""
+        for core in group["params"]:
+            for kept in self.state[core].values():
+                if kept.device != core.device:
+                    raise ConfigurationError(
+                        f"the cores of {group['name']!r} are on {core.device}, and the optimizer's state on "
+                        f"{kept.device}; move a module before its optimizer is made, or load the state again"
+                    )
 
 
 def _keeps_state_by_row(rule: UpdateRule | type[UpdateRule]) -> bool:

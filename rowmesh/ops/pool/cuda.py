@@ -288,7 +288,9 @@ def _file(order, rows, cells, factors, pointers, filed_cells, filed_factors, num
         tl.store(pointers + row - back, entry, mask=back < missed)
 
 
-def file_cells(inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = torch.float32) -> FiledCells:
+def file_cells(
+    inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = torch.float32, *, is_covered: bool = True
+) -> FiledCells:  # fmt: skip
     """Files the output cell of every id, and its factor, under its row, in the order of the ids.
 
     Args:
@@ -296,6 +298,7 @@ def file_cells(inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = 
         bags: of the ids.
         num_rows: an upper bound on the rows; `backward` writes so many sums.
         dtype: of the arithmetic: float32 or float64.
+        is_covered: whether every id is in a bag. The sums of rows that have other ids too are not to be used.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -311,6 +314,8 @@ def file_cells(inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = 
     check("inverse", inverse, (torch.int32,), 1, device)
     bags.check(num_ids, device)
     cells, filed_cells = (torch.empty(num_ids, dtype=torch.int64, device=device) for _ in range(2))
+    if not is_covered:
+        cells.zero_()  # a cell that can be read
     factors, filed_factors = (
         torch.empty(num_ids, dtype=dtype, device=device) if bags.has_factors else None for _ in range(2)
     )

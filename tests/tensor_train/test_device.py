@@ -1,0 +1,189 @@
+"""TensorTrainEmbeddingBag by the kernels of a device, on the GPU or interpreted, against the dense reconstruction."""
+
+import copy
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from rowmesh.errors import ConfigurationError, IdRangeError
+from rowmesh.optim import SGD, AdaGrad, Adam
+from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
+from tests.support.triton import kernels_of
+from tests.tensor_train.test_module import jagged
+
+pytestmark = pytest.mark.triton
+kernels_of("tensor_train")  # or all are skipped
+NUM_ROWS, DIM = 30, 4
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Where there is no GPU, kernels of a device run on CPU tensors."""
+    monkeypatch.setattr("rowmesh.tensor_train.engine.is_on_device", lambda core: True)
+
+
+def make(device, mode="sum", dtype=torch.float64, **options):
+    return TensorTrainEmbeddingBag(
+        NUM_ROWS, DIM, mode=mode, dtype=dtype, rank=(2, 3), seed=1, device=device, **options
+    )  # fmt: skip
+
+
+def on_cpu(bag):
+    """Its cores, as leaves on the CPU, and the table that they make."""
+    twin = TensorTrainEmbeddingBag(NUM_ROWS, DIM, rank=(2, 3), dtype=bag.cores[0].dtype)
+    twin.load_state_dict(bag.state_dict())
+    return list(twin.cores), twin.dense()
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_equals_the_dense_reconstruction(device, data):
+    mode, padding = data.draw(st.sampled_from(["sum", "mean"])), data.draw(st.sampled_from([None, 3, -1]))
+    ids, offsets = data.draw(jagged(NUM_ROWS))
+    weights = data.draw(st.booleans()) if mode == "sum" else False
+    trains_weights, includes_last = data.draw(st.booleans()), data.draw(st.booleans())
+    check(device, ids, offsets, mode, padding, weights, trains_weights, includes_last)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("trains_weights", [False, True])
+def test_ids_of_no_bag(device, mode, trains_weights):
+    """Padding in bags, ids past the last one, an empty bag, equal ids; some of them have gradients that are not finite
+    elsewhere."""
+    ids, offsets = torch.tensor([3, 7, 3, 7, 29, 0, 7, 3, 12]), torch.tensor([0, 2, 2, 6])
+    check(device, ids, offsets, mode, 3, mode == "sum", trains_weights and mode == "sum", True)
+
+
+def check(device, ids, offsets, mode, padding, is_weighted, trains_weights, includes_last):
+    if includes_last and not offsets.numel():
+        return
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(ids.numel(), generator=generator, dtype=torch.float64) if is_weighted else None
+    bag = make(device, mode, padding_idx=padding, include_last_offset=includes_last)
+    used = int(offsets[-1]) if includes_last else ids.numel()
+    mine = theirs = weights
+    if weights is not None and trains_weights:
+        mine, theirs = (weights.clone().to(place).requires_grad_() for place in (device, "cpu"))
+    elif weights is not None:
+        mine = weights.to(device)
+    out = bag(ids.to(device), offsets.to(device), mine)
+    cores, dense = on_cpu(bag)
+    bounds = offsets[:-1] if includes_last else offsets
+    expected = nn.functional.embedding_bag(
+        ids[:used], dense, bounds, mode=mode, padding_idx=padding,
+        per_sample_weights=None if theirs is None else theirs[:used],
+    ) if bounds.numel() else dense.new_zeros(0, DIM)  # fmt: skip
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-12)
+    if not (bounds.numel() and used):
+        return
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    out.backward(grad.to(device))
+    wanted = [*cores, *([theirs] if theirs is not None and theirs.requires_grad else [])]
+    found = [core.grad for core in bag.cores] + ([mine.grad] if len(wanted) > 3 else [])
+    for own, other in zip(found, torch.autograd.grad(expected, wanted, grad, allow_unused=True), strict=True):
+        torch.testing.assert_close(
+            own.cpu(), torch.zeros_like(own.cpu()) if other is None else other, rtol=0, atol=1e-10
+        )
+
+
+def test_float32_bags_of_one_size_and_rows(device):
+    bag = make(device, "mean", torch.float32)
+    ids = torch.randint(NUM_ROWS, (5, 2), generator=torch.Generator().manual_seed(0))
+    _, dense = on_cpu(bag)
+    torch.testing.assert_close(bag(ids.to(device)).cpu(), nn.functional.embedding_bag(ids, dense, mode="mean"))
+    torch.testing.assert_close(bag.rows(ids.to(device)).cpu(), dense[ids])
+    assert bag(torch.zeros(0, 3, dtype=torch.int64, device=device)).shape == (0, DIM)
+
+
+def test_scales_gradients_by_frequency(device):
+    bag = make(device, scale_grad_by_freq=True)
+    ids = torch.tensor([[4, 4], [1, 4], [22, 0]])
+    bag(ids.to(device)).square().sum().backward()
+    cores, dense = on_cpu(bag)
+    (gradient,) = torch.autograd.grad(nn.functional.embedding_bag(ids, dense, mode="sum").square().sum(), dense)
+    gradient[4] /= 3
+    cores, dense = on_cpu(bag)
+    for core, expected in zip(bag.cores, torch.autograd.grad(dense, cores, gradient), strict=True):
+        torch.testing.assert_close(core.grad.cpu(), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.1), AdaGrad(lr=0.1, eps=1e-6), Adam(lr=0.1, beta1=0.8, eps=1e-6)])
+def test_the_optimizer_is_that_of_the_cpu(device, rule, monkeypatch):
+    """Two backward passes a step, of which the second has equal ids; after that one."""
+    bags = make(device), make("cpu")
+    batches = [[torch.tensor([[3, 3], [29, 0]]), torch.tensor([[3, 1]])], [torch.tensor([[7, 29]])]]
+    for bag, is_device in zip(bags, (True, False), strict=True):
+        monkeypatch.setattr("rowmesh.tensor_train.engine.is_on_device", lambda core, answer=is_device: answer)
+        optimizer = TensorTrainOptimizer(bag, rule)
+        for batch in batches:
+            for ids in batch:
+                bag(ids.to(bag.cores[0].device)).square().sum().mul(0.1).backward()
+            assert all(core.grad is None for core in bag.cores)
+            optimizer.step()
+    for mine, theirs in zip(bags[0].cores, bags[1].cores, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_replays_are_equal_to_the_bit(device):
+    found = []
+    for _ in range(2):
+        bag = make(device, dtype=torch.float32)
+        bag(torch.tensor([[3, 3, 28], [29, 0, 3]], device=device)).square().sum().backward()
+        found.append([core.grad.clone() for core in bag.cores])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+MESSAGE = r"2 distinct ids are outside the table, whose ids are 0 to 29: \[-3, 30\]"
+
+
+def test_wrong_ids_are_named_late_but_before_there_are_gradients(device):
+    bag = make(device)
+    wrong, right = torch.tensor([[5, 30, -3, 30]], device=device), torch.tensor([[5]], device=device)
+    out = bag(wrong)
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        out.sum().backward()
+    assert all(core.grad is None for core in bag.cores)
+    bag(right)  # and is not told again
+    bag(wrong)
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        bag(right)
+    with torch.no_grad(), pytest.raises(IdRangeError, match=MESSAGE):
+        bag(wrong)
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        bag.requires_grad_(False).rows(wrong)
+
+
+@pytest.mark.parametrize("offsets", [[1, 2], [0, 9], [0, 2, 1]])
+def test_offsets_in_disorder_are_refused_late(device, offsets):
+    out = make(device)(torch.tensor([1, 2, 3], device=device), torch.tensor(offsets, device=device))
+    assert bool(out.isfinite().all())
+    with pytest.raises(ValueError, match="offsets must begin with 0, and must not decrease nor pass the number of ids"):
+        out.sum().backward()
+
+
+def test_what_a_device_cannot_do_is_refused(device):
+    ids = torch.tensor([[1]], device=device)
+    with pytest.raises(ConfigurationError, match="mode = 'max' is for tables on the CPU"):
+        make(device, "max")(ids)
+    with pytest.raises(ConfigurationError, match=r"sparse gradients .*sparse=False.* TensorTrainOptimizer"):
+        make(device, sparse=True)(ids)
+    with pytest.raises(ValueError, match="1-D input needs 1-D offsets"):
+        make(device)(ids[0])
+
+
+def test_copies_and_moves(device):
+    bag = make(device)
+    bag(torch.tensor([[1]], device=device))
+    twin = copy.deepcopy(bag)
+    assert torch.equal(twin.dense(), bag.dense())
+    bag = TensorTrainEmbeddingBag.from_pretrained(bag.dense().detach(), rank=(2, 3), freeze=False)
+    assert bag.cores[0].device == device
+    optimizer = TensorTrainOptimizer(bag)
+    for kept in optimizer.state.values():
+        kept["sum"] = kept["sum"].to("meta")
+    bag(torch.tensor([[1]], device=device)).sum().backward()
+    with pytest.raises(ConfigurationError, match="optimizer's state on meta; move a module before"):
+        optimizer.step()
