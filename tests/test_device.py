@@ -14,6 +14,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.exchange import device as devices
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
@@ -221,11 +222,12 @@ def refused_plans(mesh):
     two_hop = make_plan(two_tables(), 2, 1, lambda number: ("node" if number == 1 else "dealt", 0, 0, number == 0))
     with pytest.raises(ConfigurationError, match="table 'a' has node and two-hop rows"):
         EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", plan=two_hop)
-    with pytest.raises(ConfigurationError, match="table 'a' has 2 replicas"):
-        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2)
+    dense = Synchronization("average", dense=True)
+    with pytest.raises(ConfigurationError, match="whole tables cannot be averaged on a device"):
+        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2, synchronization=dense)
 
 
-def test_plans_over_nodes_and_replicas_are_refused(ranks):
+def test_plans_over_nodes_and_averages_of_whole_tables_are_refused(ranks):
     ranks.run(refused_plans)
 
 

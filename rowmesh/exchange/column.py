@@ -32,6 +32,13 @@ class Replicated(Protocol):
     def accept(self, told: Told, update: Update) -> None: ...
 
 
+class Counted(Protocol):
+    """A group of which ranks say how many rows they tell."""
+
+    counters: SyncCounters
+    counts: list[int]
+
+
 class ColumnGroup:
     """One group's messages.
 
@@ -77,7 +84,7 @@ class Column:
         self.ways = (self.channel, other)
         self.operation = 0
 
-    def count(self, groups: Sequence[ColumnGroup], own: Sequence[int]) -> None:
+    def count(self, groups: Sequence[Counted], own: Sequence[int]) -> None:
         """Learns how many rows each replica tells of each group; it tells all others the same.
 
         Raises:
@@ -88,7 +95,7 @@ class Column:
         self.channel.gather(mine, list(counts), groups[0].counters, "synchronizing replicas")
         self._expect(groups, counts)
 
-    def count_each(self, groups: Sequence[ColumnGroup], own: Sequence[Sequence[int]]) -> None:
+    def count_each(self, groups: Sequence[Counted], own: Sequence[Sequence[int]]) -> None:
         """As `count`, where this rank tells each replica another number of rows of each group.
 
         Raises:
@@ -98,7 +105,7 @@ class Column:
         counts = self.channel.exchange_equal(mine, groups[0].counters, "synchronizing replicas")
         self._expect(groups, counts)
 
-    def _expect(self, groups: Sequence[ColumnGroup], counts: Tensor) -> None:
+    def _expect(self, groups: Sequence[Counted], counts: Tensor) -> None:
         operations, *columns = counts.T.tolist()
         if operations.count(self.operation) != len(operations):
             name = self._mesh.name

@@ -63,15 +63,16 @@ class DeviceBackend:
         """Raises ConfigurationError for what devices cannot do yet."""
         obstacles = [f"table {table.name!r} is tiered" for table in tables if table.storage == "tiered"]
         for table in plan.tables:
-            if table.replicas > 1:
+            if table.replicas > 1 and transport == "one_sided":
                 obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
-            if kinds := {kind for part in table.ranges if (kind := _indirect(part, plan, transport)) is not None}:
+            of_group = plan.part(table.replicas)
+            if kinds := {kind for part in table.ranges if (kind := _indirect(part, of_group, transport)) is not None}:
                 obstacles.append(f"table {table.name!r} has {' and '.join(sorted(kinds))} rows")
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense ones of one replica, whose rows are dealt over the ranks, fixed to one or, with transport "
-                "'auto' or 'collective', replicated on all; change that, or use device 'cpu'"
+                "dense ones whose rows are dealt over the ranks, fixed to one or, with transport 'auto' or "
+                "'collective', replicated on all, and which have replicas; change that, or use device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:

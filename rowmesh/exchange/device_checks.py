@@ -20,7 +20,8 @@ def _num_unique(group: DeviceRouteGroup) -> Tensor:
 
 def count_unique(group: DeviceRouteGroup, numbers: Sequence[int]) -> None:
     """Counts unique ids, which the numbers add up to."""
-    group.exchange.counters.unique_ids += sum(numbers)
+    group.num_found = sum(numbers)
+    group.exchange.counters.unique_ids += group.num_found
 
 
 class Unread:

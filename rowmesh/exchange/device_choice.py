@@ -25,7 +25,7 @@ def choose_device_transport(name: TransportName, mesh: Mesh, device: torch.devic
     """
     check_name(name)
     if mesh.world_size == 1:
-        return DeviceLocal(f"there is one rank, on {device}")
+        return DeviceLocal(f"there is one rank, on {device}", mesh.name(0))
     if name == "collective":
         return DeviceCollective(mesh, device)
     obstacle = find_obstacle(mesh, device)

@@ -59,7 +59,7 @@ class CopiesLane(Lane):
         messages = [self._everyone.post_gather(part, counters, self._doing) for part in (slots, sums)]
         entries = spread(range(0, size * most, most), self.counts, sums.device)
         all_slots, all_sums = (message.wait() for message in messages)
-        self.exchange.apply(self._listed(all_slots, entries), all_sums, update)
+        self.exchange.apply(self._listed(all_slots, entries), all_sums, update, entries.numel())
 
     def _listed(self, slots: Tensor, entries: Tensor) -> Merged:
         """One gradient each for the slots of some entries."""

@@ -131,7 +131,7 @@ class Lane:
         self._update(merging, came, update)
 
     def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
-        self.exchange.apply(merging.merged, gradients, update, merging.num)
+        self.exchange.apply(merging.merged, gradients, update, merging.count if self.needs_num else None)
 
 
 def node_ends(sizes: Sequence[int], ranks_per_node: int, device: torch.device) -> Tensor | None:

@@ -21,16 +21,21 @@ _NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
 
 
 class DeviceLocal:
-    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device`."""
+    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device`.
+
+    Args:
+        reason: why there is one.
+        rank: its name, for messages.
+    """
 
     name, num_bytes = "local", 0
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, rank: int = 0) -> None:
         from rowmesh.ops.merge_update import cuda
 
         self.common, self.reason = CommonCounters(), reason
         self._merge, self._singles = cuda.merge, cuda.singles
-        self._unread = Unread(rank=0)
+        self._unread = Unread(rank)
 
     def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> None:
         """Rows may be anywhere."""
@@ -54,7 +59,7 @@ class DeviceLocal:
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             groups = [route.groups[index] for route in routes]
             if groups:
-                exchange.apply(*self._merged(groups), update)
+                exchange.apply(*self._merged(groups), update, groups[0].num_found if len(groups) == 1 else None)
 
     def _merged(self, groups: Sequence[DeviceRouteGroup]) -> tuple[Merged, Tensor]:
         """The slots of several routes, and the gradients for them."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rowmesh.ops.pool.cuda import Bags, FiledCells
     from rowmesh.ops.route.cuda import Routed
     from rowmesh.ops.segment_unique.cuda import Unique
-    from rowmesh.ops.transfer import Late
 
 
 class DevicePooledGroup:
@@ -40,6 +39,7 @@ class DevicePooledGroup:
         bags: the same, as kernels read it.
         unique: the distinct ids of each table.
         num_unique: how many there are where the host knows it, else as many as there could be.
+        num_found: how many there are, once somebody looked.
         recover: int32 `[N]`: which of the fetched rows each id reads.
         source: what is read, `[R, D]`; there when rows are fetched.
         slots: int32 `[num_unique]`: which rows of `source` were fetched; None where all, in their order.
@@ -54,6 +54,7 @@ class DevicePooledGroup:
     ) -> None:  # fmt: skip
         self.exchange, self.layout, self.bags, self.unique = exchange, layout, bags, unique
         self.num_unique, self.recover = layout.num_ids, unique.inverse
+        self.num_found: int | None = None
         self.slots: Tensor | None = None
         self.filed: FiledCells | None = None
         self.gradients: Tensor | None = None
@@ -229,7 +230,7 @@ class DeviceGroupExchange:
 class DeviceUpdater(Protocol):
     """What happens to merged rows, where it is not simply their update; see `DeviceExchange.apply`."""
 
-    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: Late | None) -> None: ...
+    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None: ...
 
 
 class DeviceExchange(DeviceGroupExchange):
@@ -269,14 +270,14 @@ class DeviceExchange(DeviceGroupExchange):
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64).to(device)
 
-    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: Late | None = None) -> None:
+    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None = None) -> None:
         """Updates merged rows, as far as this rank's replica group knows.
 
         Args:
             merged: distinct slots, and which gradients are for each.
             gradients: `[M, D]`, in the order of the requests.
             update: the optimizer's numbers.
-            num: how many slots, on its way to the host, where somebody counted.
+            num: how many slots, where the host knows it.
         """
         if self.replicated is None:
             self.arena.apply(merged, gradients, update.lr, update.scaling, update.step)

@@ -14,9 +14,8 @@ from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
-from rowmesh.exchange.synchronizer import Synchronizer
+from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
 from rowmesh.exchange.tiered import TieredExchange
-from rowmesh.exchange.transport import Transport
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -67,24 +66,27 @@ class Part:
         self._replica = grid.place(mesh.rank)[0]
         self.mesh = mesh.part(grid.groups, grid.ranks_per_node(plan.ranks_per_node))
         self._column = mesh.part(grid.columns) if replicas > 1 else None
-        self._second = None
-        if replicas == 2 and len(grid.columns) > 1:  # groups are known by the order in which their ranks are named
-            self._second = mesh.subgroup([column[::-1] for column in grid.columns])
         self._groups, self._setting = [groups[index] for index in indices], synchronization
         self._world_size = mesh.world_size
-        self.transport: Transport
         self._tiers = tiers
-        if tiers is not None:
-            self._check_tiers()
-            transport = "collective"
-        name = _common(transport, mesh, grid)
-        self.transport, self.reason = choose_transport(name, self.mesh, len(self._groups))
-        if tiers is not None:
-            self.reason = "owners bring the rows that they are asked for into fast memory"
+        self.transport, self.reason = self._make_transport(transport, mesh, grid)
         self.transport.common = common
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
         self._is_behind = False  # rows of this replica group change until the next look-up
+
+    def _make_transport(self, name: TransportName, mesh: Mesh, grid: Grid) -> tuple[Any, str]:
+        """The transport within the replica group, and why that one; makes what keeps replicas together beside it."""
+        self._second = None
+        if self.replicas == 2 and len(grid.columns) > 1:  # groups are known by the order in which ranks are named
+            self._second = mesh.subgroup([column[::-1] for column in grid.columns])
+        if self._tiers is not None:
+            self._check_tiers()
+        name = _common("collective" if self._tiers is not None else name, mesh, grid)
+        transport, reason = choose_transport(name, self.mesh, len(self._groups))
+        if self._tiers is not None:
+            reason = "owners bring the rows that they are asked for into fast memory"
+        return transport, reason
 
     def allocate(self) -> None:
         """Makes room for the rows that this rank holds.
@@ -126,7 +128,10 @@ class Part:
         """Makes ranks known to each other, when all rows have their values. Collective."""
         self.transport.connect(self.exchanges)
         if self._column is not None:
-            self.synchronizer = Synchronizer(self._setting, self.exchanges, self._column, self._second)
+            self.synchronizer = self._make_synchronizer(self._column)
+
+    def _make_synchronizer(self, column: Mesh) -> Synchronizer:
+        return make_synchronizer(self._setting, self.exchanges, column, self._second)
 
     @property
     def title(self) -> str:

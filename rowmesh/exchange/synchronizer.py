@@ -12,7 +12,7 @@ arrives while the program goes on to the next look-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
@@ -26,28 +26,33 @@ from rowmesh.mesh.synchronization import Synchronization
 _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 
 
+class Forgets(Protocol):
+    """What a group keeps of rows until it is told."""
+
+    def forget(self) -> None: ...
+
+
+class Synchronized(Protocol):
+    """One group, wherever its rows are."""
+
+    @property
+    def replicated(self) -> Forgets: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Synchronizer:
     """Keeps the replicas of some groups of tables together. Collective among a column.
 
     Args:
-        setting: how.
-        exchanges: the groups'.
-        column: the ranks that hold what this one holds, in the order of their replicas.
-        second: another process group of theirs, where they are two and have one.
+        every: steps between two synchronizations.
+        column: the ranks that hold what this one holds.
+        groups: what is told.
+        way: how.
     """
 
-    def __init__(
-        self, setting: Synchronization, exchanges: Sequence[GroupExchange], column: Mesh, second: Any = None
-    ) -> None:
-        self._every, self._column = setting.every, Column(column, second)
-        self._groups: list[ColumnGroup] = []
-        for exchange in exchanges:
-            exchange.replicated = (
-                SummedGradients(exchange) if setting.mode == "exact" else AveragedRows(exchange, self._column.replica)
-            )
-            name, counters = exchange.group.name, exchange.counters.synchronization
-            self._groups.append(ColumnGroup(exchange.replicated, name, counters))
-        self._way: Way = _way_of(setting, self._column.size)(self._column, self._groups)
+    def __init__(self, every: int, column: Column, groups: Sequence[Synchronized], way: Way) -> None:
+        self._every, self._column, self._groups, self._way = every, column, groups, way
         self._updates: Sequence[Update] = ()
         self._num_calls = 0  # of `start` outside of steps
         self._is_under_way = False
@@ -88,6 +93,27 @@ class Synchronizer:
         """Takes the rows of this rank as equal to those of the other replicas, whoever changed them."""
         for group in self._groups:
             group.replicated.forget()
+
+
+def make_synchronizer(
+    setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh, second: Any = None
+) -> Synchronizer:
+    """Keeps replicas in the hosts' memory together. Collective among a column.
+
+    Args:
+        setting: how.
+        exchanges: the groups'.
+        mesh: the ranks that hold what this one holds, in the order of their replicas.
+        second: another process group of theirs, where they are two and have one.
+    """
+    column, groups = Column(mesh, second), []
+    for exchange in exchanges:
+        replicated = (
+            SummedGradients(exchange) if setting.mode == "exact" else AveragedRows(exchange, column.replica)
+        )  # fmt: skip
+        exchange.replicated = replicated
+        groups.append(ColumnGroup(replicated, exchange.group.name, exchange.counters.synchronization))
+    return Synchronizer(setting.every, column, groups, _way_of(setting, column.size)(column, groups))
 
 
 def _way_of(setting: Synchronization, num_replicas: int) -> type[TellTables] | type[TellEachOther] | type[TellHomes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,30 +14,30 @@ from rowmesh.mesh.waiting import gather_objects
 def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
     """The process group for tensors on the ranks' devices, its backend, and why that one. Collective.
 
-    NCCL where every rank has a GPU of its own; else the ranks' gloo group, which takes a device's memory through that
-    of the host: for ranks that share a GPU, and for interpreted kernels.
+    NCCL where every rank of the run has a GPU of its own, so that all parts of it have the same; else the ranks' gloo
+    group, which takes a device's memory through that of the host: for ranks that share a GPU, and for interpreted
+    kernels.
 
     Args:
-        mesh: the ranks, all of the run.
+        mesh: the ranks, or a part of them; all ranks of the run then name the same parts.
         device: of this rank.
 
     Raises:
         PeerError: a rank did not come within the timeout.
     """
     mine = None if device.type == "cpu" else _identity(device)
-    everyone = gather_objects(mesh, mine, "telling devices")
+    run = mesh
+    while run.whole is not None:
+        run = run.whole
+    everyone = gather_objects(run, mine, "telling devices")
     if None in everyone:
         return mesh.group, "gloo", "kernels are interpreted on the CPU"
-    pairs = list(zip(mesh.hosts, everyone, strict=True))
+    pairs = list(zip(run.hosts, everyone, strict=True))
     if len(set(pairs)) < len(pairs):
         return mesh.group, "gloo", f"{len(pairs)} ranks share {len(set(pairs))} GPU(s), which NCCL cannot"
     if not dist.is_nccl_available():
         return mesh.group, "gloo", "this torch is built without NCCL"
-    ranks = list(mesh.members or range(mesh.world_size))
-    try:
-        group = dist.new_group(ranks, timeout=timedelta(seconds=mesh.timeout_s), backend="nccl")
-    except RuntimeError as error:
-        raise mesh.peer_error(f"connecting the GPUs of ranks {ranks}", error) from error
+    group = mesh.subgroup([range(mesh.world_size)], use="devices", backend="nccl")
     return group, "nccl", f"each of {len(pairs)} ranks has a GPU of its own"
 
 

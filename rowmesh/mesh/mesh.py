@@ -131,7 +131,7 @@ class Mesh:
         blocks = tuple(self.hosts[rank // size * size] for rank in range(self.world_size))
         return size if self.hosts == blocks and len(set(self.hosts)) * size == self.world_size else self.world_size
 
-    def subgroup(self, partition: Sequence[Sequence[int]], use: str = "") -> Any:
+    def subgroup(self, partition: Sequence[Sequence[int]], use: str = "", backend: str | None = None) -> Any:
         """The process group of the part that this rank is in. Collective: every rank names the same parts.
 
         Groups are made once and kept until the mesh is closed, since each has connections and threads of its own.
@@ -139,17 +139,20 @@ class Mesh:
         Args:
             partition: the ranks of each part.
             use: groups of the same ranks for different uses are different groups, whose messages cannot cross.
+            backend: of torch.distributed; one for each use. By default that of the whole.
 
         Raises:
             PeerError: a rank did not come within the timeout.
         """
         if self.whole is not None:  # whose ranks all make the groups of all parts
-            return self.whole.subgroup([[ranks[r] for r in part] for ranks in self._parts for part in partition], use)
+            of_whole = [[ranks[r] for r in part] for ranks in self._parts for part in partition]
+            return self.whole.subgroup(of_whole, use, backend)
         mine = None
         for part in map(tuple, partition):  # all ranks make all groups, in the same order
             if (use, part) not in self._subgroups:
                 try:
-                    group = dist.new_group(list(part), timeout=timedelta(seconds=self.timeout_s))
+                    timeout = timedelta(seconds=self.timeout_s)
+                    group = dist.new_group(list(part), timeout=timeout, backend=backend)
                 except RuntimeError as error:
                     raise self.peer_error(f"connecting ranks {list(part)}", error) from error
                 self._subgroups[use, part] = group

@@ -1,0 +1,175 @@
+"""Replicas of tables on devices: the model that the CPU trains, all replicas equal to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rowmesh.checkpoint import load, save
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.exchange import device_replicas
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim import EmbeddingOptimizer, RowWiseAdaGrad
+from rowmesh.placement import Plan
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import Constant, TableSpec
+from tests.support.plans import in_groups, with_copies
+from tests.support.scenario import Scenario
+from tests.support.tables import table
+from tests.support.training import merged, train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_close, assert_same_bits
+from tests.test_plans import assert_equal
+
+pytestmark = pytest.mark.triton
+kernels_of("average")  # or all are skipped
+
+TABLES = (table("tag", 7, 3, "adam"), table("item", 20, 5, "adagrad", pooling="mean"))
+DOUBLE = (table("a", 9, 4, "row_wise_adagrad", dtype=torch.float64), table("b", 5, 4, "adam", dtype=torch.float64))
+SMALL = (table("a", 9, 4, "adam"),)
+PAIR = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=2)
+FOUR = Scenario(tables=SMALL, batch_sizes=(2, 3, 0, 2), num_steps=2)
+
+
+def averaged(scenario, every):
+    return replace(scenario, synchronization=Synchronization("average", every=every))
+
+
+def copied(scenario, mode):
+    """Two replicas, in each of which all ranks have some of the rows."""
+    plan = Plan(tuple(replace(of, replicas=2) for of in with_copies(scenario.tables, 2).tables), 4, 4)
+    return replace(scenario, plan=plan, synchronization=Synchronization(mode))
+
+
+SCENARIOS = {
+    "exact, accumulation": replace(in_groups(PAIR, 2), accumulate=2),
+    "exact, copies within groups": copied(FOUR, "exact"),
+    "average, float64": averaged(in_groups(replace(PAIR, tables=DOUBLE, evaluates=True), 2), 1),
+    "average, now and then": averaged(in_groups(replace(PAIR, num_steps=3), 2), 2),
+    "average, copies within groups": copied(FOUR, "average"),
+    "tables differ": averaged(in_groups(replace(PAIR, tables=DOUBLE), {"a": 2, "b": 1}), 2),
+}
+
+
+def on_device(ranks, scenario):
+    """What each rank left; all replicas are equal to the bit."""
+    parts = ranks.run(train, scenario, "auto", "cuda", world_size=scenario.world_size)
+    assert_equal(scenario, parts, merged(scenario, parts))
+    return parts
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trains_the_same_model(ranks, name):
+    scenario = SCENARIOS[name]
+    parts = on_device(ranks, scenario)
+    theirs = ranks.run(train, scenario, "collective", world_size=scenario.world_size)
+    for mine, expected in zip(parts, theirs, strict=True):
+        assert_close(scenario, mine, expected)
+        assert mine.owned == expected.owned
+        told = [counters.synchronization.rows for counters in mine.counters.values()]
+        assert told == [counters.synchronization.rows for counters in expected.counters.values()]
+
+
+@pytest.mark.parametrize("mode", ["exact", "average"])
+def test_replays_are_equal_to_the_bit(ranks, mode):
+    scenario = in_groups(replace(PAIR, tables=SMALL), 2, mode=mode)
+    for mine, again in zip(on_device(ranks, scenario), on_device(ranks, scenario), strict=True):
+        assert_same_bits(mine, again)
+
+
+def test_more_than_two_replicas(ranks):
+    """Here they tell each other everything, on CPUs homes that add up."""
+    scenario = in_groups(replace(FOUR, is_weighted=True), 4)
+    parts = on_device(ranks, scenario)
+    for mine, expected in zip(parts, ranks.run(train, scenario, "collective", world_size=4), strict=True):
+        assert_close(scenario, mine, expected)
+
+
+def test_groups_are_added_in_their_order(ranks):
+    """In one step differences of order would be seen."""
+    plain = Scenario(tables=(table("a", 2, 3, "sgd"),), batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1)
+    scenario = in_groups(plain, 2, "replicas")
+    theirs = ranks.run(train, scenario, "collective", world_size=4)
+    for mine, expected in zip(on_device(ranks, scenario), theirs, strict=True):
+        assert_same_bits(mine, expected)
+
+
+ITEM = [TableSpec(name="item", num_rows=8, dim=4, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))]
+
+
+def collected(mesh, mode="average", every=1):
+    synchronization = Synchronization(mode, every=every)
+    collection = EmbeddingCollection(ITEM, mesh=mesh, replicas=2, synchronization=synchronization, device="cuda")
+    return collection, EmbeddingOptimizer(collection)
+
+
+def step(collection, optimizer, *rows):
+    batch = SparseBatch.from_bags({"item": [[row] for row in rows]})
+    (collection(batch).values + 1.0).square().sum().backward()
+    optimizer.step()
+
+
+def rows_of(collection):
+    return torch.cat([piece.values for piece in collection.held_rows("item")])
+
+
+def resume(mesh, folder):
+    """The same steps straight on, and from what was saved after the third; and what was loaded between averages."""
+    straight, optimizer = collected(mesh, every=2)
+    for number in range(3):
+        step(straight, optimizer, number, 2 * mesh.rank)
+    save(folder, straight, {}, group=mesh.group)
+    saved = rows_of(straight)
+    resumed, other = collected(mesh, every=2)
+    step(resumed, other, 5 + mesh.rank)
+    load(folder, resumed)
+    resumed.barrier()
+    resumed.synchronize()
+    loaded = rows_of(resumed)
+    other.load_state_dict(optimizer.state_dict())
+    for collection, each in ((straight, optimizer), (resumed, other)):
+        for number in range(3):
+            step(collection, each, number, 3 * mesh.rank)
+        collection.synchronize()
+    return (saved, rows_of(straight)), (loaded, rows_of(resumed))
+
+
+def test_checkpoints_between_two_averages(ranks, tmp_path):
+    for straight, resumed in ranks.run(resume, tmp_path):
+        assert torch.equal(straight[0], resumed[0])
+        assert torch.equal(straight[1], resumed[1])
+
+
+def read_at_once(mesh):
+    collection, optimizer = collected(mesh, "exact")
+    step(collection, optimizer, mesh.rank, 7)
+    memory, values = collection.memory_bytes["buffers"], rows_of(collection)
+    collection.close()
+    return values, memory
+
+
+def test_rows_read_straight_after_a_step_are_up_to_date(ranks):
+    (first, memory), (second, _) = ranks.run(read_at_once)
+    assert torch.equal(first, second)
+    assert (first != 0).any(1).tolist() == [True, True, False, False, False, False, False, True]
+    assert memory == 0
+
+
+def test_the_list_of_touched_rows_grows_no_further_than_the_table(device):
+    """Rows that are touched again take no room, though the host learns it later."""
+    collection = EmbeddingCollection(ITEM, device="cuda")
+    exchange: Any = collection._exchanges[0]
+    means = exchange.replicated = device_replicas.DeviceMeans(exchange, replica=0)
+    optimizer = EmbeddingOptimizer(collection)
+    for rows in ([1, 2], [2, 1], [1, 4], [0, 3, 4], [5, 6, 7]):
+        step(collection, optimizer, *rows)
+    told = means.outgoing()
+    assert told.slots.tolist()[:2] in ([1, 2], [2, 1])
+    assert sorted(told.slots.tolist()) == list(range(8))
+    assert not told.before[0].any()
+    assert bool((told.blocks[0] != 0).all())
+    assert means.num_bytes == 8 + 8 * 8 + 8 * 4 * 4 + 8 * 4
+    assert means.count == 0
