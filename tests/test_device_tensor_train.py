@@ -214,3 +214,16 @@ def test_gradients_of_an_earlier_look_up_go_through_the_cores_as_they_are():
         found.append(cores_of(embeddings))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: only torch's sync debug mode sees waits")
+    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    optimizer = EmbeddingOptimizer(embeddings)
+    for mode in ("default", "error", "error"):  # kernels are compiled in the first step
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            step(embeddings, optimizer, batch())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

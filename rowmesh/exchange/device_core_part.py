@@ -214,6 +214,8 @@ class DeviceCorePart(CorePart):
     def barrier(self) -> None:
         """Waits for all ranks, and for what their devices do; says what is wrong with batches not looked at yet."""
         self._unread.read()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         super().barrier()
 
     def close(self) -> None:

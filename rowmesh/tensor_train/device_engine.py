@@ -8,7 +8,6 @@ made, at the next look-up, and at once where no backward can come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ class DeviceEngine:
         self, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor, late_check: LateCheck
     ) -> DeviceLookup:  # fmt: skip
         unread, self._unread = self._unread, None
-        if unread is not None:
+        if unread is not None and not unread.is_told:
             unread()
         self._unread = late_check
         return DeviceLookup.distinct(shape, dtype, ids, late_check)
@@ -90,30 +89,36 @@ class LateCheck:
         outside: bool `[N]`: which of them are no rows, of those that are looked up.
         disorder: bool `[]`: whether offsets are in disorder; None where there are none.
         shape: of the table.
+
+    Attributes:
+        is_told: whether somebody was told that they were wrong.
     """
 
     def __init__(self, ids: Tensor, outside: Tensor, disorder: Tensor | None, shape: TensorTrainShape) -> None:
         number = outside.sum()
         found = torch.stack([number, torch.zeros_like(number) if disorder is None else disorder.to(number.dtype)])
         self._waiting: tuple[Late, Tensor, Tensor] | None = (Late(found), ids, outside)
-        self._num_rows = shape.num_rows
+        self._num_rows, self._wrong, self._is_disordered = shape.num_rows, [], False
+        self.is_told = False
 
     def __call__(self) -> None:
-        """Looks once; waits for what the device did up to there.
+        """Waits, the first time, for what the device did up to there.
 
         Raises:
             IdRangeError: ids were outside the table.
             ValueError: offsets were in disorder.
         """
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        late, ids, outside = waiting
-        num_outside, is_disordered = cast("list[int]", late.read())
-        if is_disordered:
+        if waiting is not None:
+            late, ids, outside = waiting
+            num_outside, self._is_disordered = late.read()
+            if num_outside:
+                self._wrong = ids[outside].unique().tolist()
+        self.is_told = bool(self._is_disordered or self._wrong)
+        if self._is_disordered:
             raise ValueError("offsets must begin with 0, and must not decrease nor pass the number of ids")
-        if num_outside:
-            raise refusal(ids[outside].unique().tolist(), self._num_rows)
+        if self._wrong:
+            raise refusal(self._wrong, self._num_rows)
 
 
 class DevicePooling:

@@ -11,11 +11,16 @@ pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped
 
 
-def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys):
+CORES = ["tables.tensor_train.min_rows=40", 'tables.tensor_train.optimizer.name="adagrad"']
+
+
+@pytest.mark.parametrize("overrides", [[], pytest.param(CORES, marks=pytest.mark.slow)])
+def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys, overrides):
     """And its model is evaluated on either."""
     found = []
     for trained, other in (("cpu", "cuda"), ("cuda", "cpu")):
         own = ["train.steps=2", "data.batch_size=128", f"train.device={trained}", f"run.folder={tmp_path / trained}"]
+        own += overrides
         found.append(run_training(resolve(config_file, own)))
         found.append(run_evaluation(tmp_path / trained, ["data.batch_size=512", f"train.device={other}"]))
     assert "train.device=cuda: " in capsys.readouterr().out
