@@ -29,7 +29,7 @@ from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pooling import Pooling
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.tiered import TieredExchange
+from rowmesh.exchange.tiered import leased_rows
 from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
 from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.mesh import Mesh
@@ -237,8 +237,8 @@ class EmbeddingCollection(nn.Module):
     @property
     def tier_counters(self) -> dict[str, TierCounters]:
         """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
-        tiered = [exchange for exchange in self._exchanges if isinstance(exchange, TieredExchange)]
-        return {exchange.group.name: exchange.tiered.counters for exchange in tiered}
+        pairs = [(exchange.group.name, leased_rows(exchange)) for exchange in self._exchanges]
+        return {name: rows.counters for name, rows in pairs if rows is not None}
 
     @property
     def common_counters(self) -> CommonCounters:
@@ -255,7 +255,8 @@ class EmbeddingCollection(nn.Module):
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
-            buffers += exchange.tiered.bookkeeping_bytes if isinstance(exchange, TieredExchange) else 0
+            tiered = leased_rows(exchange)
+            buffers += 0 if tiered is None else tiered.bookkeeping_bytes
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     def forward(self, batch: SparseBatch) -> Embeddings:
@@ -608,8 +609,8 @@ def _nothing(group: RouteGroup) -> None:
 
 def _views(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
     """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
-    if isinstance(exchange, TieredExchange):
-        return StoredRows.of(exchange.tiered, piece)
+    if (tiered := leased_rows(exchange)) is not None:
+        return StoredRows.of(tiered, piece)
     arena: Any = exchange.arena
     if isinstance(arena, DeviceArena):
         return StoredRows.of(arena, piece)

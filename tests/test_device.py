@@ -206,17 +206,6 @@ def test_checkpoints_do_not_know_where_rows_were(tmp_path, wrote, reads):
 SHAPES = [TableShape.of(each) for each in two_tables()]
 
 
-@pytest.mark.parametrize(
-    ("tables", "options", "message"),
-    [
-        (two_tables(storage="tiered"), {}, "table 'a' is tiered"),
-    ],
-)  # fmt: skip
-def test_what_a_device_cannot_do_is_refused(tables, options, message):
-    with pytest.raises(ConfigurationError, match=f"device 'cuda' cannot do this yet: {message}. It holds "):
-        EmbeddingCollection(tables, device="cuda", **options)
-
-
 def refused_plans(mesh):
     mesh = replace(mesh, hosts=(0, 1))
     two_hop = make_plan(two_tables(), 2, 1, lambda number: ("node" if number == 1 else "dealt", 0, 0, number == 0))
@@ -269,10 +258,11 @@ def test_says_what_it_runs_on(caplog, monkeypatch):
     assert "kernels are interpreted, slowly" in caplog.text
 
 
-def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
+@pytest.mark.parametrize("storage", ["dense", "tiered"])
+def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device, storage):
     if device.type != "cuda":
         pytest.skip("needs a GPU: only torch's sync debug mode sees waits")
-    embeddings = EmbeddingCollection(two_tables(), device="cuda")
+    embeddings = EmbeddingCollection(two_tables(storage=storage), device="cuda")
     optimizer = EmbeddingOptimizer(embeddings)
     step(embeddings, optimizer, batch())  # kernels are compiled
     try:

@@ -18,7 +18,9 @@ copied to the host beside the computation and looked at before the next update o
 each other's rows. Where they send them the host waits once a batch, for the sizes that an all-to-all needs: one copy
 brings them, those of the other ranks, and the counts of ids outside their tables (these alone, where all tables are
 tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
-of what homes send: how many rows they merged, which is copied to the host since the look-up.
+of what homes send: how many rows they merged, which is copied to the host since the look-up. Tiered tables are read
+from their store by the host, and on several ranks it waits for what is asked of this one: see
+`rowmesh.exchange.device_tiered`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class DeviceBackend:
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Raises ConfigurationError for what devices cannot do yet."""
-        obstacles = [f"table {table.name!r} is tiered" for table in tables if table.storage == "tiered"]
+        obstacles = []
         for table in plan.tables:
             if table.replicas > 1 and transport == "one_sided":
                 obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
@@ -71,8 +73,8 @@ class DeviceBackend:
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense ones whose rows are dealt over the ranks, fixed to one or, with transport 'auto' or "
-                "'collective', replicated on all, and which have replicas; change that, or use device 'cpu'"
+                "dense and tiered ones whose rows are dealt over the ranks or fixed to one; dense ones may, with transport "
+                "'auto' or 'collective', have replicas and rows replicated on all; change that, or use device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:

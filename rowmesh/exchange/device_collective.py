@@ -181,7 +181,7 @@ class DeviceCollective:
         asked = self.hosts.exchange_equal(sent.T.contiguous(), self.common, _COUNTING).T.tolist()
         for (lane, each), sizes in zip(numbered, asked, strict=True):
             each.asked, each.merging = sizes, None
-            each.slots = lane.post_keys(each).wait()
+            lane.take_keys(each, lane.post_keys(each))
 
     def barrier(self) -> None:
         """Waits for all ranks, and for what their devices do."""

@@ -18,6 +18,7 @@ from rowmesh.exchange.device_route import DeviceExchange
 from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import Late, upload
 from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.device_tiered import HeldRows
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -52,6 +53,7 @@ class Requests:
         asked: how many came from each rank.
         slots: int32 `[M]`: them, once they came.
         merging: them, once they were merged.
+        held: keeps their rows in fast memory, where they could leave it; `slots` are frames then.
     """
 
     keys: Tensor
@@ -59,6 +61,7 @@ class Requests:
     asked: list[int]
     slots: Tensor
     merging: Merging | None = None
+    held: HeldRows | None = None
 
 
 class Lane:
@@ -99,6 +102,12 @@ class Lane:
             requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing
         )  # fmt: skip
 
+    def take_keys(self, requests: Requests, keys: Message) -> None:
+        """Takes what ranks ask for, once it is here, and makes sure that the rows are."""
+        if requests.held is not None:
+            requests.held.release()
+        requests.slots, requests.held = self.exchange.hold(keys.wait())
+
     def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
         """The distinct slots among what ranks asked for, so many of each in every route."""
         ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
@@ -129,6 +138,7 @@ class Lane:
         """Updates what was asked once the gradients are here."""
         came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
         self._update(merging, came, update)
+        self.exchange.give_up([each.held for each in requests])
 
     def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         self.exchange.apply(merging.merged, gradients, update, merging.count if self.needs_num else None)

@@ -52,6 +52,8 @@ class DeviceLocal:
             self._unread.read()
         for group in route.groups:
             meanwhile(group)
+        for group in route.groups:
+            group.exchange.bring(group)
 
     def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
         """Merges the routes' gradients and updates."""
@@ -60,12 +62,13 @@ class DeviceLocal:
             groups = [route.groups[index] for route in routes]
             if groups:
                 exchange.apply(*self._merged(groups), update, groups[0].num_found if len(groups) == 1 else None)
+                exchange.give_up([group.held for group in groups])
 
     def _merged(self, groups: Sequence[DeviceRouteGroup]) -> tuple[Merged, Tensor]:
         """The slots of several routes, and the gradients for them."""
         if len(groups) == 1:
             count = groups[0].unique.num_unique.to(torch.int32)
-            return self._singles(groups[0].routed.keys.to(torch.int64), count), groups[0].summed
+            return self._singles(groups[0].places.to(torch.int64), count), groups[0].summed
         slots = torch.cat([_slots(group) for group in groups])
         return self._merge(slots, most=len(groups)), torch.cat([group.summed for group in groups])
 
@@ -80,6 +83,6 @@ class DeviceLocal:
 
 def _slots(group: DeviceRouteGroup) -> Tensor:
     """int32 `[N]`, of which the first are the slots of unique ids, the others none."""
-    keys = group.routed.keys
-    place = torch.arange(keys.numel(), device=keys.device)
-    return torch.where(place < group.unique.num_unique, keys, _NO_SLOT)
+    places = group.places
+    number = torch.arange(places.numel(), device=places.device)
+    return torch.where(number < group.unique.num_unique, places, _NO_SLOT)

@@ -17,6 +17,7 @@ from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.device_choice import choose_device_transport
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.device_synchronizer import make_device_synchronizer
+from rowmesh.exchange.device_tiered import DeviceTieredExchange
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
@@ -25,6 +26,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.placement import AddressMap
 from rowmesh.tables import TableGroup
+from rowmesh.tables.device_arena import DeviceArena
 
 
 class DevicePart(Part):
@@ -44,13 +46,20 @@ class DevicePart(Part):
         super().__init__(*arguments)
 
     def _make_transport(self, name: TransportName, mesh: Mesh, grid: Grid) -> tuple[Any, str]:
+        if self._tiers is not None:  # homes bring the rows that they are asked for
+            self._check_tiers()
+            name = "collective"
         transport = choose_device_transport(name, self.mesh, self.device)
         return transport, transport.reason
 
     def _make_exchange(self, group: TableGroup) -> Any:
         address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
+        num_slots = address_map.num_slots[self.mesh.rank]
+        if self._tiers is not None:
+            arena = self._tiers.device_arena(group, num_slots, self.mesh.rank, self.device)
+            return DeviceTieredExchange(group, address_map, arena)
         rows = self.transport.make_rows(group, address_map.num_slots)
-        return DeviceExchange(group, address_map, self.device, rows)
+        return DeviceExchange(group, address_map, DeviceArena(group, num_slots, self.device, rows))
 
     def _make_synchronizer(self, column: Mesh) -> Synchronizer:
         return make_device_synchronizer(self._setting, self.exchanges, column, self.device)
@@ -67,7 +76,8 @@ class DevicePart(Part):
     @property
     def num_bytes(self) -> int:
         """Of what is kept; other buffers are those of torch's allocator."""
-        return self.transport.num_bytes + (0 if self.synchronizer is None else self.synchronizer.num_bytes)
+        own = 0 if self.synchronizer is None else self.synchronizer.num_bytes
+        return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
 
     def push(self, routes: Sequence[Any], lrs: Sequence[float], step: int) -> None:
         """Sends gradients to the owners, which update; what replicas tell each other arrives by `settle`. Collective.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 from rowmesh.tables.device_arena import DeviceArena
+from rowmesh.tables.device_tiered import DeviceTieredArena, HeldRows
 
 if TYPE_CHECKING:
     from rowmesh.exchange.device_lane import Requests
@@ -80,6 +82,8 @@ class DeviceRouteGroup(DevicePooledGroup):
 
     Attributes:
         routed: where each unique id is asked for, sorted.
+        wanted: uint32 `[U]`: slots, where the host finds them (tiered tables on one rank).
+        held: keeps them in fast memory.
         source: rows that were fetched, or those of the arena.
         uniques: int32 `[num_unique]`: for which unique id each row is asked.
         lanes: what is asked of the ranks, lane by lane, where there are several.
@@ -94,6 +98,21 @@ class DeviceRouteGroup(DevicePooledGroup):
         self.routed, self.source = routed, exchange.arena.rows
         self.slots, self.uniques = routed.keys, routed.uniques
         self.lanes: list[Requests] = []
+        self.wanted = np.empty(0, np.uint32)
+        self.held: HeldRows | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """int32 `[num_unique]`: where rows that need not travel are in the arena."""
+        assert self.slots is not None
+        return self.slots
+
+    def release(self) -> None:
+        """The route is gone; rows that it holds may leave fast memory."""
+        super().release()
+        for held in (self.held, *(each.held for each in self.lanes)):
+            if held is not None:
+                held.release()
 
     @property
     def sent(self) -> list[int]:
@@ -215,6 +234,9 @@ class DeviceGroupExchange:
         self.num_lent = 0
         self._segment_unique = segment_unique
 
+    def prefetch(self, group: Any, batch: SparseBatch) -> None:
+        """A batch is routed: rows that are not in the device's memory may begin to come. All are there."""
+
     def unique(self, ids: Tensor, offsets: Tensor) -> Unique:
         """The unique ids of a batch, table by table; counts it.
 
@@ -239,8 +261,7 @@ class DeviceExchange(DeviceGroupExchange):
     Args:
         group: the tables.
         address_map: of rows that travel from their homes to who needs them, or are on every rank.
-        device: where.
-        rows: memory for them, as of `DeviceArena`.
+        arena: the rows of this rank.
 
     Attributes:
         num_direct: segments of rows that travel, which come first.
@@ -248,19 +269,18 @@ class DeviceExchange(DeviceGroupExchange):
         replicated: keeps replicas together, where there are any.
     """
 
-    def __init__(
-        self, group: TableGroup, address_map: AddressMap, device: torch.device, rows: Tensor | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, group: TableGroup, address_map: AddressMap, arena: DeviceArena | DeviceTieredArena) -> None:
         from rowmesh.ops.route import cuda as route
 
         assert set(address_map.kinds) <= {"direct", "replicated"}
+        device = arena.device
         super().__init__(group, address_map, device)
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
         self.num_direct = len(address_map.segments({"direct"}))
         self.has_copies = "replicated" in address_map.kinds
         self.replicated: DeviceUpdater | None = None
-        self.arena = DeviceArena(group, address_map.num_slots[self.rank], device, rows)
+        self.arena = arena
         self._route = route
         self._map = route.DeviceMap.make(
             device, address_map.ranges, address_map.index, address_map.num_rows,
@@ -269,6 +289,21 @@ class DeviceExchange(DeviceGroupExchange):
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64).to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of buffers: torch's allocator has them."""
+        return 0
+
+    def bring(self, group: DeviceRouteGroup) -> None:
+        """Makes sure that rows of a rank without others are in the device's memory: all are there."""
+
+    def hold(self, slots: Tensor) -> tuple[Tensor, HeldRows | None]:
+        """Where the rows of requested slots are, and what keeps them there, where they could leave."""
+        return slots, None
+
+    def give_up(self, held: Sequence[HeldRows | None]) -> None:
+        """Rows that were held are updated."""
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None = None) -> None:
         """Updates merged rows, as far as this rank's replica group knows.

@@ -67,6 +67,8 @@ class DeviceRouter:
             bags = self._bags(batch, layout, place, own, jagged, weights)
             route.groups.append(exchange.route(rows[own], begins, layout, bags))
             place, first = place + layout.num_features, own.stop
+        for exchange, group in zip(exchanges, route.groups, strict=True):
+            exchange.prefetch(group, batch)  # when all is launched: the host may take its time
         return route
 
     @property

@@ -15,7 +15,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
-from rowmesh.exchange.tiered import TieredExchange
+from rowmesh.exchange.tiered import TieredExchange, leased_rows
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -238,8 +238,8 @@ class Part:
         if self.replicas == 2:
             self.settle_own()
         for exchange in self.exchanges:
-            if isinstance(exchange, TieredExchange):
-                exchange.tiered.close()
+            if (tiered := leased_rows(exchange)) is not None:
+                tiered.close()
         self.transport.close()
 
     def _mine(self, route: Route) -> Routed:

@@ -91,6 +91,7 @@ class DeviceTieredArena(LeasedRows):
         streams: Any = Stream,
         **options: Any,
     ) -> None:
+        self.device = device
         make_fast = partial(DeviceRows, device=device, streams=streams)
         super().__init__(group, num_slots, num_frames, make_store, make_fast, **options)
 

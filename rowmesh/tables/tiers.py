@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.memory import Memory
 from rowmesh.tables.backing import MakeStore, MemoryStore
+from rowmesh.tables.device_tiered import DeviceTieredArena
 from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.tiered import TieredArena
@@ -58,6 +61,15 @@ class Tiers:
         """The rows of a group on a rank."""
         return TieredArena(
             group, num_slots, self.frames(num_slots), self._store(group, rank), allocate,
+            verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
+        )  # fmt: skip
+
+    def device_arena(
+        self, group: TableGroup, num_slots: int, rank: int, device: torch.device
+    ) -> DeviceTieredArena:  # fmt: skip
+        """The rows of a group on a rank, those in fast memory on a device."""
+        return DeviceTieredArena(
+            group, num_slots, self.frames(num_slots), self._store(group, rank), device=device,
             verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
         )  # fmt: skip
 

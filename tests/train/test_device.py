@@ -29,12 +29,21 @@ def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys, 
         assert metrics.auc == pytest.approx(found[0].auc, abs=1e-3)
 
 
+@pytest.mark.slow
+def test_a_run_with_tiered_tables_is_that_with_dense_ones(config_file, tmp_path):
+    found = []
+    for storage in ("dense", "tiered"):
+        own = ["train.steps=2", "data.batch_size=64", "train.device=cuda", f"run.folder={tmp_path / storage}"]
+        own += [f'tables.storage="{storage}"', "tiers.fast_share=0.01", "tiers.fast_rows=600"]
+        found.append(run_training(resolve(config_file, own)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("pipeline.depth=1", r"cannot be combined with a pipeline \(leave the section"),
         ('placement.drift.enabled="on"', "cannot be combined with drift"),
-        ('tables.storage="tiered"', "cannot do this yet: table 'C1' is tiered"),
     ],
 )
 def test_what_needs_the_cpu_is_refused_before_a_run_begins(config_file, tmp_path, override, message):
