@@ -25,7 +25,7 @@ def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
     Raises:
         PeerError: a rank did not come within the timeout.
     """
-    mine = None if device.type == "cpu" else _identity(device)
+    mine = None if device.type == "cpu" else gpu_identity(device)
     run = mesh
     while run.whole is not None:
         run = run.whole
@@ -41,6 +41,6 @@ def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
     return group, "nccl", f"each of {len(pairs)} ranks has a GPU of its own"
 
 
-def _identity(device: torch.device) -> str:
+def gpu_identity(device: torch.device | int) -> str:
     """Equal for two ranks of one host that use the same GPU, whatever number they know it by."""
     return str(torch.cuda.get_device_properties(device).uuid)

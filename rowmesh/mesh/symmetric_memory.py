@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.device_group import gpu_identity
 from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.peer_memory import HostPeerMemory, PeerMemory
 from rowmesh.mesh.shared_memory import is_supported
@@ -143,12 +144,8 @@ def peer_memory(mesh: Mesh, device: torch.device) -> PeerMemory:
 def _link(device: torch.device) -> Link:
     own = torch.cuda.current_device() if device.index is None else device.index
     others = [other for other in range(torch.cuda.device_count()) if other != own]
-    readable = [_identity(other) for other in others if torch.cuda.can_device_access_peer(own, other)]
-    return Link(_identity(own), own, frozenset(readable), _missing(device))
-
-
-def _identity(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+    readable = [gpu_identity(other) for other in others if torch.cuda.can_device_access_peer(own, other)]
+    return Link(gpu_identity(own), own, frozenset(readable), _missing(device))
 
 
 def _missing(device: torch.device) -> str | None:

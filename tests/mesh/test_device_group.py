@@ -24,7 +24,7 @@ GLOO, NCCL = object(), object()
 )
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, device, gpus, hosts, has_nccl, expected):
     monkeypatch.setattr(module, "gather_objects", lambda mesh, mine, doing: gpus)
-    monkeypatch.setattr(module, "_identity", lambda device: "a")
+    monkeypatch.setattr(module, "gpu_identity", lambda device: "a")
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(module.dist, "new_group", lambda ranks, timeout, backend: NCCL)
     assert device_group(Mesh(world_size=2, hosts=hosts, group=GLOO), device) == expected
