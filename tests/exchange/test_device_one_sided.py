@@ -103,6 +103,27 @@ def test_ranks_need_not_push_the_same_routes(ranks):
         assert reason.startswith("asked for; ")
 
 
+def order_of_calls(mesh):
+    """Interpreted kernels are done when a call returns, and hosts wait for each other: only GPUs need both barriers."""
+    embeddings, calls = collect(mesh), []
+    transport = embeddings._parts.parts[0].transport
+    (group,) = transport._groups
+    for owner, name in ((transport._memory, "barrier"), (group, "put"), (group, "update"), (group, "fetch")):
+        setattr(owner, name, noting(calls, name, getattr(owner, name)))
+    for _ in range(2):
+        embeddings(batch()).values.sum().backward()
+        embeddings.push_pending([0.1])
+    return calls
+
+
+def noting(calls, name, call):
+    return lambda *arguments: (calls.append(name), call(*arguments))[1]
+
+
+def test_barriers_stand_where_memory_changes_hands(ranks):
+    assert ranks.run(order_of_calls) == [["fetch", "put", "barrier", "update", "barrier"] * 2] * 2
+
+
 def refuse_on_rank_1(mesh, how):
     embeddings = collect(mesh)
     optimizer, before = EmbeddingOptimizer(embeddings), rows_of(embeddings)
