@@ -83,12 +83,11 @@ def check_arguments(
         ValueError: shapes do not fit, or something is not on the device.
         TypeError: ids or offsets are no integers.
     """
-    for name, tensor in (("input", input), ("offsets", offsets)):
-        if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
-    for name, tensor in (("input", input), ("offsets", offsets), ("per_sample_weights", weights)):
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, where the cores are, got {tensor.device}")
+    check_ids("input", input, device)
+    if offsets is not None:
+        check_ids("offsets", offsets, device)
+    if weights is not None:
+        _check_device("per_sample_weights", weights, device)
     if weights is not None and weights.shape != input.shape:
         raise ValueError(
             f"per_sample_weights must have the shape of input, {tuple(input.shape)}, got {tuple(weights.shape)}"
@@ -104,6 +103,18 @@ def check_arguments(
         raise ValueError(f"a 1-D input needs 1-D offsets, where its bags begin, got {found}")
     if offsets is not None and include_last_offset and not offsets.numel():
         raise ValueError("offsets must have at least one element with include_last_offset=True: the number of ids")
+
+
+def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
+    """Raises TypeError where they are no integers, ValueError where they are not on the device."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {ids.dtype}")
+    _check_device(name, ids, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, where the cores are, got {tensor.device}")
 
 
 def _bounds(offsets: Tensor, num_ids: int, include_last_offset: bool) -> Tensor:

@@ -15,7 +15,7 @@ from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train import engine as engines
-from rowmesh.tensor_train.bags import MODES
+from rowmesh.tensor_train.bags import MODES, check_ids
 from rowmesh.tensor_train.decompose import tt_svd
 from rowmesh.tensor_train.device_engine import DeviceEngine
 from rowmesh.tensor_train.engine import Engine, HostEngine
@@ -190,8 +190,8 @@ class TensorTrainEmbeddingBag(nn.Module):
             # On a device ids past the last bag are not cut off: they are a bag of their own.
             bounds = torch.cat([bags.bounds, torch.full_like(bags.bounds[:1], bags.ids.numel())])
             return F.embedding_bag(
-                lookup.inverse_ids(), rows, bounds, mode=self.mode, per_sample_weights=bags.weights,
-                include_last_offset=True,
+                lookup.inverse_ids(), rows, bounds, mode=self.mode, include_last_offset=True,
+                per_sample_weights=None if bags.weights is None else bags.weights.to(rows.dtype),
             )[: bags.count]  # fmt: skip
         pooled: Any = PooledRows.apply(lookup, options, engine.pooling(bags, lookup, self.mode == "mean"), *cores)
         return pooled
@@ -204,6 +204,7 @@ class TensorTrainEmbeddingBag(nn.Module):
             >>> bag.rows(torch.tensor([[3, 7]])).shape
             torch.Size([1, 2, 4])
         """
+        check_ids("ids", ids, self.cores[0].device)
         flat = ids.reshape(-1).to(torch.int64).contiguous()
         lookup, options = self.look_up(flat), self._options(by_frequency=False)
         self._check_now(lookup, options)
@@ -231,17 +232,13 @@ class TensorTrainEmbeddingBag(nn.Module):
 
         Raises:
             IdRangeError: an id is outside the table; on a GPU that is learned later, by `LookedUp.check`.
+            ConfigurationError: the kernels cannot read the cores.
         """
         return self._engine().look_up(self.shape, self.cores[0].dtype, ids)
 
     def _engine(self) -> Engine:
         """What looks up where the cores are."""
-        for core in self.cores:
-            if core.device.type not in DEVICES or not core.is_contiguous() or core.dtype not in DTYPES:
-                raise ConfigurationError(
-                    "cores must be contiguous float32 or float64 tensors on the CPU or a GPU, got "
-                    f"{core.dtype} on {core.device}"
-                )
+        _check_cores(list(self.cores), self.shape)
         first = self.cores[0]
         if not engines.is_on_device(first):
             return self._host
@@ -285,6 +282,23 @@ def _check_supported(
         raise ConfigurationError(f"tensor-train tables are on the CPU or on a GPU ('cuda'), got device = {device}")
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be float32 or float64, got {dtype}")
+
+
+def _check_cores(cores: Sequence[Tensor], shape: TensorTrainShape) -> None:
+    """Raises ConfigurationError where kernels, which read by address, would read something else."""
+    kinds = {(core.dtype, core.device) for core in cores}
+    dtype, device = next(iter(kinds))
+    contiguous = all(core.is_contiguous() for core in cores)
+    if len(kinds) > 1 or dtype not in DTYPES or device.type not in DEVICES or not contiguous:
+        raise ConfigurationError(
+            "cores must be contiguous tensors on the CPU or on a GPU, all float32 or all float64, got "
+            + ", ".join(f"{core.dtype} on {core.device}" for core in cores)
+        )
+    if (found := tuple(tuple(core.shape) for core in cores)) != shape.core_shapes:
+        raise ConfigurationError(
+            f"the cores are {found}, and {shape.core_shapes} for {shape.num_rows} rows of {shape.dim} at ranks "
+            f"{shape.ranks}; share cores between tables of one shape only"
+        )
 
 
 def _padding_row(padding_idx: int | None, num_rows: int) -> int | None:

@@ -202,6 +202,44 @@ def test_weights_are_for_sums_only():
             bag(torch.tensor([[1]]), None, torch.ones(1, 1, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_of_another_dtype(trained):
+    bag, ids = make(SHAPES[1], dtype=torch.float32), torch.tensor([[1, 2], [2, 5]])
+    weights = torch.tensor([[0.5, 2.0], [1.0, -1.0]], dtype=torch.float64, requires_grad=trained)
+    out = bag(ids, None, weights)
+    torch.testing.assert_close(out, bag(ids, None, weights.detach().float()))
+    out.sum().backward()
+    assert not trained or weights.grad.dtype == torch.float64
+
+
+def test_arguments_on_a_device():
+    """Kernels would read their addresses."""
+    bag, ids = make(SHAPES[1]), torch.tensor([1, 2])
+    for arguments in ((ids.to("meta"), ids), (ids, ids.to("meta")), (ids, ids - 1, torch.ones(2, device="meta"))):
+        with pytest.raises(ValueError, match="must be on cpu, where the cores are, got meta"):
+            bag(*arguments)
+
+
+def test_rows_take_integers():
+    with pytest.raises(TypeError, match=r"ids must be int64 or int32, got torch.float32"):
+        make(SHAPES[1]).rows(torch.tensor([1.7]))
+
+
+def test_cores_that_kernels_cannot_read():
+    """They read by address: cores of another shape or type would be garbage."""
+    ids = torch.tensor([[5]])
+    bag = make(SHAPES[1])
+    bag.cores[1].data = bag.cores[1].data.float()
+    with pytest.raises(ConfigurationError, match=r"all float32 or all float64, got .*float64.*float32.*float64"):
+        bag(ids)
+    bag = make(SHAPES[1])
+    bag.cores = TensorTrainEmbeddingBag(1000, 12, rank=(5, 7), dtype=torch.float64).cores
+    with pytest.raises(ConfigurationError, match=r"the cores are \(\(10, 2, 5\).* for 101 rows of 12"):
+        bag(ids)
+    with pytest.raises(ConfigurationError, match=r"got torch\.float16 on cpu"):
+        make(SHAPES[1]).half()(ids)
+
+
 def test_ids_outside_the_table_are_named():
     bag = make(SHAPES[1])
     with pytest.raises(
