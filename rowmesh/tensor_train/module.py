@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.tensor_train import reference
@@ -227,6 +228,11 @@ class TensorTrainEmbeddingBag(nn.Module):
         """From the next look-up on, gradients of rows go there instead of into the cores' `grad`; None undoes it."""
         self._sink = sink
 
+    @property
+    def sink(self) -> Sink | None:
+        """Where gradients of rows go."""
+        return self._sink
+
     def look_up(self, ids: Tensor) -> LookedUp:
         """The distinct ids of int64 `[N]`, arranged for the kernels.
 
@@ -255,6 +261,13 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def _options(self, by_frequency: bool) -> LookupOptions:
         keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        if keep and self._sink is not None and getattr(DistributedDataParallel, "_active_ddp_module", None):
+            raise ConfigurationError(
+                f"tensor-train table {self.name!r} is trained by a TensorTrainOptimizer under DistributedDataParallel, "
+                "which cannot sum gradients that the cores do not get: ranks would drift apart. Train its parameters "
+                "by a torch optimizer, or make it a table of an EmbeddingCollection, "
+                'TableSpec(…, storage="tensor_train")'
+            )
         return LookupOptions(self.sparse, by_frequency, self._sink, keep)
 
     def __getstate__(self) -> dict[str, Any]:

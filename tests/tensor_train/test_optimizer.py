@@ -1,6 +1,7 @@
 """The fused update against autograd and torch's optimizers; what is not touched does not change."""
 
 import copy
+import pickle
 
 import hypothesis.strategies as st
 import pytest
@@ -158,6 +159,22 @@ def test_a_saved_optimizer_goes_on(rule):
     assert all(torch.equal(a, b) for a, b in zip(bag.cores, twin.cores, strict=True))
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "twice", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_a_copied_optimizer_trains_the_copy(rule, twice):
+    bag, batches = make(), [draw_ids(seed) for seed in range(4)]
+    optimizer = TensorTrainOptimizer(bag, RULES[rule][0])
+    train(bag, optimizer, batches[:2])
+    twin, copied = twice((bag, optimizer))
+    before = bag.dense().detach().clone()
+    train(twin, copied, batches[2:])
+    assert torch.equal(bag.dense(), before)
+    train(bag, optimizer, batches[2:])
+    assert all(torch.equal(a, b) for a, b in zip(bag.cores, twin.cores, strict=True))
+
+
 def test_several_bags():
     bags = [make(), make(name="other")]
     others = copy.deepcopy(bags)
@@ -195,6 +212,93 @@ def test_frozen_cores_are_refused():
     bag = TensorTrainEmbeddingBag.from_pretrained(torch.zeros(30, 4), rank=2)
     with pytest.raises(ConfigurationError, match=r"has frozen cores.*freeze=False"):
         TensorTrainOptimizer(bag)
+
+
+def freeze_one(bag, optimizer):
+    bag.cores[0].requires_grad_(False)
+
+
+def become_double(bag, optimizer):
+    """Kernels would read and write past states of half the size."""
+    bag.double()
+
+
+def load_another_table(bag, optimizer):
+    other = TensorTrainOptimizer(TensorTrainEmbeddingBag(50, DIM, mode="sum", rank=2), AdaGrad())
+    optimizer.load_state_dict(other.state_dict())
+
+
+def load_another_rule(bag, optimizer):
+    optimizer.load_state_dict(TensorTrainOptimizer(copy.deepcopy(bag), SGD()).state_dict())
+
+
+def replace_cores(bag, optimizer):
+    bag.load_state_dict(bag.state_dict(), assign=True)
+
+
+def penalize(bag, optimizer):
+    sum(core.square().sum() for core in bag.cores).backward()
+
+
+def make_another_optimizer(bag, optimizer):
+    TensorTrainOptimizer(bag)
+
+
+def send_elsewhere(bag, optimizer):
+    bag.send_gradients_to(None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (freeze_one, "frozen cores"),
+        (
+            become_double,
+            r"has a core of .* torch.float64 on cpu, and of the optimizer's state is {'sum': .* torch.float32",
+        ),
+        (load_another_table, r"has a core of \(3, 2, 5\) .*, and of the optimizer's state is {'sum': '\(2, 2, 2\)"),
+        (load_another_rule, "state is {'sum': 'missing'}"),
+        (replace_cores, "got other cores since its optimizer was made"),
+        (penalize, "gradients in its cores' `grad`, which come from elsewhere than its look-ups"),
+        (make_another_optimizer, "sends its gradients elsewhere since"),
+        (send_elsewhere, "sends its gradients elsewhere since"),
+    ],
+)
+def test_what_would_be_lost_or_overwritten_is_refused(change, message):
+    bag = make(torch.float32)
+    optimizer = TensorTrainOptimizer(bag, AdaGrad())
+    change(bag, optimizer)
+    before = [core.detach().clone() for core in bag.cores]
+    bag(draw_ids(0)).sum().backward()
+    with pytest.raises(ConfigurationError, match=f"tensor-train table 'tensor_train'.* {message}"):
+        optimizer.step()
+    assert all(torch.equal(core, old) for core, old in zip(bag.cores, before, strict=True))
+
+
+def test_gradients_of_zero_are_not_lost():
+    bag = make()
+    optimizer = TensorTrainOptimizer(bag, SGD(lr=0.1))
+    for core in bag.cores:
+        core.grad = torch.zeros_like(core)
+    bag(draw_ids(0)).sum().backward()
+    optimizer.step()
+
+
+def test_a_frozen_bag_rests():
+    bag = make()
+    optimizer = TensorTrainOptimizer(bag, SGD(lr=0.1))
+    bag.requires_grad_(False)
+    before = bag.dense().clone()
+    assert not bag(draw_ids(0)).requires_grad
+    optimizer.step()
+    assert torch.equal(bag.dense(), before)
+
+
+def test_what_is_no_bag_is_refused():
+    with pytest.raises(TypeError, match="takes TensorTrainEmbeddingBags, not Parameter"):
+        TensorTrainOptimizer(make().parameters())
+    with pytest.raises(ConfigurationError, match="a group for each of its bags"):
+        TensorTrainOptimizer(make()).add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 
 def test_state_by_row_is_refused():
