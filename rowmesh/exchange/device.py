@@ -73,8 +73,9 @@ class DeviceBackend:
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense and tiered ones whose rows are dealt over the ranks or fixed to one; dense ones may, with transport "
-                "'auto' or 'collective', have replicas and rows replicated on all; change that, or use device 'cpu'"
+                "dense and tiered ones whose rows are dealt over the ranks or fixed to one; dense ones may have "
+                "replicas and, with transport 'auto' or 'collective', rows replicated on all; change that, or use "
+                "device 'cpu'"
             )
 
     def require_host(self, what: str) -> None:
