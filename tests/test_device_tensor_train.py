@@ -78,6 +78,14 @@ def test_trains_the_same_model_on_two_ranks(ranks, name):
 
 
 @pytest.mark.slow
+def test_trains_the_same_model_beside_rows_of_each_others_memory(ranks):
+    scenario = TWO_RANKS["beside dense tables"]
+    runs = [merged(scenario, ranks.run(train, scenario, name, "cuda", world_size=2)) for name in ("one_sided", "auto")]
+    assert runs[0].transport == "one_sided+collective"
+    assert_same_bits(*runs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_all_rules_on_four_ranks(ranks, rule, dtype):

@@ -18,7 +18,7 @@ from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart, Fetched, core_map
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_checks import Unread, check_everywhere
+from rowmesh.exchange.device_checks import Unread, check_everywhere, count_unique
 from rowmesh.exchange.device_messages import DeviceChannel
 from rowmesh.exchange.device_route import (
     DeviceGroupExchange,
@@ -201,7 +201,7 @@ class DeviceCorePart(CorePart):
         everyone = self._opening(self._num_fetches)[:, 1].tolist()
         check_everywhere(route, self.mesh, numbers[: len(route.outside)], everyone)
         for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
-            group.exchange.counters.unique_ids += count
+            count_unique(group, [count])
 
     def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
         """Updates the cores by the gradients of all ranks. Collective; arguments as on a CPU."""
