@@ -56,8 +56,7 @@ def _is_shared(shape: str | None, layout: str | None, layouts: dict[str, str]) -
     if sliced := re.match(r"#ttg\.slice<\{dim = (\d), parent = (#\w+)\}", layout):
         dim, layout = int(sliced[1]), sliced[2]
         sizes.insert(dim, 1)
-    described = layouts.get(layout)
-    if described is None:  # of another kind: look at it
+    if (described := layouts.get(str(layout))) is None:  # of another kind: look at it
         return True
     threads, lanes, warps = (
         [int(number) for number in re.search(rf"{name} = \[([\d, ]+)\]", described)[1].split(",")]  # type: ignore
