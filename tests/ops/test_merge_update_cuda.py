@@ -203,6 +203,7 @@ def test_few_programs_for_many_slots(device, monkeypatch):
     assert torch.equal(-rows.cpu(), expected)
 
 
-def test_rows_too_long_are_refused():
+def test_rows_too_long_are_refused(device):
+    merged, rows = cuda.merge(torch.zeros(1, dtype=torch.int64, device=device)), torch.zeros(1, 5000, device=device)
     with pytest.raises(ConfigurationError, match="5000 values"):
-        cuda.sum_merged(cuda.merge(torch.zeros(1, dtype=torch.int64)), torch.zeros(1, 5000), torch.zeros(1, 5000))
+        cuda.sum_merged(merged, rows, rows)

@@ -62,6 +62,23 @@ def test_hard_cases(device, segments):
     check(device, segments)
 
 
+def test_ids_past_the_last_segment_are_left_out(device):
+    """Of a list whose length stays on the device, the rest is anything."""
+    ids, offsets = torch.arange(40) % 5, torch.tensor([0, 1, 4])
+    out = poisoned(40, 2, device)
+    cuda.segment_unique(ids.to(device), offsets.to(device), out=out)
+    assert out.offsets.tolist() == [0, 1, 4]
+    assert out.unique.tolist() == [0, 1, 2, 3] + [POISON] * 36
+    assert out.inverse.tolist() == [0, 1, 2, 3] + [POISON] * 36
+    assert out.counts.tolist() == [1] * 4 + [POISON] * 36
+
+
+@pytest.mark.parametrize("num_ids", range(5))
+def test_scratch_is_aligned_whatever_the_batch(device, num_ids):
+    cells, *others = cuda.Scratch(8, device).split(num_ids)
+    assert not any((part.data_ptr() - cells.data_ptr()) % 16 for part in others)
+
+
 def home(key, size):
     """Where the search for a key begins in a part of `size` cells: the hash written once more."""
     h = key % 2**64

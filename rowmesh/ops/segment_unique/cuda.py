@@ -85,18 +85,23 @@ class Scratch:
         if num_ids > MOST_IDS:
             raise ValueError(f"segment unique takes up to {MOST_IDS:,} ids at once, got {num_ids:,}; split the batch")
         self.num_ids = num_ids
-        self._memory = torch.empty(4 * num_ids + 1 + MOST_PROGRAMS, dtype=torch.int32, device=device)
+        self._memory = torch.empty(sum(_sizes(num_ids)), dtype=torch.int32, device=device)
 
     def split(self, num_ids: int) -> tuple[Tensor, ...]:
-        """Cells `[2·N]`, places `[N]`, ranks `[N + 1]` and tallies of programs.
+        """Cells `[2·N]`, places `[N]`, ranks `[N + 1]` and tallies of programs, or a little more of each.
 
         Raises:
             ValueError: there is too little room.
         """
         if num_ids > self.num_ids:
             raise ValueError(f"scratch for {self.num_ids:,} ids was given {num_ids:,}; make a larger Scratch")
-        sizes = (2 * num_ids, num_ids, num_ids + 1, MOST_PROGRAMS)
+        sizes = _sizes(num_ids)
         return self._memory[: sum(sizes)].split(sizes)
+
+
+def _sizes(num_ids: int) -> list[int]:
+    """Of the parts of a scratch, multiples of 16 bytes: Triton compiles a kernel once for each way of being aligned."""
+    return [ceil_div(size, 4) * 4 for size in (2 * num_ids, num_ids, num_ids + 1, MOST_PROGRAMS)]
 
 
 @triton.jit
@@ -127,7 +132,8 @@ def _insert(ids, offsets, cells, places, num_ids, num_segments, STEPS: tl.conste
     # Said to be less contiguous than it is: without wide loads a thread holds ids a warp apart, as atomics want them,
     # and nothing is passed between threads in the loop. Threads of a warp still read neighbours.
     position = tl.max_contiguous(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), 1)
-    is_id = position < num_ids
+    # What is past the last segment has no cells of its own: it would look for one for ever.
+    is_id = (position < num_ids) & (position < tl.load(offsets + num_segments))
     key = tl.load(ids + position, mask=is_id, other=0)
     segment = _segment_of(offsets, position, num_segments, STEPS)
     begin = tl.load(offsets + segment)
@@ -165,7 +171,8 @@ def _flag(cells, places, tallies, num_ids, num_blocks, BLOCK: tl.constexpr):
     for block in range(num_blocks):
         position = begin + block * BLOCK + tl.arange(0, BLOCK)
         is_id = position < num_ids
-        first = tl.load(cells + tl.load(places + position, mask=is_id, other=0), mask=is_id, other=_EMPTY)
+        place = tl.load(places + position, mask=is_id, other=_EMPTY)  # as it was filled, past the last segment
+        first = tl.load(cells + place, mask=place != _EMPTY, other=_EMPTY)
         tl.debug_barrier()  # where a block has fewer ids than the program threads, several warps read a place
         tl.store(places + position, first, mask=is_id)
         count += tl.sum((first == position).to(tl.int32))
@@ -199,8 +206,9 @@ def _number(
 def _invert(firsts, ranks, offsets, inverse, counts, unique_offsets, num_ids, num_segments, BLOCK: tl.constexpr):
     """The inverse, the counts (integers, so atomics add them up to the same), and where segments begin."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_id = position < num_ids
-    rank = tl.load(ranks + tl.load(firsts + position, mask=is_id, other=0), mask=is_id, other=0)
+    first = tl.load(firsts + position, mask=position < num_ids, other=_EMPTY)
+    is_id = first != _EMPTY
+    rank = tl.load(ranks + first, mask=is_id, other=0)
     tl.store(inverse + position, rank, mask=is_id)
     tl.atomic_add(counts + rank, 1, mask=is_id, sem="relaxed")
     is_bound = position <= num_segments
@@ -215,8 +223,8 @@ def segment_unique(
 
     Args:
         ids: int64 `[N]`, any values.
-        offsets: int64 `[S + 1]`, from 0 to N and not decreasing: not checked; segment s holds
-            `ids[offsets[s]:offsets[s + 1]]`.
+        offsets: int64 `[S + 1]`, from 0 and not decreasing: not checked; segment s holds
+            `ids[offsets[s]:offsets[s + 1]]`. Ids from the last offset on are left out, and their inverse as it is.
         scratch: memory to work in; made where it is None.
         out: where results go; made where it is None.
 
