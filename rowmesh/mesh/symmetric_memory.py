@@ -1,6 +1,7 @@
 """Symmetric memory: torch's way to let the GPUs of a host read each other, and what stands against it.
 
-None of this has run on GPUs; it was written by the sources of torch 2.9 to 2.13.
+None of this has run on GPUs. What is called has the same signatures in torch 2.9 and 2.13, and does the same there as
+far as their sources tell.
 """
 
 from __future__ import annotations
@@ -151,11 +152,8 @@ def _link(device: torch.device) -> Link:
 def _missing(device: torch.device) -> str | None:
     """What this torch lacks for symmetric memory."""
     try:
-        from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory as symmetric
     except ImportError as error:
         return f"this torch has no symmetric memory ({error})"
-    if not hasattr(_SymmetricMemory, "empty_strided_p2p"):
-        return "this torch has no symmetric memory that is known here"
-    backend = symmetric.get_backend(device) if hasattr(symmetric, "get_backend") else "CUDA"
+    backend = symmetric.get_backend(device)
     return None if backend == "CUDA" else f"symmetric memory is that of {backend}, not of CUDA: unset TORCH_SYMMMEM"
