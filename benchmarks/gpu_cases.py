@@ -142,7 +142,8 @@ def _pool_cases(inverse: Tensor, num_rows: int, pooling: int, dim: int) -> Itera
     moved = (num_rows + out.numel() // dim) * row_bytes + num_ids * _INVERSE_BYTES
     targets = {COPY: COPY_SHARE}
     yield Case(f"pool {name}", ours, {"embedding_bag": peer}, moved, _same("pool", ours, in_our_order, 1e-5), targets)
-    grad, sums = torch.randn_like(out), torch.empty_like(rows)
+    # Small whole numbers: a hot row has 50,000 of them, whose sum would otherwise depend on the order.
+    grad, sums = torch.randint(-8, 9, out.shape, device=device).to(out.dtype), torch.empty_like(rows)
     by_id = grad.view(count, NUM_TABLES, dim).transpose(0, 1).reshape(-1, dim).repeat_interleave(pooling, 0)
     filed = pool_ops.file_cells(inverse, bags, num_rows)
 
@@ -155,7 +156,7 @@ def _pool_cases(inverse: Tensor, num_rows: int, pooling: int, dim: int) -> Itera
     def torch_backward() -> Tensor:
         return torch.ops.aten.embedding_dense_backward(by_id, inverse, num_rows, -1, False)
 
-    check = _same("pool backward", ours_backward, torch_backward, 1e-4)
+    check = _same("pool backward", ours_backward, torch_backward)
     moved += num_ids * (_ID_BYTES - _INVERSE_BYTES)
     peers = {"with filing the cells": with_filing, "embedding_dense_backward": torch_backward}
     yield Case(f"pool backward {name}", ours_backward, peers, moved, check, targets)
