@@ -27,11 +27,10 @@ from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
-from rowmesh.exchange.pooling import Pooling
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.tiered import leased_rows
-from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
-from rowmesh.exchange.windows import Windows, make_windows
+from rowmesh.exchange.window import Form, Window, WindowLookUp
+from rowmesh.exchange.windows import Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
@@ -166,7 +165,7 @@ class EmbeddingCollection(nn.Module):
         self._pending: list[Route] = []
         self._driver: Driver | None = None
         self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
-        self._window_maker = WindowMaker()
+        self._window_maker = self._backend.make_window_maker()
         self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
         self.step_count = self.num_migrations = 0
@@ -356,8 +355,8 @@ class EmbeddingCollection(nn.Module):
 
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
         """How the windows of each part travel. Collective."""
-        self._backend.require_host("a pipeline")
-        made = [make_windows(part, form, finds_final=finds_final, verifies=verifies) for part in self._parts.parts]
+        how = {"finds_final": finds_final, "verifies": verifies}
+        made = [self._backend.make_windows(part, form, **how) for part in self._parts.parts]
         self._windows.update(made)
         return made
 
@@ -393,7 +392,7 @@ class EmbeddingCollection(nn.Module):
         """Routes a batch that is looked up by micro-batch; no communication."""
         route = self._route(batch)
         bounds = list(accumulate(sizes, initial=0))
-        layouts = self._outputs.layouts.parts(batch, [group.layout for group in route.groups], bounds)
+        layouts = self._outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
 
     def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
@@ -404,8 +403,7 @@ class EmbeddingCollection(nn.Module):
             part: which of its micro-batches.
             finished: is called when the gradients of its rows are summed.
         """
-        pooling = self._outputs.pooling
-        assert isinstance(pooling, Pooling)  # a pipeline needs rows in the host's memory
+        pooling: Any = self._outputs.pooling
         look_up = WindowLookUp(window, part, pooling, finished)
         groups = [group.parts[part] for group in window.groups]
         return self._outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
@@ -521,7 +519,7 @@ class EmbeddingCollection(nn.Module):
             new.counters = old.counters
         self._parts.close()
         self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
-        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
+        self._window_maker = self._backend.make_window_maker()  # the memory of windows knows where rows were
         self._num_pushes += 1  # rows that were fetched are stale
         self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows

@@ -16,7 +16,6 @@ from rowmesh.exchange import device as devices
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
-from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
@@ -232,8 +231,6 @@ def test_rows_may_be_fixed_to_ranks(ranks):
 
 def test_what_needs_rows_in_the_hosts_memory_is_refused():
     embeddings = EmbeddingCollection(two_tables(), device="cuda")
-    with pytest.raises(ConfigurationError, match="a pipeline cannot be done on device 'cuda' yet"):
-        Pipeline(embeddings)
     with pytest.raises(ConfigurationError, match="a migration to another plan cannot be done on device 'cuda' yet"):
         embeddings.migrate(embeddings.plan)
 

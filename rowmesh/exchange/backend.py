@@ -1,7 +1,7 @@
 """Backend: where rows live and look-ups run, the CPU or a device, as far as a collection has to know.
 
-A collection asks its backend for the three things that differ: a *router* (from a batch to what it needs), a *part*
-(rows, and how they travel) and a *pooling* (from rows to vectors). All else is the same code.
+A collection asks its backend for the things that differ: a *router* (from a batch to what it needs), a *part* (rows,
+and how they travel), a *pooling* (from rows to vectors), and for a pipeline *windows*. All else is the same code.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import GroupPooling, Pooling
 from rowmesh.exchange.route import RouteGroup
 from rowmesh.exchange.router import HostRouter, Router
+from rowmesh.exchange.window import Form, WindowMaker
+from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec
@@ -74,6 +76,18 @@ class Backend(Protocol):
         """For batches of all groups."""
         ...
 
+    def make_window_maker(self) -> Any:
+        """For a pipeline: makes windows of routed batches, as `WindowMaker` does."""
+        ...
+
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
+        """For a pipeline: how the windows of a part travel. Collective.
+
+        Raises:
+            ConfigurationError: they cannot, on this device.
+        """
+        ...
+
 
 class HostBackend:
     """The CPU."""
@@ -96,6 +110,14 @@ class HostBackend:
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> HostRouter:
         """Numba's kernels."""
         return HostRouter(layouts, rank)
+
+    def make_window_maker(self) -> WindowMaker:
+        """Over reused memory."""
+        return WindowMaker()
+
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
+        """By micro-batch where the transport can, else whole."""
+        return make_windows(part, form, finds_final=finds_final, verifies=verifies)
 
 
 def backend_for(device: str | torch.device) -> Backend:

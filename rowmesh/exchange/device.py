@@ -29,6 +29,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,7 +39,14 @@ from rowmesh.exchange.device_core_part import DeviceCorePart
 from rowmesh.exchange.device_part import DevicePart
 from rowmesh.exchange.device_pooling import DevicePooling
 from rowmesh.exchange.device_router import DeviceRouter
+from rowmesh.exchange.device_window import DeviceWindowMaker
+from rowmesh.exchange.device_windows import (
+    PhasedDeviceWindows,
+    WholeDeviceWindows,
+    pipeline_obstacles,
+)  # fmt: skip
 from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.window import Form
 from rowmesh.ops.gpu import require_triton
 from rowmesh.placement import Plan, RowRange
 from rowmesh.tables import TableGroup, TableSpec
@@ -85,6 +93,26 @@ class DeviceBackend:
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
         """Triton's kernels."""
         return DevicePooling(groups, width, self.device)
+
+    def make_window_maker(self) -> DeviceWindowMaker:
+        """Triton's kernels."""
+        return DeviceWindowMaker(self.device)
+
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
+        """On one rank nothing travels, on several rows do by micro-batch.
+
+        Raises:
+            ConfigurationError: this pipeline is not possible on a device.
+        """
+        obstacles = pipeline_obstacles(part, form, verifies=verifies)
+        if obstacles:
+            raise ConfigurationError(
+                f"a pipeline on device {self.name!r} cannot do this yet: {'; '.join(obstacles)}; change that, or use "
+                "device 'cpu'"
+            )
+        if part.mesh.world_size == 1:
+            return WholeDeviceWindows(part)
+        return PhasedDeviceWindows(part, form, finds_final=finds_final)
 
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
         """Triton's kernels."""

@@ -25,7 +25,7 @@ class DevicePooling:
     def __init__(self, groups: Sequence[TableGroup], width: int, device: torch.device) -> None:
         from rowmesh.ops.pool import cuda
 
-        self._groups, self._width, self._device, self._kernels = groups, width, device, cuda
+        self._groups, self._width, self._device, self.kernels = groups, width, device, cuda
         self._dtype = compute_dtype(groups[0].dtype)
 
     @property
@@ -36,7 +36,7 @@ class DevicePooling:
     def compress(self, group: Any) -> None:
         """Files the output cells of every row, for the backward; may run while rows travel."""
         if group.filed is None:
-            group.filed = self._kernels.file_cells(group.recover, group.bags, group.num_unique, self._dtype)
+            group.filed = self.kernels.file_cells(group.recover, group.bags, group.num_unique, self._dtype)
 
     def forward(self, groups: Sequence[Any], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""
@@ -46,7 +46,7 @@ class DevicePooling:
                 size = group.layout.num_ids, of.dim
                 outputs.append(torch.empty(*size, dtype=self._dtype, device=self._device))
             target = outputs[-1] if of.is_sequence else outputs[0]
-            self._kernels.pool(group.source, group.recover, group.bags, target, group.slots)
+            self.kernels.pool(group.source, group.recover, group.bags, target, group.slots)
         return tuple(outputs)
 
     def backward(self, groups: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class DevicePooling:
         for of, group, grad in self.pairs(groups, gradients):
             self.compress(group)
             group.gradients = torch.empty(group.num_unique, of.dim, dtype=self._dtype, device=self._device)
-            self._kernels.backward(grad, group.filed, group.gradients, group.unique.num_unique)
+            self.kernels.backward(grad, group.filed, group.gradients, group.unique.num_unique)
             group.filed = None
 
     def pairs(self, groups: Sequence[Any], gradients: Sequence[Tensor]) -> list[tuple[TableGroup, Any, Tensor]]:

@@ -140,17 +140,19 @@ class PhasedExchange:
             cuts.append((slice(column, split), slice(split, end)))
             column = end
         counts = self._rows.exchange_equal(self._opening, self._common, "opening a window").numpy()
-        self._check(counts[:, 0].tolist(), number)
+        check_numbers(self._mesh, counts[:, 0].tolist(), number)
         return [(counts[:, offsets], counts[:, accesses]) for offsets, accesses in cuts]
 
-    def _check(self, numbers: list[int], number: int) -> None:
-        if numbers.count(number) != len(numbers):
-            name = self._mesh.name
-            windows = ", ".join(f"rank {name(rank)} opens batch {other - FIRST}" for rank, other in enumerate(numbers))
-            raise PeerError(
-                f"rank {name(self._mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many "
-                "batches to its pipeline"
-            )
+
+def check_numbers(mesh: Mesh, numbers: list[int], number: int) -> None:
+    """Raises PeerError where a rank opens another window than this one."""
+    if numbers.count(number) != len(numbers):
+        name = mesh.name
+        windows = ", ".join(f"rank {name(rank)} opens batch {other - FIRST}" for rank, other in enumerate(numbers))
+        raise PeerError(
+            f"rank {name(mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many batches to "
+            "its pipeline"
+        )
 
 
 def _channel(mesh: Mesh, use: str) -> Channel | Alone:

@@ -26,11 +26,13 @@ class Windows(Protocol):
     Attributes:
         is_phased: whether by micro-batch.
         is_tiered: whether rows are brought into fast memory first.
+        is_on_device: whether what is done is asked of a device, and may be done later.
         reason: why so.
     """
 
     is_phased: bool
     is_tiered: bool
+    is_on_device: bool
     reason: str
 
     def begin(self, number: int) -> None:
@@ -81,6 +83,8 @@ class Windows(Protocol):
 
 class WholeWindows:
     """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
+
+    is_on_device = False
 
     def __init__(self, part: Part | CorePart, obstacle: str) -> None:
         self.is_phased = self.is_tiered = False
@@ -141,6 +145,8 @@ class PhasedWindows:
     Where tables have replicas no row is final before its window opens: what other replica groups touch is known to them
     alone.
     """
+
+    is_on_device = False
 
     def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
         self.is_phased, self.is_tiered = True, any(exchange.is_tiered for exchange in part.exchanges)

@@ -35,6 +35,7 @@ from rowmesh.pipeline.recorder import Recorder
 from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
+from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
 
 
@@ -53,6 +54,7 @@ class Samples(Protocol):
 
 T = TypeVar("T", bound=Samples)
 _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
+_KINDS = ("is_tiered", "is_on_device")
 
 
 class Part:
@@ -133,6 +135,11 @@ class Pipeline(Generic[T]):
         overlap: whether communication has threads of its own; without, everything is done in turn.
         disturb: is called before every task in its thread, for tests.
 
+    Attributes:
+        schedule: what is done when.
+        recorder: when tasks were done.
+        is_timed: whether that says how long they took: what a device is asked for, it does later.
+
     Raises:
         ConfigurationError: these do not go together.
 
@@ -173,9 +180,14 @@ class Pipeline(Generic[T]):
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._make_windows = partial(embeddings.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), embeddings.num_migrations
-        is_tiered = any(windows.is_tiered for windows in self._windows)
-        self.schedule = make_schedule(depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered)
-        self.recorder = Recorder()
+        is_tiered, is_on_device = (any(getattr(each, name) for each in self._windows) for name in _KINDS)
+        self.schedule = make_schedule(
+            depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered, is_on_device=is_on_device
+        )
+        self._streams: Streams = HostStreams()
+        if is_on_device and overlap:
+            self._streams = DeviceStreams(self.schedule, embeddings.device)
+        self.recorder, self.is_timed = Recorder(), not is_on_device
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
@@ -223,8 +235,10 @@ class Pipeline(Generic[T]):
             windows.begin(self._first)
         actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
         actions["retrieve"] = lambda task: self._retrieve(task, runner)
+        self._streams.meet()  # what set rows was before, and whoever used this memory
+        on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
-            self.schedule, actions, rank=self._embeddings.mesh.rank, threads=self._overlap,
+            self.schedule, on_streams, rank=self._embeddings.mesh.rank, threads=self._overlap,
             recorded=self.recorder.add, disturb=self._disturb, cancelled=cancelled,
         )  # fmt: skip
         return runner
@@ -276,6 +290,7 @@ class Pipeline(Generic[T]):
         if self._current is not None:
             self._note_dense(self._current)
         self._runner.settle()
+        self._streams.meet()
 
     def close(self) -> None:
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
@@ -302,12 +317,14 @@ class Pipeline(Generic[T]):
             return
         self._make_room(runner)
         self._untold = runner.close()
+        self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
         self._embeddings.take_back()
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
+        self._streams.forget()
         self._current, self._reader = None, iter(())
 
     def _make_room(self, runner: Runner) -> None:
@@ -331,11 +348,12 @@ class Pipeline(Generic[T]):
         """Waits until a micro-batch can be looked up; the time is exposed."""
         runner, start_s = self._runner_of(flight), time.perf_counter()
         runner.wait(task)
+        self._streams.begin(task)
         self.recorder.add_exposed(task, start_s, time.perf_counter())
 
     def pool(self, flight: Flight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
-        window = flight.window
+        window, task = flight.window, Task("compute", flight.batch, part)
         assert window
 
         def finished() -> None:
@@ -343,7 +361,8 @@ class Pipeline(Generic[T]):
             for windows in self._windows:
                 windows.pack(window, part)
             flight.take_gradients(part)
-            runner.done(Task("compute", flight.batch, part))
+            self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
+            runner.done(task)
 
         return self._embeddings.pool_part(window, part, finished)
 
@@ -423,6 +442,7 @@ class Pipeline(Generic[T]):
         assert flight.window
         assert flight.lrs is not None
         self._embeddings.update_window(self._windows, flight.window, flight.lrs)
+        self._streams.keep(task.batch, flight.window)
         flight.window = None  # its memory serves another one, even where the program keeps the batch
         del self._flights[task.batch]
 

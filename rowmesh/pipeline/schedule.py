@@ -22,6 +22,8 @@ from rowmesh.errors import ConfigurationError
 
 COMPUTE = "compute"
 """The resource of the thread that drives the pipeline."""
+REUSED_AFTER = 2
+"""Turns after its own in which the memory of a batch is used again, on a device."""
 
 
 class After(NamedTuple):
@@ -117,7 +119,7 @@ class Schedule:
 
 
 def make_schedule(
-    depth: int, num_parts: int, *, fetches_final: bool = True, is_tiered: bool = False
+    depth: int, num_parts: int, *, fetches_final: bool = True, is_tiered: bool = False, is_on_device: bool = False
 ) -> Schedule:  # fmt: skip
     """The stages of training.
 
@@ -126,25 +128,30 @@ def make_schedule(
         num_parts: N, micro-batches.
         fetches_final: whether rows are fetched across the step boundary (depth 1 or more).
         is_tiered: whether rows are brought into a fast tier first.
+        is_on_device: whether tasks ask a device for what they do: all messages are then of one resource, in one order
+            on all ranks, and a batch is routed over memory of one before; see [Note: streams] in
+            `rowmesh.pipeline.streams`.
     """
+    of_memory = (After("update", depth + REUSED_AFTER),) if is_on_device else ()
+    down, up = ("communication",) * 2 if is_on_device else ("rows", "gradients")
     kept = ("retrieve",) if is_tiered else ()
     here = tuple(After(name) for name in ("open", *kept))
-    rows = Stage("rows", "rows", (*here, After("update", 1)), by_part=True)
-    opening = Stage("open", "rows", (After("route"), After("open", 1)), ahead=depth)
-    final = Stage("final", "rows", (*here, After("open", 1), After("update", 2)), ahead=1)
+    rows = Stage("rows", down, (*here, After("update", 1)), by_part=True)
+    opening = Stage("open", down, (After("route"), After("open", 1)), ahead=depth)
+    final = Stage("final", down, (*here, After("open", 1), After("update", 2)), ahead=1)
     if depth and fetches_final:
         of_rows = (rows, opening, final)
     else:
         of_rows = (rows, opening) if depth else (opening, rows)
     stages = [
         Stage("read", "worker", ahead=depth),
-        Stage("route", "worker", (After("read"),), ahead=depth),
+        Stage("route", "worker", (After("read"), *of_memory), ahead=depth),
         *of_rows,
         Stage("compute", COMPUTE, (After("rows"), After("step", 1)), by_part=True),
         Stage("step", COMPUTE, (After("compute"),)),
         Stage("dense", COMPUTE, (After("compute"),)),
-        Stage("gradients", "gradients", (After("compute"),), by_part=True),
-        Stage("update", "gradients", (After("gradients"), After("step"))),
+        Stage("gradients", up, (After("compute"),), by_part=True),
+        Stage("update", up, (After("gradients"), After("step"))),
     ]
     if is_tiered:
         stages += [

@@ -82,9 +82,14 @@ class Stream:
         self._stream = stream
 
     @classmethod
-    def new(cls, device: torch.device) -> Stream:
-        """One more, beside the others of a device."""
-        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+    def new(cls, device: torch.device, *, is_urgent: bool = False) -> Stream:
+        """One more, beside the others of a device.
+
+        Args:
+            device: that does the work.
+            is_urgent: whether, of two kernels that could begin, its own goes first.
+        """
+        return cls(torch.cuda.Stream(device, priority=-int(is_urgent)) if device.type == "cuda" else None)
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:

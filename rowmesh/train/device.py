@@ -7,7 +7,7 @@ import os
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, PipelineConfig
 from rowmesh.train.graphs import check_graphs
 
 
@@ -16,9 +16,7 @@ def check_device(config: Config) -> None:
     check_graphs(config)
     if config.train.device == "cpu":
         return
-    obstacles = []
-    if not config.pipeline.is_off:
-        obstacles.append("a pipeline (leave the section pipeline out)")
+    obstacles = _pipeline_obstacles(config.pipeline)
     if config.placement.drift.enabled == "on":
         obstacles.append("drift (set placement.drift.enabled=auto)")
     if obstacles:
@@ -26,6 +24,17 @@ def check_device(config: Config) -> None:
             f"train.device={config.train.device!r} cannot be combined with {' and '.join(obstacles)} yet; change that, "
             "or set train.device=cpu"
         )
+
+
+def _pipeline_obstacles(config: PipelineConfig) -> list[str]:
+    """What a pipeline needs rows in the host's memory for, or tasks that are done when their thread says so."""
+    obstacles = []
+    if config.is_measured:
+        obstacles.append("a pipeline that is chosen by measured steps (give pipeline.depth and micro_batches, no auto)")
+    if config.exchange == "naive":
+        obstacles.append("pipeline.exchange=naive (use delta or unsplit)")
+    obstacles += [f"pipeline.{name}" for name in ("verify", "trace") if getattr(config, name)]
+    return obstacles
 
 
 def use_device(config: Config) -> str:

@@ -126,8 +126,10 @@ class PipelinedSteps:
             self._pipeline.settle()
 
     def record(self) -> dict[str, float]:
-        """The share of the time that computation waited for rows."""
+        """The share of the time that computation waited for rows, where the host can tell."""
         assert self._pipeline
+        if not self._pipeline.is_timed:
+            return {}
         return {"exposed_share": self._pipeline.recorder.take().exposed_share}
 
     def finish(self, trace: Path) -> None:

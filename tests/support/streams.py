@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from unittest import mock
 
 import numpy as np
 
+from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
 
 
@@ -101,3 +103,69 @@ class Machine:
                     what()
                 elif kind == "mark":
                     what.is_done = True
+
+
+class _Inline(Stream):
+    """Work that is done when it is asked for, by a host that waits for what it comes after."""
+
+    def __init__(self, machine, waits=True):
+        super().__init__(None)
+        self._machine, self._waits = machine, waits
+
+    def mark(self):
+        mark = LateMark(self._machine)
+        mark.is_done = True
+        return mark
+
+    def wait_for(self, marks):
+        for mark in marks if self._waits else ():
+            mark.wait()
+
+
+class _Pipelined:
+    """Streams of a pipeline, of which that which communicates is late."""
+
+    def __init__(self, seed, waits):
+        self._machine, self._waits = Machine(seed, float(seed % 3)), waits
+
+    def new(self, device, *, is_urgent=False):
+        return self._machine.new(device) if is_urgent else _Inline(self._machine)
+
+    def current(self, device):
+        return _Inline(self._machine, self._waits)
+
+
+class LateDeviceStreams(DeviceStreams):
+    """Streams of a pipeline that are late, and spoil what is dropped, as its memory might be used again.
+
+    Attributes:
+        num_late: windows that were spoilt.
+    """
+
+    def __init__(self, schedule, device, seed, waits):
+        super().__init__(schedule, device, _Pipelined(seed, waits))
+
+    @classmethod
+    def with_seed(cls, seed, *, waits=True):
+        """A stand-in for the class; `waits`: whether the stream that computes waits for rows."""
+        make = lambda schedule, device: cls(schedule, device, seed, waits)  # noqa: E731
+        made = mock.Mock(side_effect=make, num_late=0)
+        cls.made = made
+        return made
+
+    def _drop(self, batch):
+        if (window := self._kept.get(batch)) is not None:
+            self.made.num_late += 1
+            spoil(window)
+        super()._drop(batch)
+
+
+def spoil(window):
+    """Writes over what a window has on the device."""
+    for group in window.groups:
+        arena = group.group.exchange.arena.rows
+        tensors = [group.slots, group._gradients, *([] if group.source is arena else [group.source])]
+        for part in group.parts:
+            tensors += [part.recover, part.filed.cells, part.filed.pointers]
+        for tensor in tensors:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)

@@ -39,10 +39,20 @@ def test_a_run_with_tiered_tables_is_that_with_dense_ones(config_file, tmp_path)
     assert found[0] == found[1]
 
 
+def test_a_pipeline_on_a_device_trains_the_same_model(config_file, tmp_path):
+    found = []
+    for device, own in (("cpu", []), ("cuda", ["pipeline.depth=1", "pipeline.micro_batches=2"])):
+        common = ["train.steps=2", "data.batch_size=256", f"train.device={device}", f"run.folder={tmp_path / device}"]
+        found.append(run_training(resolve(config_file, [*common, *own])))
+    assert found[1].log_loss == pytest.approx(found[0].log_loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pipeline.depth=1", r"cannot be combined with a pipeline \(leave the section"),
+        ('pipeline.depth="auto"', "cannot be combined with a pipeline that is chosen by measured steps"),
+        ('pipeline.exchange="naive"', "cannot be combined with pipeline.exchange=naive"),
+        ("pipeline.trace=true", "cannot be combined with pipeline.trace yet"),
         ('placement.drift.enabled="on"', "cannot be combined with drift"),
     ],
 )

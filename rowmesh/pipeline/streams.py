@@ -1,0 +1,190 @@
+"""Streams: on a device, what tasks ask for is done later, each resource's on a stream of its own.
+
+[Note: streams]
+
+*Which.* A task of a pipeline on a device only asks for work; the runner's "done" means "asked for". The threads of the
+runner, one a resource, each ask on a stream of their own::
+
+    worker         copies batches to the device (from pinned memory) and routes them; files ids for the backward
+    communication  keys, rows, gradients; merges and updates rows
+    compute        whatever stream is the program's own: pooling, the network, sums of gradients of rows
+
+*Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
+(`end`), and one that begins has its stream wait for those of the tasks that the schedule has it come after (`begin`).
+The runner has seen to it that they were recorded before. No host waits for any of this. It waits in two places: for the
+sizes of messages, in the thread that communicates, and, with one rank, in the same thread before an update, for
+what was counted of its batch when that was opened, a turn earlier.
+
+Rows are read and updated on the communication stream alone, whose order is what makes them fresh: update of t − 1, rows
+of t, final rows of t + 1 (those that t does not touch), gradients and update of t. With one rank, rows are also read
+where they are by the stream that computes: that waits for the update before (rows of t come after it), and the update
+waits for all gradients of t, hence for all that was read before them.
+
+*One communicator, one order.* NCCL needs the messages of a communicator to be posted in one order by all ranks. It may
+also block for ever where two communicators of one device run at once, on every rank in another order, and do not fit on
+it together. Rows and gradients, two threads on a CPU, are therefore one resource here, whose tasks have one declared
+order: rows of t, keys of t + K, final rows of t + 1, gradients of t. The look-ups of the program use the same
+communicator, but only when the pipeline has settled. What averages the dense network has a communicator of its own, as
+it has in any program beside DistributedDataParallel; both together take a fraction of a GPU's multiprocessors.
+
+*Autograd* runs the backward of a micro-batch's vectors in a thread of its own, on the stream on which they were made.
+So the event after which gradients are complete is recorded there, on what is the current stream then, not by the thread
+that called `backward`.
+
+*Memory.* Torch's allocator gives memory that is freed to the next that asks on the stream which it was allocated on, at
+once, whatever other streams still do with it. So nobody may drop a tensor that another stream uses before its
+own stream has waited for that one. Here all that a batch has, from its ids on the device to the rows that came and the
+gradients that go, belongs to its window, and the window is dropped as a whole, when the worker begins batch t + K + 2:
+
+- the worker's stream has then waited for the event of the update of t (the schedule has that edge for nothing else),
+  which came after all that computed t and all that was sent;
+- the communication stream did that update itself;
+- the stream that computes has waited for rows of t + 1, which come after that update.
+
+So the host may run ahead, K + 2 windows are alive at most, and memory is the same in every run. Tensors within one
+stream need nothing of this, and NCCL's messages are waited for, on the stream that posted them, before what they
+carry is dropped. Two exceptions: gradients are allocated on the program's stream, which it may change between batches
+(`DeviceWindowGroup.gradients` tells the allocator); and pinned memory is kept by torch until it is copied.
+At both ends of a loop, and before the program looks rows up, all streams meet (`meet`).
+
+Source: NestPipe §V-B. Differs: batches have a stream of their own, and rows are updated on that of communication.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Schedule, Task
+from rowmesh.tables.streams import Mark, Stream
+
+Action = Callable[[Task], None]
+
+
+class Streams(Protocol):
+    """Where tasks are done, and after what."""
+
+    def run(self, action: Action, task: Task) -> None:
+        """Does a task of a thread of the runner."""
+        ...
+
+    def begin(self, task: Task) -> None:
+        """What follows on the current stream comes after all that a task waits for."""
+        ...
+
+    def end(self, task: Task) -> None:
+        """What was asked of the current stream so far is all of a task."""
+        ...
+
+    def keep(self, batch: int, thing: object) -> None:
+        """Keeps what belongs to a batch until no stream uses it."""
+        ...
+
+    def meet(self) -> None:
+        """What follows on any stream comes after all that was asked for so far."""
+        ...
+
+    def forget(self) -> None:
+        """Drops what is kept, when all have met."""
+        ...
+
+
+class HostStreams:
+    """A CPU, or a device that does everything in turn: what is done is done."""
+
+    def run(self, action: Action, task: Task) -> None:
+        """Does a task."""
+        action(task)
+
+    def begin(self, task: Task) -> None:
+        """The runner waited."""
+
+    def end(self, task: Task) -> None:
+        """It is done."""
+
+    def keep(self, batch: int, thing: object) -> None:
+        """Nobody uses it."""
+
+    def meet(self) -> None:
+        """The runner waited."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+class DeviceStreams:
+    """A device. See [Note: streams].
+
+    Args:
+        schedule: of the tasks.
+        device: where; on the CPU, where kernels are interpreted, all is done at once, and by the same code.
+        streams: makes streams; tests have others.
+    """
+
+    def __init__(self, schedule: Schedule, device: torch.device, streams: type[Stream] = Stream) -> None:
+        self._schedule, self._device, self._make = schedule, device, streams
+        # What others wait for goes first: a message that is gathered late is late on all ranks.
+        self._streams = {
+            resource: streams.new(device, is_urgent=resource == "communication")
+            for resource in schedule.resources
+            if resource != COMPUTE
+        }
+        self._marks: dict[Task, Mark] = {}  # the event of every task that another one may still wait for
+        self._kept: dict[int, object] = {}  # by batch, what other streams may still use
+        self._lock = threading.Lock()  # of both
+
+    def run(self, action: Action, task: Task) -> None:
+        """Does a task on the stream of its resource, which is the current one meanwhile, with its device."""
+        stream = self._streams[self._schedule.stage(task.stage).resource]
+        stream.wait_for(self._before(task))
+        if task.stage == "route":  # its stream waits for the update of the batch that is dropped
+            self._drop(task.batch - self._schedule.depth - REUSED_AFTER)
+        stream.run(lambda: action(task))
+        self._done(task, stream.mark())
+
+    def begin(self, task: Task) -> None:
+        """Has the current stream wait for what a task comes after."""
+        self._make.current(self._device).wait_for(self._before(task))
+
+    def end(self, task: Task) -> None:
+        """Records the event that others wait for."""
+        self._done(task, self._make.current(self._device).mark())
+
+    def _before(self, task: Task) -> list[Mark]:
+        with self._lock:
+            return [self._marks[each] for each in self._schedule.before(task) if each in self._marks]
+
+    def _done(self, task: Task, mark: Mark) -> None:
+        with self._lock:
+            self._marks[task] = mark
+            if task.stage == "update":  # what is still to come waits for nothing that is older
+                self._marks = {each: mark for each, mark in self._marks.items() if each.batch > task.batch - 2}
+
+    def keep(self, batch: int, thing: object) -> None:
+        """Keeps what belongs to a batch."""
+        with self._lock:
+            self._kept[batch] = thing
+
+    def _drop(self, batch: int) -> None:
+        with self._lock:
+            self._kept.pop(batch, None)
+
+    def meet(self) -> None:
+        """Has the current stream wait for all others, and them for it: their memory may be used again, and then there.
+
+        What is dropped after this may be.
+        """
+        current = self._make.current(self._device)
+        current.wait_for([stream.mark() for stream in self._streams.values()])
+        mark = current.mark()
+        for stream in self._streams.values():
+            stream.wait_for([mark])
+
+    def forget(self) -> None:
+        """Drops what is kept."""
+        with self._lock:
+            self._marks.clear()
+            self._kept.clear()
