@@ -34,6 +34,7 @@ from rowmesh.exchange.windows import Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.ops.untraced import untraced
 from rowmesh.placement import Piece, Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
@@ -258,6 +259,7 @@ class EmbeddingCollection(nn.Module):
             buffers += 0 if tiered is None else tiered.bookkeeping_bytes
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
+    @untraced
     def forward(self, batch: SparseBatch) -> Embeddings:
         """Looks a batch up; collective, each rank passes its own samples.
 

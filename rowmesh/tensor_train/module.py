@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.tensor_train import reference
+from rowmesh.ops.untraced import untraced
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
@@ -156,6 +157,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         )  # fmt: skip
         return bag.requires_grad_(not freeze)
 
+    @untraced
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:  # fmt: skip
@@ -197,6 +199,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         pooled: Any = PooledRows.apply(lookup, options, engine.pooling(bags, lookup, self.mode == "mean"), *cores)
         return pooled
 
+    @untraced
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of ids of any shape, `[…, D]`; differentiable.
 
