@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from rowmesh.ops.merge_update import reference
 
 
 def update_slices(
-    rule: str, core: Tensor, state: Mapping[str, Tensor], gradient: Tensor, touched: Tensor, *numbers: float
+    rule: str, core: Tensor, state: Mapping[str, Tensor], gradient: Tensor, touched: Tensor, *numbers: Any
 ) -> None:  # fmt: skip
     """Changes the touched slices of a core and their states, in place.
 
