@@ -11,7 +11,7 @@ from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 
 
-def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
+def device_group(mesh: Mesh, device: torch.device, use: str = "devices") -> tuple[Any, str, str]:
     """The process group for tensors on the ranks' devices, its backend, and why that one. Collective.
 
     NCCL where every rank of the run has a GPU of its own, so that all parts of it have the same; else the ranks' gloo
@@ -21,6 +21,8 @@ def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
     Args:
         mesh: the ranks, or a part of them; all ranks of the run then name the same parts.
         device: of this rank.
+        use: NCCL's groups for different uses are different ones. Whoever sends from a thread of its own needs one,
+            whichever mesh it has: messages of a group must be posted in the same order on all ranks.
 
     Raises:
         PeerError: a rank did not come within the timeout.
@@ -34,11 +36,20 @@ def device_group(mesh: Mesh, device: torch.device) -> tuple[Any, str, str]:
         return mesh.group, "gloo", "kernels are interpreted on the CPU"
     pairs = list(zip(run.hosts, everyone, strict=True))
     if len(set(pairs)) < len(pairs):
-        return mesh.group, "gloo", f"{len(pairs)} ranks share {len(set(pairs))} GPU(s), which NCCL cannot"
+        return _gloo_group(mesh, use), "gloo", f"{len(pairs)} ranks share {len(set(pairs))} GPU(s), which NCCL cannot"
     if not dist.is_nccl_available():
-        return mesh.group, "gloo", "this torch is built without NCCL"
-    group = mesh.subgroup([range(mesh.world_size)], use="devices", backend="nccl")
+        return _gloo_group(mesh, use), "gloo", "this torch is built without NCCL"
+    group = mesh.subgroup([range(mesh.world_size)], use, "nccl")
     return group, "nccl", f"each of {len(pairs)} ranks has a GPU of its own"
+
+
+def _gloo_group(mesh: Mesh, use: str) -> Any:
+    """The ranks' group where gloo moves the tensors of GPUs, too; else, as of "cpu:gloo,cuda:nccl", another one."""
+    try:
+        name = mesh.group._get_backend(torch.device("cuda")).name()
+    except RuntimeError:
+        name = "nothing"
+    return mesh.group if name == "gloo" else mesh.subgroup([range(mesh.world_size)], use, "gloo")
 
 
 def gpu_identity(device: torch.device | int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ class SharedGradients:
         self._group: Any = None
         self._waits = True
         if mesh.group is not None:
-            self._group, backend, _ = device_group(mesh, self._buffer.device)
+            self._group, backend, _ = device_group(mesh, self._buffer.device, "network")
             self._waits = backend != "nccl"
-            complete(
-                mesh,
+            self._run(
                 lambda: dist.broadcast(self._buffer, group=self._group, group_src=0, async_op=True),
                 "sharing the network's parameters",
             )
@@ -56,20 +56,23 @@ class SharedGradients:
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
-        mesh = self._mesh
         if self._group is not None:
-            self._sum(mesh)
-            self._buffer /= mesh.world_size
+            self._run(
+                lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True),
+                "averaging the network's gradients",
+            )
+            self._buffer /= self._mesh.world_size
 
-    def _sum(self, mesh: Mesh) -> None:
-        doing = "averaging the network's gradients"
+    def _run(self, post: Callable[[], Any], doing: str) -> None:
+        """Has what follows on this stream come after a collective."""
         if self._waits:
-            complete(mesh, lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True), doing)
+            complete(self._mesh, post, doing)
             return
         try:
-            dist.all_reduce(self._buffer, group=self._group)  # what follows on this stream comes after it
+            # Without a timeout: NCCL would make the host wait, and end its connections when that time is over.
+            post().wait()
         except RuntimeError as error:
-            raise mesh.peer_error(doing, error) from error
+            raise self._mesh.peer_error(doing, error) from error
 
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = self._buffer.split([parameter.numel() for parameter in parameters])

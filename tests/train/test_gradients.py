@@ -39,3 +39,18 @@ def average(mesh, backend):
 
 def test_averages_are_the_same_whether_the_host_waits(ranks):
     assert ranks.run(average, "gloo") == ranks.run(average, "nccl") == [[[[0.5, 0.5]], [1.0]]] * 2
+
+
+def test_nccl_is_waited_for_without_a_timeout(monkeypatch):
+    """With one, NCCL ends its connections when it is over."""
+    waited = []
+
+    class Work:
+        def wait(self):
+            waited.append(True)
+
+    monkeypatch.setattr(module, "device_group", lambda *of: (object(), "nccl", ""))
+    monkeypatch.setattr(module.dist, "broadcast", lambda *of, **options: Work())
+    monkeypatch.setattr(module.dist, "all_reduce", lambda *of, **options: Work())
+    SharedGradients(nn.Linear(2, 1), Mesh(world_size=2, group=object())).average()
+    assert waited == [True, True]
