@@ -147,6 +147,21 @@ def test_what_does_not_fit_yet_comes_at_the_fetch():
     collection.close()
 
 
+def test_a_route_may_be_fetched_again():
+    """It holds its rows once, which are what the last update left."""
+    collection, optimizer = make(6)
+    first, second = collection.route(batch(1, 2, 3)), collection.route(batch(3, 4))
+    collection.fetch(first)
+    collection.pool(collection.fetch(second)).values.sum().backward()
+    optimizer.step()
+    found = collection.pool(collection.fetch(first)).values
+    assert torch.equal(found.cpu(), rows_of(collection)[[1, 2, 3]])
+    found.sum().backward()
+    optimizer.step()
+    collection(batch(*range(10, 16)))
+    collection.close()
+
+
 def test_ids_outside_are_what_the_device_makes_of_them():
     found = []
     for device in ("cpu", "cuda"):

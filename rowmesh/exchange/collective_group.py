@@ -132,13 +132,14 @@ class CollectiveGroup:
         rank, out = exchange.rank, group.workspace.replies.buffer.address
         if self._num_replying == exchange.num_segments and self._relay is None:
             own = int(incoming.bounds[rank])
-            group.held = exchange.hold(merger)
+            held = exchange.hold(merger)
+            group.keep(held)
             self._gather.reply(
-                exchange.arena.address, group.held.places, merger.heads, merger.nexts, merger.num_merged,
+                exchange.arena.address, held.places, merger.heads, merger.nexts, merger.num_merged,
                 own, int(incoming.bounds[rank + 1]), out,
             )  # fmt: skip
             if isinstance(exchange, TieredExchange):
-                exchange.place_own(group, merger, group.held, own)
+                exchange.place_own(group, merger, held, own)
             return
         shifts = incoming.reply_bounds[:-1] - incoming.bounds[:-1]
         uniques = group.workspace.uniques.buffer.address + 4 * group.stop_bounds[rank]

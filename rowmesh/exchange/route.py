@@ -93,6 +93,12 @@ class RouteGroup:
             outbox = self.workspace.outbox
             traffic.add(self.exchange.address_map, outbox.segment_offsets, outbox.accesses)
 
+    def keep(self, held: Held) -> None:
+        """Takes what holds the rows; what held them when the route was fetched before is given up."""
+        before, self.held = self.held, held
+        if before is not None:
+            before.release()
+
     def release(self) -> None:
         """Gives buffers back."""
         if self.held is not None:

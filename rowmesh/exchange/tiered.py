@@ -60,8 +60,9 @@ class TieredExchange(GroupExchange):
         sources = Sources(self)
         sources.add_own(group)
         sources.merge()
-        group.held = self.hold(self.merger)
-        self.place_own(group, self.merger, group.held, 0)
+        held = self.hold(self.merger)
+        group.keep(held)
+        self.place_own(group, self.merger, held, 0)
 
     def place_own(self, group: RouteGroup, merger: Merger, held: Held, begin: int) -> None:
         """Says where the rows are that this rank asked itself for, the entries from `begin` on."""

@@ -99,6 +99,27 @@ def train_on(window, optimizer):
     optimizer.step()
 
 
+def fetch_twice(mesh):
+    """A route that is fetched again after an update holds its rows once."""
+    collection, optimizer = make(mesh, 2)
+    first, second = (collection.route(item(mesh, number).sparse) for number in (0, 1))
+    collection.fetch(first)
+    collection.pool(collection.fetch(second)).values.sum().backward()
+    optimizer.step()
+    collection.pool(collection.fetch(first)).values.sum().backward()
+    optimizer.step()
+    del first, second
+    for number in (2, 3):  # takes all room
+        kept = collection(item(mesh, number).sparse)
+    collection.close()
+    return kept.values.isnan().any()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_route_may_be_fetched_again(ranks, world_size):
+    assert not any(ranks.run(fetch_twice, world_size=world_size))
+
+
 def leave_a_loop(mesh, depth, num_batches, with_step):
     """Leaves a loop in its third batch, before or after its step, and trains on what comes from there."""
     before = set(threading.enumerate())

@@ -7,6 +7,7 @@ from collections import deque
 from unittest import mock
 
 import numpy as np
+import torch
 
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
@@ -64,6 +65,7 @@ class Machine:
         self._lock = threading.RLock()
         self._streams = []
         self.stuck = None  # a stream that does nothing
+        self.device = torch.device("cpu")
         self.compute = self.new(None)
 
     def new(self, device):
@@ -169,3 +171,17 @@ def spoil(window):
             tensors += [part.recover, part.filed.cells, part.filed.pointers]
         for tensor in tensors:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+class Real:
+    """What a machine is, of the streams that there are: those of a GPU, or, on a CPU, everything at once."""
+
+    new, current = Stream.new, Stream.current
+
+    def __init__(self, device):
+        self.device, self.compute = device, Stream.current(device)
+
+    def finish(self):
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
