@@ -1,7 +1,8 @@
 """Backend: where rows live and look-ups run, the CPU or a device, as far as a collection has to know.
 
 A collection asks its backend for the things that differ: a *router* (from a batch to what it needs), a *part* (rows,
-and how they travel), a *pooling* (from rows to vectors), and for a pipeline *windows*. All else is the same code.
+and how they travel; another one of cores), a *pooling* (from rows to vectors), and for a pipeline *windows*. All else
+is the same code.
 """
 
 from __future__ import annotations
