@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
@@ -19,7 +20,7 @@ from tests.support.tables import table
 from tests.support.training import merged, train
 from tests.support.triton import kernels_of
 from tests.test_equivalence import assert_close, assert_same_bits
-from tests.test_tensor_train_tables import cored
+from tests.test_tensor_train_tables import cored, scenarios
 
 pytestmark = pytest.mark.triton
 kernels_of("tensor_train")  # or all are skipped
@@ -92,6 +93,17 @@ def test_all_rules_on_four_ranks(ranks, rule, dtype):
     scenario = Scenario(tables=mixed(rule, dtype), batch_sizes=(4, 0, 3, 6), is_weighted=True, num_steps=2)
     on_device = merged(scenario, ranks.run(train, scenario, "auto", "cuda", world_size=4))
     assert_close(scenario, on_device, merged(scenario, ranks.run(train, scenario, "collective", world_size=4)))
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(scenario=scenarios())
+def test_random_mixtures(ranks, scenario):
+    sizes = scenario.batch_sizes[:2]
+    scenario = replace(scenario, batch_sizes=sizes)
+    on_device = ranks.run(train, scenario, "auto", "cuda", world_size=len(sizes))
+    on_cpu = ranks.run(train, scenario, "collective", world_size=len(sizes))
+    assert_close(scenario, merged(scenario, on_device), merged(scenario, on_cpu))
 
 
 def two_tables(**options):
