@@ -135,7 +135,8 @@ class DevicePooling:
 
         self._kernels, self._lookup, self._count = cuda, lookup, bags.count
         self._dim, self._dtype = lookup.shape.dim, lookup.dtype
-        weights = None if bags.weights is None else bags.weights.detach().to(self._dtype).contiguous()
+        weights = bags.weights  # a copy, as the backward reads them again: the user may change his own
+        weights = None if weights is None else weights.detach().to(self._dtype, copy=True).contiguous()
         first_bound = -1 if bags.offsets is None else 0
         is_mean = int(mean and bags.size != 1)
         feature = (0, bags.ids.numel(), first_bound, bags.size, bags.count, 0, self._dim, is_mean)

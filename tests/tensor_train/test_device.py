@@ -124,6 +124,17 @@ def test_the_optimizer_is_that_of_the_cpu(device, rule, monkeypatch):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_that_change_after_the_look_up_do_not_matter(device):
+    found = []
+    for changes in (False, True):
+        bag, weights = make(device), torch.tensor([[0.5, 2.0]], dtype=torch.float64, device=device)
+        out = bag(torch.tensor([[3, 28]], device=device), None, weights)
+        weights *= 1 + changes
+        out.sum().backward()
+        found.append([core.grad for core in bag.cores])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_replays_are_equal_to_the_bit(device):
     found = []
     for _ in range(2):
