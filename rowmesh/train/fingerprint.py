@@ -53,7 +53,8 @@ def _digest(*texts: bytes) -> str:
 def _digest_values(values: pa.Array) -> str:
     """The digest of the values of an array; null, which stands for missing, differs from all others."""
     is_integer = pa.types.is_integer(values.type)
-    digest = hashlib.blake2b(b"integers" if is_integer else b"text", digest_size=16)
+    kind = b"unsigned" if pa.types.is_uint64(values.type) else b"integers" if is_integer else b"text"
+    digest = hashlib.blake2b(kind, digest_size=16)
     for start in range(0, len(values), CHUNK_VALUES):
         for part in (_integers if is_integer else _texts)(values.slice(start, CHUNK_VALUES)):
             digest.update(np.ascontiguousarray(part).data)
@@ -61,7 +62,8 @@ def _digest_values(values: pa.Array) -> str:
 
 
 def _integers(values: Any) -> tuple[Any, Any]:
-    numbers = values.cast(pa.int64()).fill_null(0).to_numpy()
+    bits = values.view(pa.int64()) if pa.types.is_uint64(values.type) else values.cast(pa.int64())
+    numbers = bits.fill_null(0).to_numpy()
     return values.is_null().to_numpy(zero_copy_only=False), numbers
 
 

@@ -33,6 +33,15 @@ def test_neither_slices_nor_their_first_position_matter(values, before):
     assert _digest_values(padded.slice(before)) == _digest_values(values)
 
 
+def test_large_unsigned_values_count_too():
+    """Beyond 63 bits, where the same bits are negative values of another table."""
+    values = [2**64 - 1, None, 7]
+    digests = [_digest_values(pa.array(each, pa.uint64())) for each in (values, [2**64 - 2, None, 7])]
+    digests.append(_digest_values(pa.array([-1, None, 7], pa.int64())))
+    assert len(set(digests)) == 3
+    assert _digest_values(pa.array(values, pa.uint64()).slice(1)) == _digest_values(pa.array(values[1:], pa.uint64()))
+
+
 def test_bytes_that_are_no_text_count_too():
     assert _digest_values(pa.array([b"\xff", None], pa.large_binary())) != _digest_values(
         pa.array([b"\xfe", None], pa.large_binary())
