@@ -236,7 +236,11 @@ def _file_name(feature: str) -> str:
     >>> _file_name("C1"), _file_name("a/b")
     ('C1', 'a%2Fb')
     """
-    return "".join(c if c.isalnum() or c in "_-." else f"%{ord(c):02X}" for c in feature)
+    return "".join(c if c.isalnum() or c in "_-." else _escaped(c) for c in feature)
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
 def arrow_schema(schema: Schema, multi_hot: Sequence[bool]) -> pa.Schema:
