@@ -1,7 +1,8 @@
 """Leased rows: a bounded number of a group's rows in fast memory, all of them in a backing store.
 
 What is here is the host's part, whatever memory is the fast one: which rows are there, and when they are brought,
-written back and given up. `rowmesh.tables.tiered` has the arena for a CPU.
+written back and given up. `rowmesh.tables.tiered` has the arena for a CPU, `rowmesh.tables.device_tiered` that for a
+device.
 
 [Note: leases]
 A batch leases its rows before it reads or updates them, and releases them after its update. Several leases are alive at
@@ -163,7 +164,8 @@ class LeasedRows:
     def bring(self, slots: np.ndarray, may_wait: Callable[[], bool] = lambda: True) -> Lease:
         """Brings rows into fast memory and keeps them there.
 
-        Blocks until they are there, and until other leases are released where their frames are needed.
+        Blocks until they are there (on a device: on their way), and until other leases are released where their frames
+        are needed.
 
         Args:
             slots: uint32 `[n]`, distinct; kept as they are.

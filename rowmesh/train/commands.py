@@ -189,15 +189,23 @@ def _say_mapped(job: Job) -> None:
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
     placement = on_rank_0(mesh, SETTING_UP, place)
-    in_files = [table.name for table in table_specs(config.tables, data) if table.storage == "tiered"]
     averages = config.parallel.synchronization == "average"
-    if config.train.device == "cpu":  # a GPU says for itself that it has no room
-        check_memory(placement.plan, mesh, in_files if config.tiers.folder else (), averages=averages)
+    check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages)
     job = build(config, mesh, data, placement)
     try:
         yield job
     finally:
         job.embeddings.close()
+
+
+def _elsewhere(config: Config, data: Prepared) -> list[str]:
+    """Tables whose rows are not in the host's memory: in files, or on a GPU, which says for itself that it has no room.
+
+    With `train.device=cuda` tiered tables have all rows on the host nevertheless, and some on the GPU.
+    """
+    of_tiers, of_others = bool(config.tiers.folder), config.train.device != "cpu"
+    tables = table_specs(config.tables, data)
+    return [table.name for table in tables if (of_tiers if table.storage == "tiered" else of_others)]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rowmesh.placement.text import bytes_text
 from rowmesh.train.checks import SETTING_UP
 
 
-def check_memory(plan: Plan, mesh: Mesh, in_files: Sequence[str] = (), *, averages: bool) -> None:
+def check_memory(plan: Plan, mesh: Mesh, elsewhere: Sequence[str] = (), *, averages: bool) -> None:
     """Compares what the ranks of each host will hold with what the host has available. Collective and blocking.
 
     Buffers and the network come on top and are not counted: a plan that passes may still not fit.
@@ -24,13 +24,13 @@ def check_memory(plan: Plan, mesh: Mesh, in_files: Sequence[str] = (), *, averag
     Args:
         plan: for all ranks.
         mesh: them.
-        in_files: tables whose rows are in files, of which memory has a share only; not counted.
+        elsewhere: tables whose rows are not in the host's memory, or a share of them only; not counted.
         averages: whether replicas are averaged, which takes a mark for every row.
 
     Raises:
         ConfigurationError: on all ranks alike, where a host has less than the rows and optimizer state of its ranks.
     """
-    if not (kept := tuple(table for table in plan.tables if table.shape.name not in in_files)):
+    if not (kept := tuple(table for table in plan.tables if table.shape.name not in elsewhere)):
         return
     plan = replace(plan, tables=kept)
     marks = plan.mark_bytes if averages else (0,) * plan.world_size

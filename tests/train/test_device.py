@@ -3,6 +3,7 @@
 import pytest
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.observe import memory
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.resolve import resolve
 from tests.support.triton import kernels_of
@@ -27,6 +28,13 @@ def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys, 
     for metrics in found:
         assert metrics.log_loss == pytest.approx(found[0].log_loss, rel=1e-5)
         assert metrics.auc == pytest.approx(found[0].auc, abs=1e-3)
+
+
+def test_rows_of_tiered_tables_that_the_host_has_must_fit(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    own = ["train.device=cuda", f"run.folder={tmp_path / 'run'}", 'tables.storage="tiered"']
+    with pytest.raises(ConfigurationError, match="has 1 kB of memory available"):
+        run_training(resolve(config_file, own))
 
 
 @pytest.mark.slow
