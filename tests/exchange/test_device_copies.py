@@ -9,9 +9,9 @@ import torch
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.mesh import Mesh
-from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.optim import SGD, EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec
+from rowmesh.tables import TableSpec, Uniform
 from tests.support.plans import RULES, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -61,8 +61,9 @@ def test_trains_the_same_model(ranks, name):
 
 
 def test_sums_nodes_first(ranks):
-    """Two pretended hosts, every row on all four ranks; in one step differences of order would be seen."""
-    tables = (table("a", 3, 3, "sgd"),)
+    """Two pretended hosts, every row on all four ranks; in one step of short rows differences of order are seen."""
+    rule = SGD(lr=0.5)  # multiplies exactly
+    tables = (TableSpec(name="a", num_rows=3, dim=16, optimizer=rule, initializer=Uniform(bound=1e-3)),)
     plan = make_plan(tables, 4, 2, lambda number: ("replicated", number, 0, False))
     scenario = Scenario(
         tables=tables, plan=plan, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1, ranks_per_node=2
@@ -75,17 +76,16 @@ def test_sums_nodes_first(ranks):
 
 
 def push_on_some(mesh: Mesh, device):
-    """Rank 0 uses both of two look-ups, rank 1 the second alone; then nobody pushes anything."""
+    """Rank 0 uses both of two look-ups, rank 1 the second alone; then each another one; then nobody any."""
     tables = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
     plan = with_copies(tables, 2)
     embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, device=device)
     optimizer = EmbeddingOptimizer(embeddings)
-    batches = [SparseBatch.from_bags({"a": [[1], [2, rank]], "b": [[3], []]}) for rank in (8, mesh.rank)]
-    for _ in range(2):
-        first, second = (embeddings(batch) for batch in batches)
-        if mesh.rank == 0:
-            first.values.square().sum().backward()
-        second.values.square().sum().backward()
+    batches = [SparseBatch.from_bags({"a": rows, "b": [[3], []]}) for rows in ([[1], [2, 8]], [[6], [0, mesh.rank]])]
+    for used in (([0, 1], [1]), ([0], [1]), ([0, 1], [1])):
+        found = [embeddings(batch) for batch in batches]
+        for number in used[mesh.rank]:
+            found[number].values.square().sum().backward()
         optimizer.step()
     optimizer.step()
     return torch.cat([piece.values for table in tables for piece in embeddings.held_rows(table.name)])

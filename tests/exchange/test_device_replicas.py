@@ -12,10 +12,10 @@ from rowmesh.checkpoint import load, save
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.exchange import device_replicas
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import EmbeddingOptimizer, RowWiseAdaGrad
+from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import Constant, TableSpec
+from rowmesh.tables import Constant, TableSpec, Uniform
 from tests.support.plans import in_groups, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -80,18 +80,19 @@ def test_replays_are_equal_to_the_bit(ranks, mode):
         assert_same_bits(mine, again)
 
 
-def test_more_than_two_replicas(ranks):
-    """Here they tell each other everything, on CPUs homes that add up."""
-    scenario = in_groups(replace(FOUR, is_weighted=True), 4)
+def test_replicas_of_a_shard_next_to_each_other(ranks):
+    scenario = in_groups(replace(FOUR, is_weighted=True), 2, "replicas")
     parts = on_device(ranks, scenario)
     for mine, expected in zip(parts, ranks.run(train, scenario, "collective", world_size=4), strict=True):
         assert_close(scenario, mine, expected)
 
 
 def test_groups_are_added_in_their_order(ranks):
-    """In one step differences of order would be seen."""
-    plain = Scenario(tables=(table("a", 2, 3, "sgd"),), batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1)
-    scenario = in_groups(plain, 2, "replicas")
+    """In one step of short rows differences of order are seen."""
+    rule = SGD(lr=0.5)  # multiplies exactly
+    tables = (TableSpec(name="a", num_rows=2, dim=16, optimizer=rule, initializer=Uniform(bound=1e-3)),)
+    plain = Scenario(tables=tables, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1)
+    scenario = in_groups(plain, 4)
     theirs = ranks.run(train, scenario, "collective", world_size=4)
     for mine, expected in zip(on_device(ranks, scenario), theirs, strict=True):
         assert_same_bits(mine, expected)
