@@ -79,7 +79,7 @@ class Sorting:
     def __init__(self, phases: Tensor, sizes: Sequence[int], num_phases: int) -> None:
         world_size, device = len(sizes), phases.device
         ranks = torch.arange(world_size, dtype=torch.int32, device=device)
-        of_ranks = ranks.repeat_interleave(upload(torch.tensor(sizes), device), output_size=sum(sizes))
+        of_ranks = ranks.repeat_interleave(upload(torch.tensor(sizes, device="cpu"), device), output_size=sum(sizes))
         cells, self.order = torch.sort(phases * world_size + of_ranks, stable=True)
         bounds = torch.arange(num_phases * world_size + 1, dtype=cells.dtype, device=device)
         self.counts = torch.searchsorted(cells, bounds).diff()

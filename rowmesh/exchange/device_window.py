@@ -204,9 +204,8 @@ class DeviceWindowMaker:
             begins: of each micro-batch, where the ids of every feature begin among those of the group.
         """
         inverse, num_parts = group.unique.inverse.to(torch.int64), len(begins)
-        starts = upload(
-            torch.tensor(begins).T.flatten(), self._device
-        )  # ascending: features, and in each micro-batches
+        of_features = torch.tensor(begins, device="cpu").T
+        starts = upload(of_features.flatten(), self._device)  # ascending: in every feature the micro-batches
         ids = torch.arange(inverse.numel(), device=self._device)
         part = ((torch.searchsorted(starts, ids, right=True) - 1) % num_parts).to(torch.int32)
         nothing = torch.full_like(part, num_parts)

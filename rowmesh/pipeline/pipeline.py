@@ -137,8 +137,7 @@ class Pipeline(Generic[T]):
 
     Attributes:
         schedule: what is done when.
-        recorder: when tasks were done.
-        is_timed: whether that says how long they took: what a device is asked for, it does later.
+        recorder: when tasks were done; of a device, when it was asked for them.
 
     Raises:
         ConfigurationError: these do not go together.
@@ -187,7 +186,7 @@ class Pipeline(Generic[T]):
         self._streams: Streams = HostStreams()
         if is_on_device and overlap:
             self._streams = DeviceStreams(self.schedule, embeddings.device)
-        self.recorder, self.is_timed = Recorder(), not is_on_device
+        self.recorder, self._is_on_device = Recorder(), is_on_device
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
@@ -206,6 +205,14 @@ class Pipeline(Generic[T]):
     def can_split(self) -> bool:
         """Whether the rows of all tables can travel by micro-batch."""
         return all(windows.is_phased for windows in self._windows)
+
+    def take_exposed_share(self) -> float | None:
+        """The share of the time that computation waited for rows, since this was asked last; begins the totals anew.
+
+        None on a device whose kernels are interpreted, or that does everything in turn.
+        """
+        share = self.recorder.take().exposed_share
+        return self._streams.take_exposed_share() if self._is_on_device else share
 
     def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.

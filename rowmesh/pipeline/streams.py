@@ -58,6 +58,7 @@ from typing import Protocol
 
 import torch
 
+from rowmesh.pipeline.exposure import Exposure
 from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Schedule, Task
 from rowmesh.tables.streams import Mark, Stream
 
@@ -91,6 +92,12 @@ class Streams(Protocol):
         """Drops what is kept, when all have met."""
         ...
 
+    def take_exposed_share(self) -> float | None:
+        """The share of its time that the stream which computes waited for rows, since this was asked last; None where
+        there is no such stream.
+        """
+        ...
+
 
 class HostStreams:
     """A CPU, or a device that does everything in turn: what is done is done."""
@@ -114,6 +121,9 @@ class HostStreams:
     def forget(self) -> None:
         """Nothing is kept."""
 
+    def take_exposed_share(self) -> None:
+        """The host's clock tells."""
+
 
 class DeviceStreams:
     """A device. See [Note: streams].
@@ -135,6 +145,7 @@ class DeviceStreams:
         self._marks: dict[Task, Mark] = {}  # the event of every task that another one may still wait for
         self._kept: dict[int, object] = {}  # by batch, what other streams may still use
         self._lock = threading.Lock()  # of both
+        self._exposure = Exposure(lambda: streams.current(device).mark(has_time=True))
 
     def run(self, action: Action, task: Task) -> None:
         """Does a task on the stream of its resource, which is the current one meanwhile, with its device."""
@@ -147,11 +158,13 @@ class DeviceStreams:
 
     def begin(self, task: Task) -> None:
         """Has the current stream wait for what a task comes after."""
-        self._make.current(self._device).wait_for(self._before(task))
+        before = self._before(task)
+        self._exposure.begin(lambda: self._make.current(self._device).wait_for(before))
 
     def end(self, task: Task) -> None:
         """Records the event that others wait for."""
         self._done(task, self._make.current(self._device).mark())
+        self._exposure.end()
 
     def _before(self, task: Task) -> list[Mark]:
         with self._lock:
@@ -188,3 +201,7 @@ class DeviceStreams:
         with self._lock:
             self._marks.clear()
             self._kept.clear()
+
+    def take_exposed_share(self) -> float | None:
+        """By the device's clock."""
+        return None if self._device.type == "cpu" else self._exposure.take_share()

@@ -63,6 +63,12 @@ class Mark:
         if self.event is not None:
             self.event.synchronize()
 
+    def seconds_until(self, later: Mark) -> float:
+        """Between two marks with a time that have passed, by the device's clock; 0 where everything is done at once."""
+        if self.event is None or later.event is None:
+            return 0.0
+        return self.event.elapsed_time(later.event) / 1e3
+
 
 class Stream:
     """Work that a device does in order.
@@ -96,11 +102,12 @@ class Stream:
         """The one that kernels are launched on by this thread."""
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
-    def mark(self) -> Mark:
-        """What was asked so far."""
+    def mark(self, *, has_time: bool = False) -> Mark:
+        """What was asked so far; `has_time`: whether it is to be known when that was done."""
         if self._stream is None:
             return Mark()
-        event = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the thread that writes back often does
+        # Whoever waits sleeps: the thread that writes back often does.
+        event = torch.cuda.Event(enable_timing=has_time, blocking=True)
         event.record(self._stream)
         return Mark(event)
 

@@ -126,11 +126,10 @@ class PipelinedSteps:
             self._pipeline.settle()
 
     def record(self) -> dict[str, float]:
-        """The share of the time that computation waited for rows, where the host can tell."""
+        """The share of the time that computation waited for rows, where there is a clock for that."""
         assert self._pipeline
-        if not self._pipeline.is_timed:
-            return {}
-        return {"exposed_share": self._pipeline.recorder.take().exposed_share}
+        share = self._pipeline.take_exposed_share()
+        return {} if share is None else {"exposed_share": share}
 
     def finish(self, trace: Path) -> None:
         """Writes the trace of all ranks, where that was asked for. Collective."""

@@ -42,7 +42,7 @@ class Clock(Stream):
     def current(cls, device):
         return cls.compute
 
-    def mark(self):
+    def mark(self, *, has_time=False):
         return Past(self.past)
 
     def wait_for(self, marks):

@@ -39,7 +39,7 @@ class LateStream(Stream):
     def is_able(self):
         return bool(self.queue) and (self.queue[0][0] != "wait" or self.queue[0][1].is_done)
 
-    def mark(self):
+    def mark(self, *, has_time=False):
         mark = LateMark(self._machine)
         self._machine.ask(self, "mark", mark)
         return mark
@@ -114,7 +114,7 @@ class _Inline(Stream):
         super().__init__(None)
         self._machine, self._waits = machine, waits
 
-    def mark(self):
+    def mark(self, *, has_time=False):
         mark = LateMark(self._machine)
         mark.is_done = True
         return mark

@@ -58,3 +58,12 @@ def test_everything_is_done_at_once_on_a_cpu():
     stream.wait_for([stream.mark()])
     assert stream.mark().has_passed
     stream.mark().wait()
+
+
+def test_times_and_urgent_streams(cuda):
+    before, after = (Stream.new(CUDA, is_urgent=True).mark(has_time=True) for _ in range(2))
+    cuda.Event.elapsed_time.return_value = 1500.0
+    assert before.seconds_until(after) == 1.5
+    cuda.Event.elapsed_time.assert_called_once_with(cuda.Event)
+    at_once = Stream.new(torch.device("cpu")).mark(has_time=True)
+    assert at_once.seconds_until(at_once) == 0.0
