@@ -181,9 +181,10 @@ class Prepared:
         return np.load(counts_path(self.folder, self.table(name).name), mmap_mode="r")
 
     def vocabulary(self, name: str) -> pa.Array:
-        """The value of each row but the rare one; null stands for missing."""
+        """The value of each row but the rare one, memory-mapped; null stands for missing."""
         with pa.memory_map(str(vocabulary_path(self.folder, self.table(name).name))) as file:
-            return pa.ipc.open_file(file).read_all().column("value").combine_chunks()
+            values = pa.ipc.open_file(file).read_all().column("value")
+        return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies even one
 
     def unordered_rows(self, name: str) -> range:
         """The rows of a table that are in order of communities; all others but the rare row are by frequency."""
