@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class TensorTrainShape:
         Raises:
             ConfigurationError: nothing fits; says what would.
         """
+        num_rows, dim = _whole("num_rows and dim", (num_rows, dim))
         if num_rows < 1 or dim < 1 or num_rows > MAX_ROWS:
             raise ConfigurationError(f"num_rows must be 1 to 2**62 and dim 1 or more, got {num_rows} and {dim}")
         rows = factor_rows(num_rows) if row_factors is None else _three("row_factors", row_factors)
@@ -104,7 +106,7 @@ class TensorTrainShape:
             return _largest(probe, int(num_rows * dim / compression), f"compression = {compression:g}", element_bytes)
         if rank is None:
             return probe._at(DEFAULT_RANK)
-        ranks = (rank, rank) if isinstance(rank, int) else tuple(rank)
+        ranks = _whole("rank", rank if isinstance(rank, Sequence) else (rank, rank))
         return cls(num_rows, dim, rows, columns, ranks)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -213,7 +215,15 @@ def bounds(row_factors: Factors, dim_factors: Factors) -> tuple[int, int]:
 def _three(name: str, factors: Sequence[int]) -> Factors:
     if len(factors) != NUM_CORES:
         raise ConfigurationError(f"{name} must be three numbers, one a core, got {tuple(factors)}")
-    return (int(factors[0]), int(factors[1]), int(factors[2]))
+    first, second, third = _whole(name, factors)
+    return first, second, third
+
+
+def _whole(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(number) for number in numbers)
+    except TypeError:
+        raise ConfigurationError(f"{name} must be whole numbers, got {numbers}") from None
 
 
 def _check_factors(name: str, factors: Factors) -> None:

@@ -73,6 +73,9 @@ def test_a_compression_is_reached():
         ({"rank": 21}, r"at most \(20, 30\), where it is exact; pass rank = \(20, 21\) or less"),
         ({"rank": 0}, r"rank must be 1 or more, one number or two, got \(0, 0\)"),
         ({"rank": (1, 2, 3)}, "one number or two"),
+        ({"rank": 2.5}, r"rank must be whole numbers, got \(2.5, 2.5\)"),
+        ({"rank": "16"}, "rank must be whole numbers, got 16"),
+        ({"row_factors": (10.9, 10, 10)}, r"row_factors must be whole numbers, got \(10.9, 10, 10\)"),
         ({"rank": (1, 25)}, "too far apart: between them stand 20"),
         ({"rank": 4, "compression": 7.0}, "give one of rank = 4, memory_bytes = None and compression = 7.0"),
         ({"memory_bytes": 279}, r"no rank meets memory_bytes = 279 .* take 280 bytes at rank 1, 171.4 times smaller"),
@@ -89,6 +92,11 @@ def test_what_does_not_fit_says_what_would(options, message):
 def test_tables_without_rows_or_columns(size):
     with pytest.raises(ConfigurationError, match="num_rows must be 1 to"):
         TensorTrainShape.choose(*size)
+
+
+def test_sizes_that_are_no_numbers_of_rows():
+    with pytest.raises(ConfigurationError, match=r"num_rows and dim must be whole numbers, got \(5000.0, 4\)"):
+        TensorTrainShape.choose(5e3, 4)
 
 
 def test_the_smallest_budget_that_any_rank_meets():
