@@ -113,7 +113,8 @@ class TensorTrainEmbeddingBag(nn.Module):
         self.mode, self.sparse, self.scale_grad_by_freq = mode, sparse, scale_grad_by_freq
         self.include_last_offset = include_last_offset
         self.padding_idx = _padding_row(padding_idx, num_embeddings)
-        self.initializer, self.name = initializer or Normal(std=1.0), name
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.initializer, self.seed, self.name = initializer or Normal(std=1.0), seed, name
         if _weight is None:
             cores = draw_cores(self.shape, self.initializer, _seed(seed), name, dtype)
         else:
@@ -121,6 +122,13 @@ class TensorTrainEmbeddingBag(nn.Module):
         self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
         self._sink: Sink | None = None
         self._host, self._device_engine = HostEngine(), None
+
+    def reset_parameters(self) -> None:
+        """Draws the first values again, in place: those of the seed, or new ones where none was given."""
+        drawn = draw_cores(self.shape, self.initializer, _seed(self.seed), self.name, self.cores[0].dtype)
+        with torch.no_grad():
+            for core, values in zip(self.cores, drawn, strict=True):
+                core.copy_(values)
 
     @classmethod
     def from_pretrained(

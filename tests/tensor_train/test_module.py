@@ -331,6 +331,26 @@ def test_first_values_follow_seed_and_name_or_torch():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("seed", [3, None])
+def test_reset_parameters(seed):
+    """What stock models call to start again."""
+    torch.manual_seed(0)
+    bag = TensorTrainEmbeddingBag(101, 12, rank=4, seed=seed)
+    first, cores = bag.dense().detach().clone(), list(bag.cores)
+    with torch.no_grad():
+        cores[0].zero_()
+    bag.reset_parameters()
+    assert all(core is kept for core, kept in zip(bag.cores, cores, strict=True))
+    assert torch.equal(bag.dense(), first) == (seed is not None)
+    assert float(bag.dense().detach().std()) == pytest.approx(1, rel=0.4)
+
+
+@pytest.mark.parametrize("name", [*nn.EmbeddingBag.__constants__, "embedding_dim"])
+def test_has_the_attributes_of_embedding_bag(name):
+    theirs, ours = pair(mode="max", padding_idx=-1)
+    assert getattr(ours, name) == getattr(theirs, name)
+
+
 def test_backward_twice_and_look_ups_between():
     """Products are given back after a backward, and made again for a second one; graphs do not share them."""
     bag = make(SHAPES[1])
