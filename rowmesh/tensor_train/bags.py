@@ -121,6 +121,8 @@ def _bounds(offsets: Tensor, num_ids: int, include_last_offset: bool) -> Tensor:
     if not include_last_offset:
         end = num_ids if offsets.numel() else 0  # without a bag no id belongs to one
         offsets = torch.cat([offsets, torch.tensor([end], device="cpu")])
+    else:
+        offsets = offsets.clone()  # the backward reads them again: the user may have gone on to the next batch
     bounds = offsets.contiguous()
     values = bounds.numpy()
     if values[0] != 0:

@@ -363,6 +363,21 @@ def test_backward_twice_and_look_ups_between():
     assert all(torch.equal(a, b) for a, b in zip(other, alone, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_arguments_may_change_before_backward(mode):
+    """Whoever reads batches into the same memory has the next one there by then."""
+    bag = make(SHAPES[1], mode, include_last_offset=True)
+    arguments = [torch.tensor([5, 6, 6]), torch.tensor([0, 1, 3])]
+    if mode == "sum":
+        arguments.append(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    expected = torch.autograd.grad(bag(*arguments).square().sum(), list(bag.cores))
+    out = bag(*arguments)
+    for argument in arguments:
+        argument.fill_(3)
+    found = torch.autograd.grad(out.square().sum(), list(bag.cores))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_cores_that_change_before_backward_are_noticed():
     bag = make(SHAPES[1])
     out = bag(torch.tensor([[5, 6]]))
