@@ -217,6 +217,8 @@ class Pipeline(Generic[T]):
     def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
 
+        Where tables are on a device, items may be there too; what they have is kept until the next batch is computed.
+
         Raises:
             RowmeshError: a micro-batch had no backward, or a batch no step; another pipeline runs; or something failed
                 in another thread: names rank, stage and batch.
@@ -450,6 +452,7 @@ class Pipeline(Generic[T]):
         assert flight.lrs is not None
         self._embeddings.update_window(self._windows, flight.window, flight.lrs)
         self._streams.keep(task.batch, flight.window)
+        self._streams.keep(task.batch + 1, flight.item)  # the program may use it until it computes the next one
         flight.window = None  # its memory serves another one, even where the program keeps the batch
         del self._flights[task.batch]
 

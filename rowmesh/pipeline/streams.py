@@ -42,9 +42,16 @@ gradients that go, belongs to its window, and the window is dropped as a whole, 
 - the stream that computes has waited for rows of t + 1, which come after that update.
 
 So the host may run ahead, K + 2 windows are alive at most, and memory is the same in every run. Tensors within one
-stream need nothing of this, and NCCL's messages are waited for, on the stream that posted them, before what they
-carry is dropped. Two exceptions: gradients are allocated on the program's stream, which it may change between batches
-(`DeviceWindowGroup.gradients` tells the allocator); and pinned memory is kept by torch until it is copied.
+stream need nothing of this, and NCCL's messages are waited for, on the stream that posted them, before what they carry
+is dropped. Three things are not the window's:
+
+- What a loader gives may be on the device, copied there on the worker's stream, since that is where loaders run. The
+  program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
+  that the program asked for before.
+- Gradients are allocated on the program's stream, which it may change between batches. Torch's allocator is told who
+  reads them (`DeviceWindowGroup.gradients`).
+- Pinned memory is kept by torch until it is copied.
+
 At both ends of a loop, and before the program looks rows up, all streams meet (`meet`).
 
 Source: NestPipe §V-B. Differs: batches have a stream of their own, and rows are updated on that of communication.
@@ -143,7 +150,7 @@ class DeviceStreams:
             if resource != COMPUTE
         }
         self._marks: dict[Task, Mark] = {}  # the event of every task that another one may still wait for
-        self._kept: dict[int, object] = {}  # by batch, what other streams may still use
+        self._kept: dict[int, list[object]] = {}  # by batch, what other streams may still use
         self._lock = threading.Lock()  # of both
         self._exposure = Exposure(lambda: streams.current(device).mark(has_time=True))
 
@@ -179,7 +186,7 @@ class DeviceStreams:
     def keep(self, batch: int, thing: object) -> None:
         """Keeps what belongs to a batch."""
         with self._lock:
-            self._kept[batch] = thing
+            self._kept.setdefault(batch, []).append(thing)
 
     def _drop(self, batch: int) -> None:
         with self._lock:

@@ -5,8 +5,10 @@ import threading
 from dataclasses import replace
 from unittest import mock
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch
@@ -19,6 +21,7 @@ from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.support.jobs import pipelined_jobs
 from tests.support.scenario import Scenario
 from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
@@ -111,6 +114,29 @@ def train_clustered(mesh, scenario, options):
     in_turn = on_device(mesh, scenario, IN_TURN | options)
     assert_same_bits(on_device(mesh, scenario, {"depth": 1} | options), in_turn)
     assert_close(scenario, in_turn, train(mesh, replace(scenario, pipeline=IN_TURN | options), "collective"))
+
+
+def in_turn_and_not(mesh, scenario):
+    """To the bit as in turn, rows and gradients whole; to rounding as on a CPU."""
+    options = scenario.pipeline
+    mine = on_device(mesh, scenario, options)
+    assert_same_bits(mine, on_device(mesh, scenario, options | IN_TURN | {"exchange": "unsplit"}))
+    if scenario.dtype == torch.float64:
+        assert_close(scenario, mine, train(mesh, scenario, "auto" if mesh.world_size == 1 else "collective"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_options(ranks, world_size):
+    @settings(max_examples=10)
+    @given(data=st.data())
+    def check(data):
+        form = data.draw(st.sampled_from(["delta", "delta", "unsplit"]))
+        scenario = data.draw(pipelined_jobs(world_size, exchange=form, verify=False))
+        nodes = 2 if world_size == 4 and data.draw(st.booleans()) else None
+        ranks.run(in_turn_and_not, replace(scenario, ranks_per_node=nodes), world_size=world_size)
+
+    check()
 
 
 # What a GPU does later

@@ -87,6 +87,9 @@ class Drive:
             thing = Kept()
             self.kept[task.batch] = weakref.ref(thing, lambda _: self.note_drop(task.batch))
             self.streams.keep(task.batch, thing)
+            item = Kept()
+            self.kept[-1 - task.batch] = weakref.ref(item, lambda _: self.note_drop(-1 - task.batch))
+            self.streams.keep(task.batch + 1, item)
 
     def note(self, task):
         stream = self.by_resource[self.schedule.stage(task.stage).resource]
@@ -132,8 +135,10 @@ def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(s
     depth, num_parts, _ = shape
     gc.collect()
     last = NUM_BATCHES - 1 + depth  # the batch that was routed last
-    assert set(found.dropped) == set(range(last - depth - REUSED_AFTER + 1))
-    for batch, past in found.dropped.items():
+    windows = range(last - depth - REUSED_AFTER + 1)
+    assert set(found.dropped) == {*windows, *(-1 - batch for batch in windows[:-1])}
+    for number, past in found.dropped.items():
+        batch = number if number >= 0 else -number  # the program uses items until it computes the next one
         used = {Task("compute", batch, part) for part in range(num_parts)} | {Task("update", batch)}
         for resource, tasks in past.items():
             assert used <= tasks, f"{resource} goes on"

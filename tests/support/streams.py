@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from rowmesh.exchange.device_window import DeviceWindow
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
 
@@ -141,7 +142,7 @@ class LateDeviceStreams(DeviceStreams):
     """Streams of a pipeline that are late, and spoil what is dropped, as its memory might be used again.
 
     Attributes:
-        num_late: windows that were spoilt.
+        num_late: windows and items that were spoilt.
     """
 
     def __init__(self, schedule, device, seed, waits):
@@ -156,9 +157,12 @@ class LateDeviceStreams(DeviceStreams):
         return made
 
     def _drop(self, batch):
-        if (window := self._kept.get(batch)) is not None:
+        for thing in self._kept.get(batch, ()):
             self.made.num_late += 1
-            spoil(window)
+            if isinstance(thing, DeviceWindow):
+                spoil(thing)
+            else:
+                thing.labels.fill_(float("nan"))
         super()._drop(batch)
 
 
