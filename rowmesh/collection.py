@@ -465,8 +465,9 @@ class EmbeddingCollection(nn.Module):
 
         Raises:
             RowmeshError: a batch is under way on some rank; names it. The old plan goes on.
-            ConfigurationError: the plan is for other tables, ranks or replicas, or ranks have different ones. The old
-                plan goes on.
+            ConfigurationError: the plan is for other tables, ranks or replicas, or the device cannot run it, or ranks
+                have different ones. The old plan goes on.
+            IdRangeError: on a device, an earlier batch that nobody looked at had ids that are no rows.
             MemoryError: a rank has no room for the rows of both plans. The old plan goes on.
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
 
@@ -479,9 +480,9 @@ class EmbeddingCollection(nn.Module):
             0
         """
         began = time.perf_counter()
-        self._backend.require_host("a migration to another plan")
         self._agree_to_migrate(plan)
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
+        self._backend.check(self.tables, plan, self._transport_name)
         if tiered := [table.name for table in self.tables if table.storage == "tiered"]:
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
@@ -503,6 +504,7 @@ class EmbeddingCollection(nn.Module):
     def _agree_to_migrate(self, plan: Plan) -> None:
         """Raises on all ranks alike where one cannot migrate, or has another plan."""
         self._check_no_driver("rows migrate")
+        self._parts.barrier()  # whose devices may hold batches that they have not looked at
         routes = max(exchange.num_lent for exchange in self._exchanges)
         everyone = gather_objects(self.mesh, (plan.to_json(), routes), "agreeing on a migration")
         for rank, (theirs, waiting) in enumerate(everyone):

@@ -229,12 +229,6 @@ def test_rows_may_be_fixed_to_ranks(ranks):
         assert mine.owned == theirs.owned
 
 
-def test_what_needs_rows_in_the_hosts_memory_is_refused():
-    embeddings = EmbeddingCollection(two_tables(), device="cuda")
-    with pytest.raises(ConfigurationError, match="a migration to another plan cannot be done on device 'cuda' yet"):
-        embeddings.migrate(embeddings.plan)
-
-
 def test_says_what_is_missing(monkeypatch):
     with pytest.raises(ConfigurationError, match="device must be 'cpu' or 'cuda'"):
         EmbeddingCollection(two_tables(), device="meta")

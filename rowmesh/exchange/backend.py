@@ -60,10 +60,6 @@ class Backend(Protocol):
         """Raises ConfigurationError for what this backend cannot do."""
         ...
 
-    def require_host(self, what: str) -> None:
-        """Raises ConfigurationError where rows are not in the host's memory, which `what` needs."""
-        ...
-
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pools:
         """For the vectors of all groups.
 
@@ -99,9 +95,6 @@ class HostBackend:
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Everything is possible."""
-
-    def require_host(self, what: str) -> None:
-        """Rows are in the host's memory."""
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Numba's kernels."""

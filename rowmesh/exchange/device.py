@@ -86,10 +86,6 @@ class DeviceBackend:
                 "device 'cpu'"
             )
 
-    def require_host(self, what: str) -> None:
-        """Raises ConfigurationError."""
-        raise ConfigurationError(f"{what} cannot be done on device {self.name!r} yet; use device 'cpu'")
-
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
         """Triton's kernels."""
         return DevicePooling(groups, width, self.device)

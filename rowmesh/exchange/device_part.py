@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.device_choice import choose_device_transport
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.device_synchronizer import make_device_synchronizer
 from rowmesh.exchange.device_tiered import DeviceTieredExchange
-from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.synchronizer import Synchronizer
@@ -68,10 +66,6 @@ class DevicePart(Part):
     def title(self) -> str:
         """What it holds, for people."""
         return f"{super().title} on {self.device}"
-
-    def fill_from(self, before: Any) -> Moved:
-        """Not possible: rows would leave the device."""
-        raise ConfigurationError(f"rows on {self.device} cannot migrate; load a checkpoint under the other plan")
 
     @property
     def num_bytes(self) -> int:

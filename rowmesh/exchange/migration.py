@@ -26,8 +26,10 @@ from rowmesh.mesh.waiting import complete
 from rowmesh.placement import AddressMap
 from rowmesh.placement.plan import RowRange
 from rowmesh.tables import DenseArena
+from rowmesh.tables.device_arena import DeviceArena
 
 Ints = NDArray[np.int64]
+Arena = DenseArena | DeviceArena
 Share = Callable[[RowRange, RowRange], float]  # bytes that a row of an old and a new range needs meanwhile
 CHUNK_BYTES = 64 << 20
 _WORK_BYTES = 128  # of index arrays, for each row of a window
@@ -184,13 +186,14 @@ def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_by
         yield np.arange(start, stop)
 
 
-def _move(old: DenseArena, new: DenseArena, before: Located, after: Located, mesh: Mesh) -> int:
+def _move(old: Arena, new: Arena, before: Located, after: Located, mesh: Mesh) -> int:
     """Moves a window; returns how many rows came here."""
     moves = Movements(before, after, mesh.rank, mesh.world_size)
     for source, target in zip(_tensors(old), _tensors(new), strict=True):
         target[torch.from_numpy(moves.kept_to)] = source[torch.from_numpy(moves.kept_from)]
-        if mesh.world_size > 1:
-            target[torch.from_numpy(moves.received)] = _exchange(source[torch.from_numpy(moves.sent)], moves, mesh)
+        if mesh.world_size > 1:  # those on a device go by way of the host
+            came = _exchange(source[torch.from_numpy(moves.sent)].cpu(), moves, mesh)
+            target[torch.from_numpy(moves.received)] = came.to(target.device)
     return len(moves.received)
 
 
@@ -210,6 +213,6 @@ def _exchange(out: Tensor, moves: Movements, mesh: Mesh) -> Tensor:
     return into
 
 
-def _tensors(arena: DenseArena) -> list[Tensor]:
+def _tensors(arena: Arena) -> list[Tensor]:
     """Values and states, in the same order on all ranks."""
     return [arena.rows, *arena.state.values()]

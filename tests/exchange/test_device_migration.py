@@ -1,0 +1,104 @@
+"""Migrations of rows on devices: training goes on, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError, IdRangeError
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim import AdaGrad, EmbeddingOptimizer
+from rowmesh.placement import Plan, TableShape
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec
+from tests.support.plans import RULES, make_plan, with_copies
+from tests.support.scenario import Scenario
+from tests.support.tables import table
+from tests.support.training import merged, train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_close
+from tests.test_plans import assert_equal
+
+pytestmark = pytest.mark.triton
+kernels_of("route")  # or all are skipped
+
+TABLES = (table("tag", 7, 3, "adam"), table("item", 20, 5, "row_wise_adagrad", pooling="mean"))
+
+
+def dealt(world_size, replicas=1):
+    return Plan.dealt([TableShape.of(spec) for spec in TABLES], world_size, replicas=replicas)
+
+
+def mixed(world_size):
+    return make_plan(TABLES, world_size, world_size, lambda number: (RULES[number % 4], number, number, False))
+
+
+def on_device(ranks, scenario, transport="auto"):
+    parts = ranks.run(train, scenario, transport, "cuda", world_size=scenario.world_size)
+    assert_equal(scenario, parts, merged(scenario, parts))
+    return parts
+
+
+def test_migrations_change_no_bit(ranks):
+    plain = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=3)
+    scenario = replace(plain, migrations=((1, mixed(2)), (2, with_copies(TABLES, 2)), (3, dealt(2))))
+    stayed = merged(plain, on_device(ranks, plain))
+    assert_equal(plain, on_device(ranks, scenario), stayed)
+    assert_close(plain, stayed, merged(plain, ranks.run(train, scenario, "collective")))
+
+
+def test_rows_that_others_read_migrate_too(ranks):
+    plain = Scenario(tables=TABLES[:1], batch_sizes=(2, 2), num_steps=2)
+    shifted = make_plan(TABLES[:1], 2, 2, lambda number: (("dealt", "fixed")[number % 2], 1, number, False))
+    moved = on_device(ranks, replace(plain, migrations=((1, shifted),)), "one_sided")
+    assert_equal(plain, moved, merged(plain, on_device(ranks, plain)))
+
+
+@pytest.mark.parametrize("mode", ["exact", "average"])
+def test_migrations_of_replicas(ranks, mode):
+    scenario = Scenario(
+        tables=TABLES, batch_sizes=(2, 1, 2, 2), num_steps=2, plan=dealt(4, replicas=2),
+        synchronization=Synchronization(mode),
+    )  # fmt: skip
+    plan = Plan(tuple(replace(of, replicas=2) for of in mixed(2).tables), 4, 4)
+    moved = on_device(ranks, replace(scenario, migrations=((1, plan),)))
+    assert_equal(scenario, moved, merged(scenario, on_device(ranks, scenario)))
+
+
+def refuse(mesh):
+    """What the old plan still does after a plan that devices cannot run."""
+    mesh = replace(mesh, hosts=(0, 1))
+    tables = [TableSpec(name="a", num_rows=9, dim=3)]
+    embeddings = EmbeddingCollection(tables, mesh=mesh, device="cuda")
+    plan = make_plan(tables, 2, 1, lambda _: ("node", 0, 0, False))
+    with pytest.raises(ConfigurationError, match="table 'a' has node rows"):
+        embeddings.migrate(plan)
+    assert embeddings.num_migrations == 0
+    return embeddings(SparseBatch.from_bags({"a": [[1, 2]]})).values.shape
+
+
+def test_a_plan_that_devices_cannot_run_is_refused(ranks):
+    assert ranks.run(refuse) == [torch.Size([1, 3])] * 2
+
+
+def test_one_rank_migrates_and_says_what_was_wrong_before():
+    tables = [
+        TableSpec(name="a", num_rows=9, dim=4),
+        TableSpec(name="b", num_rows=60, dim=4, optimizer=AdaGrad(), storage="tensor_train"),
+    ]
+    embeddings = EmbeddingCollection(tables, device="cuda")
+    optimizer = EmbeddingOptimizer(embeddings)
+    batch = SparseBatch.from_bags({"a": [[1, 2]], "b": [[59]]})
+    embeddings(batch).values.sum().backward()
+    optimizer.step()
+    before = embeddings(batch).values.detach().clone()
+    moved = embeddings.migrate(make_plan(tables[:1], 1, 1, lambda number: ("replicated", number, 0, False)))
+    assert (moved.rows, embeddings.num_migrations) == (0, 1)
+    assert torch.equal(embeddings(batch).values, before)
+    embeddings(SparseBatch.from_bags({"a": [[9]], "b": [[0]]}))
+    with pytest.raises(IdRangeError, match="feature 'a'"):
+        embeddings.migrate(embeddings.plan)
+    assert embeddings.num_migrations == 1
