@@ -39,6 +39,7 @@ from rowmesh.exchange.device_core_part import DeviceCorePart
 from rowmesh.exchange.device_part import DevicePart
 from rowmesh.exchange.device_pooling import DevicePooling
 from rowmesh.exchange.device_router import DeviceRouter
+from rowmesh.exchange.device_tiered_windows import TieredDeviceWindows
 from rowmesh.exchange.device_window import DeviceWindowMaker
 from rowmesh.exchange.device_windows import (
     PhasedDeviceWindows,
@@ -107,7 +108,8 @@ class DeviceBackend:
                 "device 'cpu'"
             )
         if part.mesh.world_size == 1:
-            return WholeDeviceWindows(part)
+            is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
+            return TieredDeviceWindows(part) if is_tiered else WholeDeviceWindows(part)
         return PhasedDeviceWindows(part, form, finds_final=finds_final)
 
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:

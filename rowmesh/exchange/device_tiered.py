@@ -6,7 +6,8 @@ are on their way from `route` on. On several, owners learn from messages what is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from rowmesh.errors import NoRoomError
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
 from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.route import never
 from rowmesh.ops.memory import Scratch, array_at
 from rowmesh.ops.route import locate
 from rowmesh.ops.segment_unique.cpu import SegmentHash
@@ -118,13 +120,18 @@ class Finder:
 
 
 class DeviceTieredExchange(DeviceExchange):
-    """A group whose arena is tiered: slots become frames as soon as their rows are held."""
+    """A group whose arena is tiered: slots become frames when their rows are there.
+
+    Attributes:
+        tiered: the arena.
+        comes_early: whether rows begin to come when a batch is routed; false while a pipeline says when.
+    """
 
     is_tiered = True
 
     def __init__(self, group: TableGroup, address_map: AddressMap, arena: DeviceTieredArena) -> None:
         super().__init__(group, address_map, arena)
-        self.tiered = arena
+        self.tiered, self.comes_early = arena, True
         self._find = Finder(group, address_map)
         self._distinct = Distinct([arena.num_slots], [0])
 
@@ -134,10 +141,22 @@ class DeviceTieredExchange(DeviceExchange):
             return
         group.wanted = self._find(batch, group.layout)
         group.num_unique = len(group.wanted)
-        try:
-            self._hold(group)
-        except NoRoomError:
-            return
+        if self.comes_early:
+            with contextlib.suppress(NoRoomError):
+                self.retrieve(group, never)
+
+    def retrieve(self, group: DeviceRouteGroup, may_wait: Callable[[], bool]) -> None:
+        """Has the rows that a rank without others asked for come; blocks until they are read from the store.
+
+        Args:
+            group: of a route.
+            may_wait: whether other batches may give rows up meanwhile.
+
+        Raises:
+            NoRoomError: they do not fit into fast memory beside those of other batches.
+        """
+        if group.held is None or not group.held.is_live:
+            group.held = self.tiered.hold(group.wanted, may_wait)
 
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that what is launched from now on finds the rows that a rank without others asked for.
@@ -145,13 +164,9 @@ class DeviceTieredExchange(DeviceExchange):
         Raises:
             NoRoomError: they do not fit into fast memory.
         """
-        if group.held is None or not group.held.is_live:
-            self._hold(group)
+        self.retrieve(group, never)
         assert group.held is not None
         group.held.ready()
-
-    def _hold(self, group: DeviceRouteGroup) -> None:
-        group.held = self.tiered.hold(group.wanted)
         group.slots = self._upload(group.held.frames)
 
     def hold(self, slots: Tensor) -> tuple[Tensor, HeldRows]:
@@ -162,7 +177,7 @@ class DeviceTieredExchange(DeviceExchange):
         """
         asked = slots.cpu().numpy().view(np.uint32).astype(np.int64)
         unique, inverse, _ = self._distinct(asked, np.array([[0, len(asked)]]))
-        held = self.tiered.hold(unique.astype(np.uint32))
+        held = self.tiered.hold(unique.astype(np.uint32), never)
         held.ready()
         return self._upload(held.frames[inverse]), held
 

@@ -183,8 +183,8 @@ def pipeline_obstacles(part: object, form: Form, *, verifies: bool) -> list[str]
         obstacles.append("tensor-train tables")
     elif part.replicas > 1:
         obstacles.append("tables with replicas")
-    elif any(exchange.is_tiered for exchange in part.exchanges):
-        obstacles.append("tiered tables")
+    elif any(exchange.is_tiered for exchange in part.exchanges) and part.mesh.world_size > 1:
+        obstacles.append("tiered tables on several ranks")
     elif part.transport.name == "one_sided":
         obstacles.append("transport 'one_sided' (use 'auto' or 'collective')")
     elif any(set(exchange.address_map.kinds) != {"direct"} for exchange in part.exchanges):

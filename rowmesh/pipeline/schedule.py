@@ -139,6 +139,8 @@ def make_schedule(
     rows = Stage("rows", down, (*here, After("update", 1)), by_part=True)
     opening = Stage("open", down, (After("route"), After("open", 1)), ahead=depth)
     final = Stage("final", down, (*here, After("open", 1), After("update", 2)), ahead=1)
+    if is_tiered and is_on_device:  # a batch may come to fast memory only after an update that is behind `final`
+        fetches_final = False
     if depth and fetches_final:
         of_rows = (rows, opening, final)
     else:

@@ -8,6 +8,7 @@ runner, one a resource, each ask on a stream of their own::
     worker         copies batches to the device (from pinned memory) and routes them; files ids for the backward
     communication  keys, rows, gradients; merges and updates rows
     compute        whatever stream is the program's own: pooling, the network, sums of gradients of rows
+    tier           nothing: rows of tiered tables come by streams of their tables, for which that of communication waits
 
 *Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
 (`end`), and one that begins has its stream wait for those of the tasks that the schedule has it come after (`begin`).

@@ -6,7 +6,7 @@ See [Note: leases] in `rowmesh.tables.leased_rows` and [Note: copies beside the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,20 +105,20 @@ class DeviceTieredArena(LeasedRows):
         """Other memory, on the host: see `LeasedRows`; and the numbers of uses."""
         return super().bookkeeping_bytes + self.fast.uses.num_bytes
 
-    def hold(self, slots: np.ndarray) -> HeldRows:
+    def hold(self, slots: np.ndarray, may_wait: Callable[[], bool]) -> HeldRows:
         """Begins to bring rows into fast memory, and keeps them there.
 
         The host waits until they are read from the store, and for frames that only have to be written back.
 
         Args:
             slots: uint32 `[n]`, distinct; kept as they are.
+            may_wait: whether other leases may be released meanwhile.
 
         Raises:
             NoRoomError: the frames do not suffice.
             RowmeshError: see `LeasedRows.bring`.
         """
-        lease = self.bring(slots, _never)
-        return HeldRows(self, lease, self.fast.marks())
+        return HeldRows(self, self.bring(slots, may_wait), self.fast.marks())
 
     def apply(self, merged: Merged, gradients: Tensor, lr: float, scaling: float, step: int) -> None:
         """Updates rows of live leases in place, on the current stream; see `DeviceArena.apply`, frames for slots."""
@@ -138,8 +138,3 @@ class DeviceTieredArena(LeasedRows):
         for each in held:
             each.note_use()
             each.release(changed=True)
-
-
-def _never() -> bool:
-    """Whoever asks for rows is the one who would give others up."""
-    return False

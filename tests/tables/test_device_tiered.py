@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rowmesh.errors import RowmeshError
+from rowmesh.exchange.route import never
 from rowmesh.optim import Adam, RowWiseAdaGrad
 from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, device_rows, fuse, leased_rows
 from rowmesh.tables import write_back as write_backs
@@ -55,7 +56,7 @@ class Program:
         self.leases, self.reads = [], []
 
     def look_ahead(self, slots):
-        self.leases.append(self.arena.hold(np.array(slots, np.uint32)))
+        self.leases.append(self.arena.hold(np.array(slots, np.uint32), never))
         if len(self.leases) > self.depth:
             self.train_oldest()
 
@@ -226,7 +227,7 @@ def test_copies_wait_for_the_frames_they_need_alone():
         arena.flush()  # all frames can be taken, the oldest first
         machine.stuck = machine.compute
         program.look_ahead(range(8, 12))
-        lease = arena.hold(np.arange(20, 24, dtype=np.uint32))
+        lease = arena.hold(np.arange(20, 24, dtype=np.uint32), never)
         arena.fast.settle()
         found = arena.rows[torch.from_numpy(lease.frames.astype(np.int64))]
         assert torch.equal(found, program.dense.rows[20:24])
@@ -247,7 +248,7 @@ def test_memory_is_counted_and_does_not_grow_with_the_table(rule):
 
 def test_rows_are_released_once():
     with Program(Machine(0, 1.0), 0, 12, 0).arena as arena:
-        lease = arena.hold(np.array([3], np.uint32))
+        lease = arena.hold(np.array([3], np.uint32), never)
         lease.release()
         lease.release()
         assert not lease.is_live

@@ -1,0 +1,61 @@
+"""Device windows over tiered tables, on one rank: rows are brought ahead into the device's memory.
+
+The thread of the tier brings them (`retrieve`) in the order of the batches; it asks nothing of its own stream, copies
+have theirs. The stream of communication waits for them when a batch's turn comes (`fetch`), hence so does the one that
+computes; its update comes after all that was read of the batch, so that rows given up by then are given up by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from rowmesh.exchange.device_part import DevicePart
+from rowmesh.exchange.device_tiered import DeviceTieredExchange
+from rowmesh.exchange.device_window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.device_windows import WholeDeviceWindows
+
+
+class TieredDeviceWindows(WholeDeviceWindows):
+    """One rank, whose rows are updated in place once they are there."""
+
+    is_tiered = True
+
+    def __init__(self, part: DevicePart) -> None:
+        super().__init__(part)
+        self.reason = f"rows are brought into the memory of {part.device} ahead: {part.reason}"
+        self._exchanges = cast("list[DeviceTieredExchange]", part.exchanges)
+
+    def begin(self, number: int) -> None:
+        """From now on rows come in the order of the batches."""
+        for exchange in self._exchanges:
+            exchange.comes_early = False
+
+    def retrieve(self, window: DeviceWindow, may_wait: Callable[[], bool]) -> None:
+        """Brings rows into the device's memory."""
+        for exchange, group in zip(self._exchanges, self._mine(window), strict=True):
+            exchange.retrieve(group.group, may_wait)
+
+    def fetch(self, window: DeviceWindow, part: int) -> None:
+        """What comes after this finds the rows where they are said to be; all of them with the first micro-batch."""
+        if part:
+            return
+        for exchange, group in zip(self._exchanges, self._mine(window), strict=True):
+            exchange.bring(group.group)
+            group.slots = group.group.places
+
+    def let_go(self, window: DeviceWindow) -> None:
+        """Gives rows up that the current stream has read and nobody will update."""
+        for group in self._mine(window):
+            if (held := group.group.held) is not None:
+                held.note_use()
+                held.release()
+
+    def end(self) -> None:
+        """What was opened and never updated is forgotten; rows may come as soon as a batch is routed."""
+        super().end()
+        for exchange in self._exchanges:
+            exchange.comes_early = True
+
+    def _mine(self, window: DeviceWindow) -> list[DeviceWindowGroup]:
+        return [window.groups[index] for index in self._part.indices]
