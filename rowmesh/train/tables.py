@@ -28,7 +28,22 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
         if name not in data.features:
             suggestion = hint(name, data.features) or f"; known: {', '.join(data.features)}"
             raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
-    return tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
+    tables = tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
+    if not any(table.storage == "tensor_train" for table in tables):
+        _check_no_shape(config, data)
+    return tables
+
+
+def _check_no_shape(config: TablesConfig, data: Prepared) -> None:
+    """Raises ConfigurationError where cores are described that nothing makes of any table."""
+    for section in (config, *(config.of(name) for name in data.features)):
+        given = section.tensor_train.model_dump(exclude_none=True, exclude={"optimizer"})
+        if section.storage == "auto" and given and "min_rows" not in given:
+            key = next(iter(given))
+            raise ConfigurationError(
+                f"tables.….tensor_train.{key} = {given[key]} is given, and no table is a tensor-train table; choose "
+                'them by tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
+            )
 
 
 def common_dim(tables: Sequence[TableSpec]) -> int:

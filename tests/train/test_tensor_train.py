@@ -58,12 +58,20 @@ def test_large_tables_become_cores(config_file, clicks):
             ['tables.C3.storage="tensor_train"', ADAGRAD, 'tables.dtype="bfloat16"'],
             r"table 'C3': cores of tensor-train tables are float32 or float64, not bfloat16",
         ),
+        (["tables.tensor_train.rank=4"], r"tensor_train.rank = 4 is given, and no table is a tensor-train table"),
+        (["tables.C3.tensor_train.compression=9.0"], r"compression = 9.0 is given.*tables.tensor_train.min_rows"),
         (["tables.tensor_train.ranks=4"], r"tables.tensor_train.ranks.*rank"),
     ],
 )
 def test_mistakes_say_what_fits(config_file, clicks, overrides, message):
     with pytest.raises(ConfigurationError, match=message):
         specs(config_file, clicks, *overrides)
+
+
+@pytest.mark.parametrize("kept_out", ['tables.storage="dense"', "tables.tensor_train.min_rows=1_000_000"])
+def test_a_rank_may_wait_for_larger_tables(config_file, clicks, kept_out):
+    tables = specs(config_file, clicks, kept_out, "tables.tensor_train.rank=4")
+    assert {table.storage for table in tables.values()} == {"dense"}
 
 
 def test_cores_have_no_replicas(config_file, clicks):
