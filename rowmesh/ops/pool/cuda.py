@@ -27,6 +27,7 @@ from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_d
 DESCRIPTOR = 8  # int64 values that describe a feature
 CHUNK = 256
 _BLOCK = 1024
+_MOST_JAGGED = 16  # of a program: with a warp of them or more, triton 3.6 and 3.7 fail on code of their own making
 _FEW = 256  # bags of a program that divides in 64 bits, which takes many registers
 _WIDEST = 16  # elements: 16 bytes of any type, and more
 _STORAGE = (torch.float32, torch.bfloat16, torch.float64)
@@ -242,6 +243,7 @@ def pool(rows: Tensor, inverse: Tensor, bags: Bags, out: Tensor, slots: Tensor |
     columns, tile = tile_of_rows(rows.shape[1], compute)
     unroll = 0 if bags.is_single else _UNROLL.value
     tile = max(tile // max(unroll, 1), 1)  # as many loads under way, whether of different bags or of one
+    tile = tile if bags.offsets is None else min(tile, _MOST_JAGGED)
     launch(
         _pool, (ceil_div(bags.num_bags, tile), len(bags.features)),
         rows, slots, inverse, bags.features, bags.offsets, bags.weights, out,
@@ -478,7 +480,7 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
         Signature(_pool, f"*{storage} *i32 *i64 *{compute}", common | single),
         Signature(
             _pool, f"*{storage} *i64 *i32 *i64 *i64 *{compute} *{compute}",
-            common | {"MEAN": True, "BAGS": tile // 4, "UNROLL": _UNROLL.value},
+            common | {"MEAN": True, "BAGS": min(tile // 4, _MOST_JAGGED), "UNROLL": _UNROLL.value},
         ),
         Signature(
             _sum_chunks, f"*{compute} *i32 *i32 *i64 *{compute}", common | chunks, max(1, min(4, columns // 128))
@@ -499,6 +501,21 @@ SIGNATURES = (
     *_signatures("fp32", "fp32", 128, 128, 16),
     *_signatures("bf16", "fp32", 100, 128, 16),
     *_signatures("fp64", "fp64", 3, 4, 256),
+    Signature(
+        _pool,
+        "*fp32 *i32 *i64 *i64 *fp32",
+        {
+            "DIM": 16,
+            "DTYPE": tl.float32,
+            "ALIGNMENT": 16,
+            "COLUMNS": 16,
+            "BAGS": _MOST_JAGGED,
+            "UNROLL": _UNROLL.value,
+            "MEAN": False,
+            "slots": None,
+            "weights": None,
+        },
+    ),
     Signature(_find_cells, "*i64 *i64 *fp32 *i64 *fp32", {"DTYPE": tl.float32, "MEAN": True, "BAGS": _FEW}),
     Signature(_file, "*i64 *i32 *i64 *fp32 *i32 *i64 *fp32 i32", {"BLOCK": _BLOCK}),
 )
