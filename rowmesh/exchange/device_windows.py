@@ -16,7 +16,7 @@ from rowmesh.exchange.device_part import DevicePart
 from rowmesh.exchange.device_phased import FINAL, DevicePhasedGroup, DeviceTravel
 from rowmesh.exchange.device_route import DeviceRoutePart
 from rowmesh.exchange.device_window import DeviceWindow
-from rowmesh.exchange.phased import check_numbers
+from rowmesh.exchange.phased import NO_WINDOW, check_numbers
 from rowmesh.exchange.window import Form
 
 
@@ -35,6 +35,9 @@ class DeviceWindows:
 
     def pack(self, window: DeviceWindow, part: int) -> None:
         """Gradients of a row do not change any more when they go."""
+
+    def pass_over(self) -> None:
+        """Nobody waits."""
 
     def let_go(self, window: DeviceWindow) -> None:
         """Nothing is held."""
@@ -114,9 +117,7 @@ class PhasedDeviceWindows(DeviceWindows):
             PeerError: a rank brings another batch, or one with ids that are no rows.
             IdRangeError: this rank does.
         """
-        self._numbers[:] = window.number
-        told = self._transport.hosts.exchange_equal(self._numbers, self._transport.common, "opening a window")
-        check_numbers(self._part.mesh, told[:, 0].tolist(), window.number)
+        self._agree(window.number)
         self._transport.exchange_counts(DeviceRoutePart(window.route, self._part.indices))
         pairs = [(each, window.groups[index]) for each, index in zip(self._groups, self._part.indices, strict=True)]
         keys = [each.post_keys(group) for each, group in pairs]
@@ -124,6 +125,19 @@ class PhasedDeviceWindows(DeviceWindows):
         self._travels[window.number] = travels
         if not self._finds_final:
             self._settle(travels, [None] * len(travels))
+
+    def pass_over(self) -> None:
+        """Tells the others that there is no window; those who have one would wait amid messages of devices. Collective.
+
+        Raises:
+            PeerError: a rank has one.
+        """
+        self._agree(NO_WINDOW)
+
+    def _agree(self, number: int) -> None:
+        self._numbers[:] = number
+        told = self._transport.hosts.exchange_equal(self._numbers, self._transport.common, "opening a window")
+        check_numbers(self._part.mesh, told[:, 0].tolist(), number)
 
     def final(self, window: DeviceWindow) -> None:
         """Fetches rows that the window before does not touch. Collective; the host waits for sizes."""

@@ -33,6 +33,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.ops.window import FINAL
 from rowmesh.placement.address_map import RELAYS
 
+NO_WINDOW = 0  # instead of the number of one
 USES = ("rows", "gradients")  # of the two process groups
 
 
@@ -145,10 +146,11 @@ class PhasedExchange:
 
 
 def check_numbers(mesh: Mesh, numbers: list[int], number: int) -> None:
-    """Raises PeerError where a rank opens another window than this one."""
+    """Raises PeerError where a rank opens another window than this one, or none where this one opens one."""
     if numbers.count(number) != len(numbers):
         name = mesh.name
-        windows = ", ".join(f"rank {name(rank)} opens batch {other - FIRST}" for rank, other in enumerate(numbers))
+        opened = ["has no more" if other == NO_WINDOW else f"opens batch {other - FIRST}" for other in numbers]
+        windows = ", ".join(f"rank {name(rank)} {what}" for rank, what in enumerate(opened))
         raise PeerError(
             f"rank {name(mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many batches to "
             "its pipeline"

@@ -43,6 +43,10 @@ class Windows(Protocol):
         """Tells owners what is needed. Collective."""
         ...
 
+    def pass_over(self) -> None:
+        """There is no window where other ranks may have one, which wait for nothing else than its messages."""
+        ...
+
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Brings rows into fast memory; `may_wait` tells whether updates of other windows may still make room."""
         ...
@@ -98,6 +102,9 @@ class WholeWindows:
 
     def open(self, window: Window) -> None:
         """Owners learn what is needed when it is fetched."""
+
+    def pass_over(self) -> None:
+        """Whoever waits for messages that do not come is told in the end."""
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Rows are where they are."""
@@ -167,6 +174,9 @@ class PhasedWindows:
         """Tells owners what is needed, and with which micro-batch. Collective."""
         groups = [window.groups[index] for index in self._part.indices]
         self._travels[window.number] = self._exchange.open(window, groups)
+
+    def pass_over(self) -> None:
+        """Whoever waits for messages that do not come is told in the end."""
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Brings rows that were asked for into fast memory."""

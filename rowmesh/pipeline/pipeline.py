@@ -416,8 +416,11 @@ class Pipeline(Generic[T]):
             flight.window.number = flight.window.route.number = self._first + task.batch
 
     def _open(self, task: Task) -> None:
-        if window := self._window(task):
-            for windows in self._windows:
+        window = self._window(task)
+        for windows in self._windows:
+            if window is None:
+                windows.pass_over()
+            else:
                 windows.open(window)
 
     def _retrieve(self, task: Task, runner: Runner) -> None:

@@ -238,6 +238,21 @@ def test_ids_that_are_no_rows(ranks):
     assert refuse(Mesh()).startswith("rank 0 in stage 'update' of batch 2: rank 0: feature 'a': 1 of 1 ids are outside")
 
 
+def bring_more(mesh):
+    """Rank 0 has a batch more than the others."""
+    collection = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)], mesh=mesh, device="cuda")
+    loader = items(*[[[1]]] * (3 - mesh.rank))
+    with pytest.raises(PeerError) as caught, Pipeline(collection, depth=1) as pipeline:
+        run_all(pipeline, EmbeddingOptimizer(collection), loader)
+    return str(caught.value)
+
+
+def test_a_rank_that_brings_more_batches(ranks):
+    for rank, message in enumerate(ranks.run(bring_more, world_size=2)):
+        where = f"rank {rank} in stage 'open' of batch 2: rank {rank}: ranks are out of step: "
+        assert message.startswith(f"{where}rank 0 opens batch 2, rank 1 has no more; every rank must bring equally")
+
+
 SHAPE = TableShape.of(TableSpec(name="a", num_rows=9, dim=3))
 
 
