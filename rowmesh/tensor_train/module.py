@@ -272,14 +272,24 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def _options(self, by_frequency: bool) -> LookupOptions:
         keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
-        if keep and self._sink is not None and getattr(DistributedDataParallel, "_active_ddp_module", None):
-            raise ConfigurationError(
-                f"tensor-train table {self.name!r} is trained by a TensorTrainOptimizer under DistributedDataParallel, "
-                "which cannot sum gradients that the cores do not get: ranks would drift apart. Train its parameters "
-                "by a torch optimizer, or make it a table of an EmbeddingCollection, "
-                'TableSpec(…, storage="tensor_train")'
-            )
+        if keep and getattr(DistributedDataParallel, "_active_ddp_module", None):
+            self._check_data_parallel()
         return LookupOptions(self.sparse, by_frequency, self._sink, keep)
+
+    def _check_data_parallel(self) -> None:
+        """Raises ConfigurationError where DistributedDataParallel cannot sum the gradients."""
+        table = f"tensor-train table {self.name!r}"
+        if self._sink is not None:
+            raise ConfigurationError(
+                f"{table} is trained by a TensorTrainOptimizer under DistributedDataParallel, which cannot sum "
+                "gradients that the cores do not get: ranks would drift apart. Train its parameters by a torch "
+                'optimizer, or make it a table of an EmbeddingCollection, TableSpec(…, storage="tensor_train")'
+            )
+        if self.sparse:
+            raise ConfigurationError(
+                f"{table} has sparse = True, and DistributedDataParallel sums sparse gradients of torch's own modules "
+                "only; make it with sparse = False"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles train on their own: an optimizer of this module is not theirs."""

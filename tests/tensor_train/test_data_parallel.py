@@ -10,8 +10,8 @@ from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 from tests.support.ranks import RankPool
 
 
-def make():
-    return TensorTrainEmbeddingBag(101, 12, mode="sum", rank=(5, 7), dtype=torch.float64, seed=2)
+def make(**options):
+    return TensorTrainEmbeddingBag(101, 12, mode="sum", rank=(5, 7), dtype=torch.float64, seed=2, **options)
 
 
 def draw_ids(step):
@@ -42,11 +42,18 @@ def fused_in_parallel(mesh):
         model(draw_ids(0))
 
 
+def sparse_in_parallel(mesh):
+    model = DistributedDataParallel(make(sparse=True), process_group=mesh.group)
+    with pytest.raises(ConfigurationError, match=r"'tensor_train' has sparse = True.* make it with sparse = False"):
+        model(draw_ids(0))
+
+
 def test_autograd_equals_one_process(ranks: RankPool):
     expected = train(bag := make(), bag)
     for found in ranks.run(in_parallel):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_the_fused_optimizer_is_refused(ranks: RankPool):
-    ranks.run(fused_in_parallel)
+@pytest.mark.parametrize("refused", [fused_in_parallel, sparse_in_parallel])
+def test_what_is_refused(ranks: RankPool, refused):
+    ranks.run(refused)
