@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Zipf
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.data import Batch
 from rowmesh.models import DLRM
 from rowmesh.optim import SGD, EmbeddingOptimizer
+from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Constant, TableSpec
 
@@ -163,6 +166,17 @@ def sparse_step(tables: Tables, inputs: Inputs) -> Callable[[int], None]:
     return step
 
 
+def _train_network(
+    network: DLRM, optimizer: torch.optim.Optimizer, dense: Tensor, labels: Tensor, vectors: Tensor
+) -> None:  # fmt: skip
+    """Forward, backward and update, given batches on the host and vectors on the device."""
+    dense, labels = (part.to(vectors.device, non_blocking=True) for part in (dense, labels))
+    optimizer.zero_grad()
+    logits = network(dense, vectors.view(len(dense), NUM_TABLES, network.dim))
+    nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
+    optimizer.step()
+
+
 def dense_step(sizes: Sizes, inputs: Inputs, device: torch.device, tables: Tables | None) -> Callable[[int], None]:
     """A whole step of a DLRM; without tables the dense network's part, whose vectors are there already."""
     network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=sizes.dim).to(device)
@@ -171,17 +185,40 @@ def dense_step(sizes: Sizes, inputs: Inputs, device: torch.device, tables: Table
 
     def step(number: int) -> None:
         place = number % len(inputs.ids)
-        dense, labels = (part[place].to(device, non_blocking=True) for part in (inputs.dense, inputs.labels))
         vectors = given if tables is None else tables.look_up(inputs.ids[place])
-        optimizer.zero_grad()
         given.grad = None
-        logits = network(dense, vectors.view(sizes.batch, NUM_TABLES, sizes.dim))
-        nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
-        optimizer.step()
+        _train_network(network, optimizer, inputs.dense[place], inputs.labels[place], vectors)
         if tables is not None:
             tables.update()
 
     return step
+
+
+class PipelinedStep:
+    """The same with our tables, through a pipeline that is a batch ahead; to be closed."""
+
+    def __init__(self, sizes: Sizes, inputs: Inputs, device: torch.device, tables: Rowmesh) -> None:
+        self._network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=sizes.dim).to(device)
+        self._optimizer = torch.optim.SGD(self._network.parameters(), lr=LR)
+        self._tables, self._pipeline = tables, Pipeline[Batch](tables.embeddings, depth=1)
+        self._windows = self._pipeline.windows(_batches(inputs))
+
+    def __call__(self, _: int) -> None:
+        """The next batch."""
+        window = next(self._windows)
+        for part in window:
+            item, vectors = window.item, part.embeddings.values
+            _train_network(self._network, self._optimizer, item.dense, item.labels, vectors)
+        self._tables.update()
+
+    def close(self) -> None:
+        """Ends the pipeline."""
+        self._pipeline.close()
+
+
+def _batches(inputs: Inputs) -> Iterator[Batch]:
+    for dense, ids, labels in cycle(zip(inputs.dense, inputs.ids, inputs.labels, strict=True)):
+        yield Batch(dense, SparseBatch.from_dense(FEATURES, ids), labels)
 
 
 def check(sizes: Sizes, device: torch.device, name: str = "cuda") -> None:

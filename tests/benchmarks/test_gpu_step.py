@@ -27,4 +27,7 @@ def test_contestants_train_the_same_rows(device):
     inputs = cases.draw(sizes, device)
     for tables in (None, cases.Rowmesh(sizes, "cuda"), cases.EmbeddingBags(sizes, device)):
         cases.dense_step(sizes, inputs, device, tables)(0)
+    step = cases.PipelinedStep(sizes, inputs, device, cases.Rowmesh(sizes, "cuda"))
+    step(0)
+    step.close()
     assert cases.floor_bytes(sizes, inputs) > 26 * 8 * (8 + 2 * 12)
