@@ -16,13 +16,13 @@ from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Constant, TableSpec, Uniform
+from tests.support.devices import train_on_device
 from tests.support.plans import in_groups, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
-from tests.support.training import merged, train
+from tests.support.training import train
 from tests.support.triton import kernels_of
 from tests.test_equivalence import assert_close, assert_same_bits
-from tests.test_plans import assert_equal
 
 pytestmark = pytest.mark.triton
 kernels_of("average")  # or all are skipped
@@ -47,24 +47,18 @@ def copied(scenario, mode):
 SCENARIOS = {
     "exact, accumulation": replace(in_groups(PAIR, 2), accumulate=2),
     "exact, copies within groups": copied(FOUR, "exact"),
-    "average, float64": averaged(in_groups(replace(PAIR, tables=DOUBLE, evaluates=True), 2), 1),
     "average, now and then": averaged(in_groups(replace(PAIR, num_steps=3), 2), 2),
-    "average, copies within groups": copied(FOUR, "average"),
-    "tables differ": averaged(in_groups(replace(PAIR, tables=DOUBLE), {"a": 2, "b": 1}), 2),
+    "average, tables differ": averaged(in_groups(replace(PAIR, tables=DOUBLE, evaluates=True), {"a": 2, "b": 1}), 1),
 }
-
-
-def on_device(ranks, scenario):
-    """What each rank left; all replicas are equal to the bit."""
-    parts = ranks.run(train, scenario, "auto", "cuda", world_size=scenario.world_size)
-    assert_equal(scenario, parts, merged(scenario, parts))
-    return parts
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_trains_the_same_model(ranks, name):
-    scenario = SCENARIOS[name]
-    parts = on_device(ranks, scenario)
+    check(ranks, SCENARIOS[name])
+
+
+def check(ranks, scenario):
+    parts = train_on_device(ranks, scenario)
     theirs = ranks.run(train, scenario, "collective", world_size=scenario.world_size)
     for mine, expected in zip(parts, theirs, strict=True):
         assert_close(scenario, mine, expected)
@@ -73,16 +67,25 @@ def test_trains_the_same_model(ranks, name):
         assert told == [counters.synchronization.rows for counters in expected.counters.values()]
 
 
-@pytest.mark.parametrize("mode", ["exact", "average"])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", ["shards", "replicas"])
+def test_copies_within_averaged_groups(ranks, together):
+    scenario = copied(FOUR, "average")
+    assert scenario.plan is not None
+    check(ranks, replace(scenario, plan=replace(scenario.plan, together=together)))
+
+
+@pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.slow), "average"])
 def test_replays_are_equal_to_the_bit(ranks, mode):
     scenario = in_groups(replace(PAIR, tables=SMALL), 2, mode=mode)
-    for mine, again in zip(on_device(ranks, scenario), on_device(ranks, scenario), strict=True):
+    for mine, again in zip(train_on_device(ranks, scenario), train_on_device(ranks, scenario), strict=True):
         assert_same_bits(mine, again)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_shard_next_to_each_other(ranks):
     scenario = in_groups(replace(FOUR, is_weighted=True), 2, "replicas")
-    parts = on_device(ranks, scenario)
+    parts = train_on_device(ranks, scenario)
     for mine, expected in zip(parts, ranks.run(train, scenario, "collective", world_size=4), strict=True):
         assert_close(scenario, mine, expected)
 
@@ -94,7 +97,7 @@ def test_groups_are_added_in_their_order(ranks):
     plain = Scenario(tables=tables, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1)
     scenario = in_groups(plain, 4)
     theirs = ranks.run(train, scenario, "collective", world_size=4)
-    for mine, expected in zip(on_device(ranks, scenario), theirs, strict=True):
+    for mine, expected in zip(train_on_device(ranks, scenario), theirs, strict=True):
         assert_same_bits(mine, expected)
 
 
@@ -132,7 +135,7 @@ def resume(mesh, folder):
     loaded = rows_of(resumed)
     other.load_state_dict(optimizer.state_dict())
     for collection, each in ((straight, optimizer), (resumed, other)):
-        for number in range(3):
+        for number in range(2):
             step(collection, each, number, 3 * mesh.rank)
         collection.synchronize()
     return (saved, rows_of(straight)), (loaded, rows_of(resumed))
