@@ -12,13 +12,13 @@ from rich.text import Text
 from rowmesh.cli.plan_report import Printer
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import AdaGrad
+from rowmesh.optim import AdaGrad, UpdateRule
 from rowmesh.placement import Profile, TableShape
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tensor_train.cost import step_seconds
-from rowmesh.train.config import Config
-from rowmesh.train.tables import table_specs
+from rowmesh.train.config import Config, TablesConfig
+from rowmesh.train.tables import table_specs, update_rule
 
 MIN_ROWS = 100_000  # of tables that are looked at, where the configuration says nothing
 
@@ -86,9 +86,10 @@ def compressions(config: Config, data: Prepared, batch_size: int, ranks: Sequenc
     least = config.tables.tensor_train.min_rows or MIN_ROWS
     for table in table_specs(config.tables, data):
         if table.num_rows >= least:
-            dense = replace(table, storage="dense", tensor_train=None)
-            ids = _distinct(data, dense, batch_size)
-            found = tuple(_compressed(_cored(dense, rank), ids) for rank in ranks)
+            as_rows = update_rule(table.name, config.tables, is_cored=False)
+            dense = replace(table, storage="dense", tensor_train=None, optimizer=as_rows)
+            ids, rule = _distinct(data, dense, batch_size), _core_rule(table.name, config.tables)
+            found = tuple(_compressed(_cored(dense, rank, rule), ids) for rank in ranks)
             shape = TableShape.of(dense)
             yield Compression(table.name, table.num_rows, table.num_rows * shape.row_bytes, len(ids), found)
 
@@ -142,11 +143,18 @@ def _totals(found: Sequence[Compression]) -> list[Compressed]:
     ]
 
 
-def _cored(table: TableSpec, rank: int) -> TableSpec:
-    """The table as cores, under its own update rule where cores can have it."""
+def _core_rule(name: str, tables: TablesConfig) -> UpdateRule:
+    """That of the cores where it is given, else that of the rows, or AdaGrad where cores cannot have it."""
+    if tables.of(name).tensor_train.optimizer is not None:
+        return update_rule(name, tables, is_cored=True)
+    rule = update_rule(name, tables, is_cored=False)
+    return AdaGrad(lr=rule.lr) if "row" in rule.state.values() else rule
+
+
+def _cored(table: TableSpec, rank: int, rule: UpdateRule) -> TableSpec:
+    """The table as cores."""
     full = TensorTrain().shape(table.num_rows, table.dim).full_ranks
     ranks = (min(rank, full[0]), min(rank, full[1]))
-    rule = AdaGrad(lr=table.optimizer.lr) if "row" in table.optimizer.state.values() else table.optimizer
     dtype = torch.float32 if table.dtype == torch.bfloat16 else table.dtype
     return replace(
         table, storage="tensor_train", tensor_train=TensorTrain(rank=ranks), optimizer=rule, dtype=dtype

@@ -72,7 +72,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             pooling=config.pooling,
             dtype=getattr(torch, config.dtype),
             out_of_range=config.out_of_range,
-            optimizer=_optimizer(name, tables, is_cored),
+            optimizer=update_rule(name, tables, is_cored),
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
             storage="tensor_train" if is_cored else "tiered" if config.storage == "tiered" else "dense",
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
@@ -81,7 +81,12 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
         raise ConfigurationError(f"table {name!r}: {error}") from None
 
 
-def _optimizer(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
+def update_rule(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
+    """The optimizer of a table as rows, or as cores.
+
+    Raises:
+        ConfigurationError: cores cannot have it, or an option does not belong to it.
+    """
     config = tables.of(name)
     key, chosen = _key(tables, name, "optimizer"), config.optimizer
     if is_cored and config.tensor_train.optimizer is not None:

@@ -3,8 +3,13 @@
 import re
 
 import pytest
+import torch
 
+from rowmesh.cli.plan_tensor_train import compressions
+from rowmesh.data import Loader, Prepared
 from rowmesh.placement import Plan
+from rowmesh.tables import TensorTrain
+from rowmesh.train.resolve import resolve
 
 ADAGRAD = "tables.tensor_train.optimizer.name=adagrad"
 
@@ -19,6 +24,26 @@ def test_it_says_what_cores_save_and_cost(run):
     assert set(lines) == {"C1", "C2", "C3", "all"}
     assert len(re.findall(r" ×", lines["all"])) == 2
     assert re.search(r"ranks add up gradients of [\d.,]+ \w+ at rank 2, [\d.,]+ \w+ at rank 4", " ".join(out.split()))
+
+
+@pytest.mark.parametrize(("rule", "states"), [("adagrad", 1), ("adam", 2)])
+@pytest.mark.parametrize("storage", ["dense", "tensor_train"])
+def test_numbers_are_those_of_training(config_file, rule, states, storage):
+    """Rows with the state of the optimizer of rows, cores with that of cores, distinct ids as batches have them."""
+    overrides = [f"tables.tensor_train.optimizer.name={rule}", "tables.tensor_train.min_rows=1"]
+    config = resolve(config_file, [*overrides, f"tables.storage={storage}"])
+    data = Prepared.open(config.data.folder)
+    for table in compressions(config, data, 400, (2, 999)):
+        batches = Loader(data, "train", batch_size=400, shuffle=True)
+        distinct = [len(torch.unique(batch.sparse.select([table.table]).ids)) for batch in batches]
+        assert table.num_distinct == pytest.approx(sum(distinct) / len(distinct), rel=0.1)
+        assert table.rows_bytes == table.num_rows * (16 * 4 + 4)
+        for rank, found in zip((2, 999), table.by_rank, strict=True):
+            full = TensorTrain().shape(table.num_rows, 16).full_ranks
+            shape = TensorTrain(rank=(min(rank, full[0]), min(rank, full[1]))).shape(table.num_rows, 16)
+            assert found.gradient_bytes == 4 * shape.num_parameters
+            assert found.cores_bytes == found.gradient_bytes * (1 + states)
+            assert 0 < found.step_s < 10
 
 
 def test_plans_leave_cores_out(run, tmp_path):
