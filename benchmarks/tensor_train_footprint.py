@@ -34,8 +34,7 @@ def sizes(rows: Sequence[int], dim: int, rank: int, min_rows: int) -> tuple[int,
 
 def cored(num_rows: int, dim: int, rank: int) -> TensorTrainShape:
     """A table as cores of a rank, or of the largest that it can have."""
-    full = TensorTrain().shape(num_rows, dim).full_ranks
-    return TensorTrain(rank=(min(rank, full[0]), min(rank, full[1]))).shape(num_rows, dim)
+    return TensorTrain().shape(num_rows, dim).at(rank)
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,7 @@ def _core_rule(name: str, tables: TablesConfig) -> UpdateRule:
 
 def _cored(table: TableSpec, rank: int, rule: UpdateRule) -> TableSpec:
     """The table as cores."""
-    full = TensorTrain().shape(table.num_rows, table.dim).full_ranks
-    ranks = (min(rank, full[0]), min(rank, full[1]))
+    ranks = TensorTrain().shape(table.num_rows, table.dim).at(rank).ranks
     dtype = torch.float32 if table.dtype == torch.bfloat16 else table.dtype
     return replace(
         table, storage="tensor_train", tensor_train=TensorTrain(rank=ranks), optimizer=rule, dtype=dtype

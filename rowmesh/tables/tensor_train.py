@@ -105,7 +105,7 @@ class TensorTrainShape:
                 raise ConfigurationError(f"compression must be above 0 and finite, got {compression}")
             return _largest(probe, int(num_rows * dim / compression), f"compression = {compression:g}", element_bytes)
         if rank is None:
-            return probe._at(DEFAULT_RANK)
+            return probe.at(DEFAULT_RANK)
         ranks = _whole("rank", rank if isinstance(rank, Sequence) else (rank, rank))
         return cls(num_rows, dim, rows, columns, ranks)  # pyright: ignore[reportArgumentType]
 
@@ -130,7 +130,12 @@ class TensorTrainShape:
         """The ranks at which every table of this shape is represented exactly; no larger ones are of use."""
         return bounds(self.row_factors, self.dim_factors)
 
-    def _at(self, rank: int) -> TensorTrainShape:
+    def at(self, rank: int) -> TensorTrainShape:
+        """The same factors at another rank, or at the largest that the table can have.
+
+        >>> TensorTrainShape.choose(1000, 16).at(100).ranks
+        (20, 40)
+        """
         r1, r2 = self.full_ranks
         ranks = (min(rank, r1), min(rank, r2))
         return TensorTrainShape(self.num_rows, self.dim, self.row_factors, self.dim_factors, ranks)
@@ -258,5 +263,5 @@ def _largest(probe: TensorTrainShape, most: int, wish: str, element_bytes: int) 
     low, high = 1, max(probe.full_ranks)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if probe._at(middle).num_parameters <= most else (low, middle - 1)
-    return probe._at(low)
+        low, high = (middle, high) if probe.at(middle).num_parameters <= most else (low, middle - 1)
+    return probe.at(low)
