@@ -30,7 +30,7 @@ from rowmesh.data import Prepared
 from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.progress import Progress, silent
-from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.suggest import hint
 from rowmesh.train.fingerprint import mismatch
 from rowmesh.train.resolve import resolve
@@ -86,7 +86,7 @@ def export(
     if not folder.config.exists():
         raise RowmeshError(f"{run} is no run: {folder.config.name} is missing; give the folder of a finished run")
     manifest = checkpoint.read_manifest(folder.model)
-    prepared = Prepared.open(data or resolve(folder.config).data.folder)
+    prepared = Prepared.open(data) if data else _data_of_training(folder)
     _check_meaning(folder, manifest, prepared)
     chosen = _choose(tables, manifest)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
@@ -95,6 +95,13 @@ def export(
         torch.save(load_dense(folder.model / manifest.folder)["network"], partial / NETWORK)
         saved = [SavedRows(folder.model, manifest, table) for table in chosen]
         return [_write(each, prepared, partial / TABLES, progress) for each in saved]
+
+
+def _data_of_training(folder: RunFolder) -> Prepared:
+    try:
+        return Prepared.open(resolve(folder.config).data.folder)
+    except DataError as error:
+        raise RowmeshError(f"{error}; where the data of the training were moved, say where to with --data") from None
 
 
 def _check_meaning(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared) -> None:

@@ -1,5 +1,7 @@
 """Exported tables: the rows of the model, by the values of the raw data, in order of frequency."""
 
+import shutil
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from rowmesh import AdaGrad, EmbeddingCollection, SparseBatch, TableSpec, checkpoint
 from rowmesh.cli.__main__ import main
-from rowmesh.data import ReorderOptions, reorder
+from rowmesh.data import Prepared, ReorderOptions, reorder
 from rowmesh.errors import RowmeshError
 from rowmesh.tables import TensorTrain
 from rowmesh.train import export as export_module
@@ -124,6 +126,16 @@ def test_mistakes_say_what_fits(config_file, both, tmp_path):
     assert (out / "mine").read_text() == "kept"
     export(run, tmp_path / "other")
     export(run, tmp_path / "other", overwrite=True)
+
+
+def test_data_that_were_moved(both, tmp_path):
+    data = Prepared.open(shutil.copytree(both[0].folder, tmp_path / "data"))
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=data.table("item").num_rows, dim=4)])
+    run = make_run(tmp_path / "run", data, embeddings)
+    moved = data.folder.rename(tmp_path / "moved")
+    with pytest.raises(RowmeshError, match=r"holds no prepared data set.*were moved, say where to with --data"):
+        export(run, tmp_path / "out")
+    assert export(run, tmp_path / "out", data=moved)[0].table == "item"
 
 
 def test_a_damaged_model_leaves_no_export(config_file, tmp_path):
