@@ -229,6 +229,25 @@ def test_rows_may_be_fixed_to_ranks(ranks):
         assert mine.owned == theirs.owned
 
 
+def under_default_device(mesh, device):
+    torch.set_default_device(device)
+    try:
+        embeddings = EmbeddingCollection(two_tables(), mesh=mesh, device="cuda")
+        optimizer = EmbeddingOptimizer(embeddings)
+        for _ in range(2):
+            step(embeddings, optimizer, batch())
+        embeddings.barrier()
+    finally:
+        torch.set_default_device("cpu")
+    return values_of(embeddings, "a")
+
+
+def test_where_torch_makes_tensors_by_default_does_not_matter(ranks):
+    assert torch.equal(under_default_device(Mesh(), "meta"), under_default_device(Mesh(), "cpu"))
+    for mine, theirs in zip(*(ranks.run(under_default_device, where) for where in ("meta", "cpu")), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_says_what_is_missing(monkeypatch):
     with pytest.raises(ConfigurationError, match="device must be 'cpu' or 'cuda'"):
         EmbeddingCollection(two_tables(), device="meta")

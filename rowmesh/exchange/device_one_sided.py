@@ -221,7 +221,7 @@ class OneSidedGroup:
         self._exchange, self._arena, self._mesh = exchange, arena, mesh
         bases = [part.data_ptr() for part in arena.parts]
         assert not any(base % 16 for base in bases)  # the kernel relies on it
-        self._bases = torch.tensor(bases).to(exchange.device)
+        self._bases = torch.tensor(bases, device=exchange.device)
         self._dtype = compute_dtype(exchange.group.dtype)
         self._entry_bytes = exchange.group.dim * self._dtype.itemsize + 4
         self.capacity = 0

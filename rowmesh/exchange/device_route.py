@@ -288,7 +288,7 @@ class DeviceExchange(DeviceGroupExchange):
             world_size=self.world_size, rank=self.rank,
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
-        self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64).to(device)
+        self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -41,9 +41,9 @@ class DeviceRouter:
         tables = [table for group in groups for table in group.tables for _ in table.features]
         self._features = tuple(feature for group in groups for feature in group.features)
         rows = [0 if table.out_of_range == "error" else table.out_of_range for table in tables]
-        self._limits = torch.tensor([table.num_rows for table in tables]).to(device)
-        self._substitutes = torch.tensor(rows).to(device)
-        self._refuses = torch.tensor([table.out_of_range == "error" for table in tables]).to(device)
+        self._limits = torch.tensor([table.num_rows for table in tables], device=device)
+        self._substitutes = torch.tensor(rows, device=device)
+        self._refuses = torch.tensor([table.out_of_range == "error" for table in tables], device=device)
 
     def __call__(self, batch: SparseBatch, exchanges: Sequence[Any]) -> DeviceRoute:
         """Routes a batch; the host waits for nothing."""
@@ -55,7 +55,7 @@ class DeviceRouter:
         assert ids is not None
         segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
         sizes = [len(bounds), *map(len, segments)]
-        numbers = torch.tensor([*bounds, *(number for part in segments for number in part)])
+        numbers = torch.tensor([*bounds, *(number for part in segments for number in part)], device="cpu")
         offsets, *of_groups = self._upload(numbers).split(sizes)
         outside = torch.zeros_like(self._limits)
         rows = self._bound(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside)

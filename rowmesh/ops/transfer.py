@@ -39,7 +39,8 @@ class Late:
         if tensor.device.type == "cpu":
             self._host = tensor.clone()
             return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # else the copy would wait
+        # Pinned, or the copy would wait.
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(tensor.device))  # all that was asked for before, no more

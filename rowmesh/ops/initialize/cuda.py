@@ -63,14 +63,14 @@ def initialize(
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
     signed = key - (1 << 64) if key >> 63 else key
-    floats = torch.tensor([a, b], dtype=torch.float64).to(out.device)
+    floats = torch.tensor([a, b], dtype=torch.float64, device=out.device)
     if out.dtype != torch.bfloat16:
-        _initialize(out, torch.tensor([signed, first, stride]).to(out.device), floats, distribution)
+        _initialize(out, torch.tensor([signed, first, stride], device=out.device), floats, distribution)
         return
     for begin in range(0, len(out), _BLOCK_ROWS):  # rounded twice, as on a CPU
         part = out[begin : begin + _BLOCK_ROWS]
         values = torch.empty(part.shape, dtype=torch.float32, device=out.device)
-        integers = torch.tensor([signed, first + begin * stride, stride]).to(out.device)
+        integers = torch.tensor([signed, first + begin * stride, stride], device=out.device)
         _initialize(values, integers, floats, distribution)
         part.copy_(values)
 

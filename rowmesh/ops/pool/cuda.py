@@ -77,7 +77,7 @@ class Bags:
             device: of everything.
             offsets, weights: as above.
         """
-        table = torch.tensor(features, dtype=torch.int64, pin_memory=device.type == "cuda")
+        table = torch.tensor(features, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         if table.dim() != 2 or table.shape[1] != DESCRIPTOR:
             raise ValueError(f"a feature has {DESCRIPTOR} numbers, got a table of shape {list(table.shape)}")
         common = math.gcd(_WIDEST, *(number for feature in features for number in feature[5:7]))

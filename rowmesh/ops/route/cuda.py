@@ -66,7 +66,7 @@ class DeviceMap:
         """Copies the arrays of an `AddressMap` to a device."""
         fields = torch.from_numpy(np.ascontiguousarray(ranges[:, :_FIELDS].T)).to(device)
         places = torch.from_numpy(np.ascontiguousarray(index[:, :2].T)).to(device)
-        limits = torch.tensor(num_rows, dtype=torch.int64).to(device)
+        limits = torch.tensor(num_rows, dtype=torch.int64, device=device)
         most = int(index[:, 1].max())
         return cls(
             fields, places, limits, most, num_kinds, num_replying, world_size, rank, ranks_per_node, key_stride
