@@ -106,7 +106,9 @@ def check_arguments(
 
 
 def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
-    """Raises TypeError where they are no integers, ValueError where they are not on the device."""
+    """Raises TypeError where they are no tensor of integers, ValueError where they are not on the device."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a tensor of int64 or int32, got {type(ids).__name__}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {ids.dtype}")
     _check_device(name, ids, device)

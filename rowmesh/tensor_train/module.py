@@ -103,7 +103,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         if embedding_dim > MAX_DIM:
             raise ConfigurationError(f"embedding_dim must be 1 to {MAX_DIM}, got {embedding_dim}")
         dtype = dtype or (torch.get_default_dtype() if _weight is None else _weight.dtype)
-        device = torch.device(device or ("cpu" if _weight is None else _weight.device))
+        if device is None:  # 0 is a GPU
+            device = "cpu" if _weight is None else _weight.device
+        device = torch.device(device)
         _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
         self.shape = TensorTrainShape.choose(
             num_embeddings, embedding_dim, rank=rank, memory_bytes=memory_bytes, compression=compression,

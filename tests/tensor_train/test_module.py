@@ -220,6 +220,20 @@ def test_arguments_on_a_device():
             bag(*arguments)
 
 
+@pytest.mark.parametrize("ids", [[[1, 2]], torch.tensor([[1, 2]]).numpy()])
+def test_ids_are_tensors(ids):
+    bag = make(SHAPES[1])
+    for look_up in (bag, bag.rows):
+        with pytest.raises(TypeError, match=f"must be a tensor of int64 or int32, got {type(ids).__name__}"):
+            look_up(ids)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU 0")
+def test_a_device_by_its_number_is_no_cpu():
+    with pytest.raises((RuntimeError, AssertionError)):
+        TensorTrainEmbeddingBag(5, 4, device=0)
+
+
 def test_rows_take_integers():
     with pytest.raises(TypeError, match=r"ids must be int64 or int32, got torch.float32"):
         make(SHAPES[1]).rows(torch.tensor([1.7]))
