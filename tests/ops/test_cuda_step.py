@@ -7,7 +7,7 @@ from rowmesh.ops.merge_update import reference
 from rowmesh.optim import AdaGrad
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import FLAGS, REPLIES
-from tests.support.triton import kernels_of
+from tests.support.triton import kernels_of, refusing_waits
 
 pytestmark = pytest.mark.triton
 gathering, merging, routing, uniques = map(kernels_of, ("gather", "merge_update", "route", "segment_unique"))
@@ -112,8 +112,5 @@ def test_the_host_does_not_wait(device):
         merging.update(rank.rows, (rank.state,), merged, gradients, RULE.name, numbers)
 
     work()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_waits():
         work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -26,7 +26,7 @@ from tests.support.scenario import Scenario
 from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
 from tests.support.training import train
-from tests.support.triton import find_device, kernels_of
+from tests.support.triton import find_device, kernels_of, refusing_waits
 from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
@@ -284,8 +284,5 @@ def test_the_host_waits_for_sizes_alone():
     collection = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)], device="cuda")
     optimizer = EmbeddingOptimizer(collection)
     run_all(Pipeline(collection, depth=1, micro_batches=2), optimizer, items([[1]], [[2]]))  # kernels are compiled
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with refusing_waits():
         run_all(Pipeline(collection, depth=1, micro_batches=2), optimizer, items(*[[[1], [2]]] * 4))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -44,6 +47,18 @@ def kernels_of(op: str) -> ModuleType:
     if obstacle := find_obstacle():
         pytest.skip(obstacle, allow_module_level=True)
     return importlib.import_module(f"rowmesh.ops.{op}.cuda")
+
+
+@contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Has torch raise where the host would wait for the GPU, as far as torch notices."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # which is an error in tests
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="session")
