@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
-from tests.support.plans import make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
@@ -205,18 +203,14 @@ def test_checkpoints_do_not_know_where_rows_were(tmp_path, wrote, reads):
 SHAPES = [TableShape.of(each) for each in two_tables()]
 
 
-def refused_plans(mesh):
-    mesh = replace(mesh, hosts=(0, 1))
-    two_hop = make_plan(two_tables(), 2, 1, lambda number: ("node" if number == 1 else "dealt", 0, 0, number == 0))
-    with pytest.raises(ConfigurationError, match="table 'a' has node and two-hop rows"):
-        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", plan=two_hop)
+def refuse_dense_averages(mesh):
     dense = Synchronization("average", dense=True)
     with pytest.raises(ConfigurationError, match="whole tables cannot be averaged on a device"):
         EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2, synchronization=dense)
 
 
-def test_plans_over_nodes_and_averages_of_whole_tables_are_refused(ranks):
-    ranks.run(refused_plans)
+def test_averages_of_whole_tables_are_refused(ranks):
+    ranks.run(refuse_dense_averages)
 
 
 def test_rows_may_be_fixed_to_ranks(ranks):

@@ -49,7 +49,7 @@ from rowmesh.exchange.device_windows import (
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.window import Form
 from rowmesh.ops.gpu import require_triton
-from rowmesh.placement import Plan, RowRange
+from rowmesh.placement import Plan
 from rowmesh.tables import TableGroup, TableSpec
 
 logger = logging.getLogger("rowmesh")
@@ -76,15 +76,14 @@ class DeviceBackend:
         for table in plan.tables:
             if table.replicas > 1 and transport == "one_sided":
                 obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
-            of_group = plan.part(table.replicas)
-            if kinds := {kind for part in table.ranges if (kind := _indirect(part, of_group, transport)) is not None}:
-                obstacles.append(f"table {table.name!r} has {' and '.join(sorted(kinds))} rows")
+            is_copied = any(part.rule == "replicated" for part in table.ranges)
+            if is_copied and transport == "one_sided" and plan.part(table.replicas).world_size > 1:
+                obstacles.append(f"table {table.name!r} has replicated rows")
         if obstacles:
             raise ConfigurationError(
                 f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense and tiered ones whose rows are dealt over the ranks or fixed to one; dense ones may have "
-                "replicas and, with transport 'auto' or 'collective', rows replicated on all; change that, or use "
-                "device 'cpu'"
+                "dense and tiered ones; with transport 'auto' or 'collective' dense ones may have replicas and rows "
+                "with copies; change that, or use device 'cpu'"
             )
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
@@ -115,15 +114,6 @@ class DeviceBackend:
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
         """Triton's kernels."""
         return DeviceRouter(groups, layouts, rank, self.device)
-
-
-def _indirect(part: RowRange, plan: Plan, transport: TransportName) -> str | None:
-    """Why rows do not simply travel between their home and who needs them; None where they do."""
-    if part.rule == "replicated" and transport == "one_sided" and plan.world_size > 1:
-        return "replicated"
-    if plan.num_nodes > 1:
-        return "node" if part.rule == "node" else "two-hop" if part.two_hop else None
-    return None
 
 
 def usable_device(device: str | torch.device) -> torch.device:

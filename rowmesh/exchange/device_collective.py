@@ -57,7 +57,11 @@ class DeviceCollective:
 
     def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
-        self.groups = [DeviceGroup(exchange, self.channel, self._mesh.ranks_per_node) for exchange in exchanges]
+        per_node, column = self._mesh.ranks_per_node, None
+        if any("node" in exchange.lane_kinds for exchange in exchanges):
+            places = [range(place, self._mesh.world_size, per_node) for place in range(per_node)]
+            column = DeviceChannel(self._mesh.part(places), self._device)
+        self.groups = [DeviceGroup(exchange, self.channel, per_node, column) for exchange in exchanges]
         self._lanes = [lane for group in self.groups for lane in group.lanes]
         self._copies = [lane for lane in self._lanes if isinstance(lane, CopiesLane)]
         self.hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
@@ -80,14 +84,14 @@ class DeviceCollective:
         pairs = list(zip(self.groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
         copied = [messages.post_copied_keys(group) for messages, group in pairs]
-        rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
-        for (messages, group), works in zip(pairs, copied, strict=True):
-            messages.read_copies(group, works)
+        rows = [[messages.post_rows(group, work)] for (messages, group), work in zip(pairs, keys, strict=True)]
+        for (messages, group), works, coming in zip(pairs, copied, rows, strict=True):
+            coming += messages.read_copies(group, works)
             meanwhile(group)
             if torch.is_grad_enabled():
                 messages.merge_requests(group)
-        for (messages, group), work in zip(pairs, rows, strict=True):
-            messages.take_rows(group, work)
+        for (messages, group), coming in zip(pairs, rows, strict=True):
+            messages.take_rows(group, coming)
 
     def exchange_counts(self, route: DeviceRoutePart) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""

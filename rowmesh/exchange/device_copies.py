@@ -34,6 +34,8 @@ class CopiesLane(Lane):
         counts: rows of which each rank will send sums at this push.
     """
 
+    replies = False
+
     def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge_update import cuda
 
@@ -48,18 +50,28 @@ class CopiesLane(Lane):
         return True
 
     def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
-        """Sends sums to all ranks, in messages as long as the longest, and updates rows that anybody has sums of."""
-        if not (most := max(self.counts)):
-            return
-        mine, size, counters = self.counts[self._everyone.member], self._everyone.size, self.exchange.counters
+        """Sends sums to all ranks, and updates the rows that anybody has sums of."""
+        if max(self.counts):
+            slots, sums, entries = self._share(merging, gradients, self._everyone, self.counts)
+            self.exchange.apply(self._listed(slots, entries), sums, update, entries.numel())
+
+    def _share(
+        self, merging: Merging, gradients: Tensor, channel: DeviceChannel, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What all members of a channel have sums of, in messages as long as the longest.
+
+        Returns:
+            Slots and sums of all members, one after the other, and which of them are valid.
+        """
+        mine, most, size, counters = counts[channel.member], max(counts), channel.size, self.exchange.counters
         sums = gradients.new_empty(most, gradients.shape[1])
         slots = torch.empty(most, dtype=torch.int32, device=sums.device)
         self._sum(merging.merged, gradients, sums)
         slots[:mine] = merging.merged.slots[:mine]
-        messages = [self._everyone.post_gather(part, counters, self._doing) for part in (slots, sums)]
-        entries = spread(range(0, size * most, most), self.counts, sums.device)
+        messages = [channel.post_gather(part, counters, self._doing) for part in (slots, sums)]
+        entries = spread(range(0, size * most, most), counts, sums.device)
         all_slots, all_sums = (message.wait() for message in messages)
-        self.exchange.apply(self._listed(all_slots, entries), all_sums, update, entries.numel())
+        return all_slots, all_sums, entries
 
     def _listed(self, slots: Tensor, entries: Tensor) -> Merged:
         """One gradient each for the slots of some entries."""

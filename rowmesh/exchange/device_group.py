@@ -1,8 +1,8 @@
 """What the collective transport of a device does for one group: keys, rows and gradients as all-to-alls.
 
-Keys of rows that their homes send go in one lane, those of rows that every rank has in another one. Fetched rows and
-copies of this rank's own are brought together, so that pooling reads all at one place; copies are gathered while the
-others travel.
+Keys of rows that their homes send go in one lane, those of rows with a copy on every node or every rank in others.
+Fetched rows and copies of this rank's own are brought together, so that pooling reads all at one place; copies are
+gathered while the others travel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from rowmesh.exchange.device_copies import CopiesLane, spread
 from rowmesh.exchange.device_lane import Lane, Requests
 from rowmesh.exchange.device_messages import DeviceChannel, Message
+from rowmesh.exchange.device_nodes import NodeLane
 from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
 
 if TYPE_CHECKING:
@@ -31,23 +32,33 @@ class DeviceGroup:
         exchange: the group's.
         everyone: all ranks.
         ranks_per_node: G: gradients are summed node by node.
+        column: the ranks with this one's place in their nodes, where rows have one copy a node.
 
     Attributes:
-        lanes: one, or two where rows have copies.
+        lanes: of rows that homes send; then those of rows with copies, where there are any.
     """
 
-    def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
+    def __init__(
+        self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int,
+        column: DeviceChannel | None = None,
+    ) -> None:  # fmt: skip
         from rowmesh.ops.gather import cuda as gather
 
         self.exchange, self._everyone = exchange, everyone
         self._gather = gather.gather
         self._doing = f"exchanging group {exchange.group.name}"
         how = (exchange, everyone, ranks_per_node)
-        self.lanes = [Lane(*how), CopiesLane(*how)] if exchange.has_copies else [Lane(*how)]
+        self.lanes = [Lane(*how)]
+        if "node" in exchange.lane_kinds:
+            assert column is not None
+            self.lanes.append(NodeLane(*how, column))
+        if "replicated" in exchange.lane_kinds:
+            self.lanes.append(CopiesLane(*how))
 
     def expect(self, group: DeviceRouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
         """Takes what this rank asks and is asked for, keys by rank and segment, int64 `[W, S′]` each."""
-        cuts = [self.exchange.num_direct][: len(self.lanes) - 1]
+        address_map = self.exchange.address_map
+        cuts = [address_map.segments({kind}).start for kind in self.exchange.lane_kinds[1:]]
         sizes_out, sizes_in = ([part.sum(1).tolist() for part in np.split(n, cuts, 1)] for n in (sent, asked))
         group.num_unique = int(sent.sum())
         self.exchange.counters.unique_ids += group.num_unique
@@ -73,7 +84,7 @@ class DeviceGroup:
         return self.lanes[0].post_keys(group.lanes[0])
 
     def post_copied_keys(self, group: DeviceRouteGroup) -> list[Message]:
-        """Tells the homes which copies are read here, for which there will be gradients."""
+        """Tells those who add gradients up which rows with copies are needed."""
         return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
 
     def post_rows(self, group: DeviceRouteGroup, keys: Message) -> Message:
@@ -84,12 +95,18 @@ class DeviceGroup:
         into, rows = group.source[: sum(group.sent)], self._gather(table, group.requests)
         return self._everyone.post(rows, group.asked, group.sent, self.exchange.counters, self._doing, into)
 
-    def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> None:
-        """Brings the rows that need not travel to those that do, while these are under way."""
-        begin = sum(group.sent)
-        for each, message in zip(group.lanes[1:], keys, strict=True):
-            each.slots = message.wait()
-            self._gather(self.exchange.arena.rows, each.keys, group.source[begin:])
+    def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> list[Message]:
+        """Brings rows with copies to those that are under way: those of this rank at once, the others by messages."""
+        messages, table, counters = [], self.exchange.arena.rows, self.exchange.counters
+        _, *places = group.source.split([len(each.keys) for each in group.lanes])
+        for lane, each, message, into in zip(self.lanes[1:], group.lanes[1:], keys, places, strict=True):
+            lane.take_keys(each, message)
+            if lane.replies:
+                rows = self._gather(table, each.slots)
+                messages.append(self._everyone.post(rows, each.asked, each.sent, counters, self._doing, into))
+            else:
+                self._gather(table, each.keys, into)
+        return messages
 
     def merge_requests(self, group: DeviceRouteGroup) -> None:
         """Merges what was asked, for the update; may run while rows travel."""
@@ -100,9 +117,10 @@ class DeviceGroup:
         """The distinct slots among what ranks asked for, so many of each in every route."""
         return self.lanes[0].merge(slots, asked)
 
-    def take_rows(self, group: DeviceRouteGroup, rows: Message) -> None:
+    def take_rows(self, group: DeviceRouteGroup, rows: Sequence[Message]) -> None:
         """Makes what came what is pooled."""
-        rows.wait()
+        for message in rows:
+            message.wait()
         group.slots = None
 
     def pushed(self, group: DeviceRouteGroup) -> list[tuple[Requests, Tensor]]:

@@ -71,7 +71,12 @@ class Lane:
         exchange: the group's.
         everyone: all ranks.
         ranks_per_node: G: gradients are summed node by node.
+
+    Attributes:
+        replies: whether rows are sent to those who ask.
     """
+
+    replies = True
 
     def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge_update import cuda

@@ -8,6 +8,7 @@ Of which ranks a replica group is, and when replicas are told what, is the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rowmesh.exchange.route import Route
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
-from rowmesh.placement import AddressMap
+from rowmesh.placement import AddressMap, Plan
 from rowmesh.tables import TableGroup
 from rowmesh.tables.device_arena import DeviceArena
 
@@ -48,10 +49,13 @@ class DevicePart(Part):
             self._check_tiers()
             name = "collective"
         transport = choose_device_transport(name, self.mesh, self.device)
+        parts = (part for table in self.plan.tables for part in table.ranges)
+        if self.plan.num_nodes > 1 and any(part.two_hop for part in parts):
+            transport.reason += "; rows planned for two hops go in one"
         return transport, transport.reason
 
     def _make_exchange(self, group: TableGroup) -> Any:
-        address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
+        address_map = AddressMap(_one_hop(self.plan), [table.name for table in group.tables], self.mesh.rank)
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._tiers is not None:
             arena = self._tiers.device_arena(group, num_slots, self.mesh.rank, self.device)
@@ -88,3 +92,13 @@ class DevicePart(Part):
     def _mine(self, route: Route) -> Any:
         assert isinstance(route, DeviceRoute)
         return DeviceRoutePart(route, self.indices)
+
+
+def _one_hop(plan: Plan) -> Plan:
+    """The plan with all rows asked for in one hop, which devices take everywhere: it holds them at the same places."""
+    return replace(
+        plan,
+        tables=tuple(
+            replace(table, ranges=tuple(replace(part, two_hop=False) for part in table.ranges)) for table in plan.tables
+        ),
+    )

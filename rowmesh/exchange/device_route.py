@@ -260,25 +260,23 @@ class DeviceExchange(DeviceGroupExchange):
 
     Args:
         group: the tables.
-        address_map: of rows that travel from their homes to who needs them, or are on every rank.
+        address_map: of rows that travel in one hop, or have copies.
         arena: the rows of this rank.
 
     Attributes:
-        num_direct: segments of rows that travel, which come first.
-        has_copies: whether rows are on every rank.
+        lane_kinds: kinds of rows that are asked for apart from each other; the first is "direct".
         replicated: keeps replicas together, where there are any.
     """
 
     def __init__(self, group: TableGroup, address_map: AddressMap, arena: DeviceArena | DeviceTieredArena) -> None:
         from rowmesh.ops.route import cuda as route
 
-        assert set(address_map.kinds) <= {"direct", "replicated"}
+        assert set(address_map.kinds) <= {"direct", "node", "replicated"}
         device = arena.device
         super().__init__(group, address_map, device)
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
-        self.num_direct = len(address_map.segments({"direct"}))
-        self.has_copies = "replicated" in address_map.kinds
+        self.lane_kinds = ("direct", *(kind for kind in address_map.kinds if kind != "direct"))
         self.replicated: DeviceUpdater | None = None
         self.arena = arena
         self._route = route

@@ -66,12 +66,10 @@ def test_migrations_of_replicas(ranks, mode):
 
 def refuse(mesh):
     """What the old plan still does after a plan that devices cannot run."""
-    mesh = replace(mesh, hosts=(0, 1))
     tables = [TableSpec(name="a", num_rows=9, dim=3)]
-    embeddings = EmbeddingCollection(tables, mesh=mesh, device="cuda")
-    plan = make_plan(tables, 2, 1, lambda _: ("node", 0, 0, False))
-    with pytest.raises(ConfigurationError, match="table 'a' has node rows"):
-        embeddings.migrate(plan)
+    embeddings = EmbeddingCollection(tables, mesh=mesh, device="cuda", transport="one_sided")
+    with pytest.raises(ConfigurationError, match="table 'a' has replicated rows"):
+        embeddings.migrate(with_copies(tables, 2))
     assert embeddings.num_migrations == 0
     return embeddings(SparseBatch.from_bags({"a": [[1, 2]]})).values.shape
 
