@@ -116,6 +116,17 @@ def test_backward_leaves_grad_alone_and_zero_grad_forgets():
     assert torch.equal(bag.dense(), before)
 
 
+def test_a_loss_that_is_kept_keeps_no_products():
+    bag = make()
+    optimizer = TensorTrainOptimizer(bag, SGD(lr=0.1))
+    losses = []
+    for seed in range(3):
+        losses.append(bag(draw_ids(seed)).sum())
+        losses[-1].backward()
+        optimizer.step()
+    assert len(bag._host.workspace.floats) == 1  # one buffer, given back every time
+
+
 def test_weights_and_max_go_through_the_same_update():
     for mode in ("sum", "max"):
         bag = TensorTrainEmbeddingBag(NUM_ROWS, DIM, mode=mode, rank=(5, 7), dtype=torch.float64, seed=2)

@@ -10,6 +10,7 @@ import pytest
 
 from rowmesh.data import Loader, Prepared, ReorderOptions, reorder
 from rowmesh.data.manifest import Manifest
+from rowmesh.data.reorder import order as order_module
 from rowmesh.data.reorder.groups import count_prefixes
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
@@ -85,6 +86,13 @@ def test_without_co_occurrence_the_order_stays(tmp_path):
     assert facts["prefixes_after"] == facts["prefixes_before"] > 0
     assert facts["num_edges"] > 0
     assert columns(prepared, "train").equals(columns(reordered, "train"))
+
+
+def test_a_gain_that_is_too_small_is_none(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(order_module, "LEAST_GAIN", 0.9)
+    facts = reorder(prepared, tmp_path / "out", tables=["item"], options=OPTIONS).reordering["tables"]["item"]
+    assert (facts["num_ids"], facts["communities"]) == (0, 0)
+    assert facts["num_edges"] > 0
 
 
 def test_too_few_batches_to_judge(prepared, tmp_path):
