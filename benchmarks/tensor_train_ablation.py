@@ -17,7 +17,9 @@ from torch import Tensor
 from benchmarks.command import Report
 from benchmarks.measure import summarize
 from rowmesh.optim import SGD
+from rowmesh.tables import TensorTrainShape
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
+from rowmesh.tensor_train.engine import HostEngine
 from rowmesh.tensor_train.lookup import Lookup
 
 LR = 0.01
@@ -88,26 +90,28 @@ LEVELS: dict[str, type[OneByOne]] = {
 }  # fmt: skip
 
 
-class AblatedBag(TensorTrainEmbeddingBag):
-    """A bag whose look-ups are arranged otherwise."""
+class AblatedEngine(HostEngine):
+    """Arranges look-ups otherwise."""
 
-    arrangement: type[OneByOne] = Shared
+    def __init__(self, arrangement: type[OneByOne]) -> None:
+        super().__init__()
+        self._arrangement = arrangement
 
-    def look_up(self, ids: Tensor) -> Lookup:
-        """As the bag's."""
-        return self.arrangement(self.shape, self.cores[0].dtype, ids, self._workspace)
+    def look_up(self, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor) -> Lookup:
+        """As the engine of a bag does."""
+        return self._arrangement(shape, dtype, ids, self.workspace)
 
 
-def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> AblatedBag:
+def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> TensorTrainEmbeddingBag:
     """A bag of a case."""
-    bag = AblatedBag(
+    bag = TensorTrainEmbeddingBag(
         case.num_rows, case.dim, mode="sum", rank=case.rank, row_factors=case.row_factors, seed=0, sparse=sparse
     )
-    bag.arrangement = arrangement
+    bag._host = AblatedEngine(arrangement)
     return bag
 
 
-def trainers(case: Any, grad: Tensor) -> dict[str, tuple[AblatedBag, Callable[[Tensor], None]]]:
+def trainers(case: Any, grad: Tensor) -> dict[str, tuple[TensorTrainEmbeddingBag, Callable[[Tensor], None]]]:
     """Bags and their training steps by name."""
     bags = {f"{name}, fused update": make_bag(case, level) for name, level in LEVELS.items() if level.ordered}
     optimizers: dict[str, Any] = {name: TensorTrainOptimizer(bag, SGD(lr=LR)) for name, bag in bags.items()}
@@ -130,7 +134,7 @@ def trainers(case: Any, grad: Tensor) -> dict[str, tuple[AblatedBag, Callable[[T
 def lookups(case: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     """Look-ups without gradients by name."""
 
-    def infer(bag: AblatedBag) -> Callable[[Tensor], Tensor]:
+    def infer(bag: TensorTrainEmbeddingBag) -> Callable[[Tensor], Tensor]:
         def run(ids: Tensor) -> Tensor:
             with torch.no_grad():
                 return bag(ids.view(-1, 1))

@@ -34,6 +34,24 @@ def test_every_arrangement_finds_the_same_rows(name):
     torch.testing.assert_close(bag(IDS.view(-1, 1)), whole(IDS.view(-1, 1)))
 
 
+@pytest.mark.parametrize("name", tensor_train_ablation.LEVELS)
+def test_a_forward_is_arranged_as_it_is_called(name, monkeypatch):
+    """Else all would be measured alike."""
+    level, found = tensor_train_ablation.LEVELS[name], []
+    arrange = tensor_train_ablation.AblatedEngine.look_up
+
+    def look_up(*arguments):
+        found.append(arrange(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(tensor_train_ablation.AblatedEngine, "look_up", look_up)
+    tensor_train_ablation.make_bag(CASE, level)(IDS.view(-1, 1))
+    (lookup,) = found
+    assert isinstance(lookup, level)
+    assert (lookup.num_unique < IDS.numel()) == level.distinct
+    assert (lookup.num_prefixes < lookup.num_unique) == level.shared
+
+
 def test_every_way_of_training_ends_with_the_same_cores():
     grad = torch.randn(IDS.numel(), CASE.dim, generator=torch.Generator().manual_seed(1))
     results = []
