@@ -44,8 +44,7 @@ class NodeLane(CopiesLane):
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
         """Takes what ranks of this node ask for, once it is here."""
-        bits = keys.wait().to(torch.int64) & 0xFFFFFFFF  # the slot and, for agents that ask homes, the home's node
-        requests.slots = (bits % self.exchange.address_map.key_stride).to(torch.int32)
+        requests.slots = _slots_of(keys.wait(), self.exchange.address_map.key_stride)
 
     def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Tells the column this node's sums, adds those of all nodes in their order, and updates."""
@@ -55,3 +54,12 @@ class NodeLane(CopiesLane):
             slots, sums, entries = self._share(merging, gradients, self._column, counts)
             merged = self._merge(slots[entries], most=len(counts))
             self.exchange.apply(replace(merged, order=entries[merged.order]), sums, update)
+
+
+def _slots_of(keys: Tensor, stride: int) -> Tensor:
+    """Slots of keys, which also say on which node the home is, for agents that ask it.
+
+    >>> _slots_of(torch.tensor([7, 107, -1], dtype=torch.int32), 100).tolist()  # the last one is 2³² − 1
+    [7, 7, 95]
+    """
+    return ((keys.to(torch.int64) & 0xFFFFFFFF) % stride).to(torch.int32)

@@ -48,7 +48,9 @@ SCENARIOS = {
     "exact, accumulation": replace(in_groups(PAIR, 2), accumulate=2),
     "exact, copies within groups": copied(FOUR, "exact"),
     "average, now and then": averaged(in_groups(replace(PAIR, num_steps=3), 2), 2),
-    "average, tables differ": averaged(in_groups(replace(PAIR, tables=DOUBLE, evaluates=True), {"a": 2, "b": 1}), 1),
+    "average, tables differ": averaged(
+        in_groups(replace(PAIR, tables=DOUBLE, batch_sizes=(1, 2), evaluates=True), {"a": 2, "b": 1}), 1
+    ),
 }
 
 
