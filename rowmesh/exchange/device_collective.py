@@ -160,6 +160,10 @@ class DeviceCollective:
         """Copied rows that this rank, their home, will have sums of."""
         return [each.count for lane, each in zip(self._lanes, merged, strict=True) if lane in self._copies]
 
+    def count_copies(self, requests: Sequence[Requests]) -> None:
+        """Learns how many sums each rank will send, of what was asked for and merged, lane by lane."""
+        self._count_copies(self._merged([[each] for each in requests]))
+
     def _count_copies(self, merged: Sequence[Merging]) -> None:
         """Learns how many sums each rank will send, where that was not known when they compared what they push."""
         nums = torch.tensor([self._num_copies(merged)] * self._mesh.world_size, dtype=torch.int64, device="cpu")

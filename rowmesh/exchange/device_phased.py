@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.device_group import DeviceGroup
+from rowmesh.exchange.device_lane import Merging
 from rowmesh.exchange.device_messages import DeviceChannel, Message
+from rowmesh.exchange.device_phased_copies import PhasedCopies, places_of, travelling_uniques
 from rowmesh.exchange.device_window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form
@@ -103,6 +105,7 @@ class DeviceTravel:
         rows_in, rows_out, gradients_out, gradients_in: the same when it does.
         keys: `[U]`: the unique id whose gradient travels at each place.
         came: `[M, D]`: gradients, in the order in which they travel.
+        copied: those of copied rows, under way to their homes.
     """
 
     def __init__(self, window: DeviceWindowGroup) -> None:
@@ -116,6 +119,7 @@ class DeviceTravel:
         self.gradients_in: Packing
         self.keys: Tensor
         self.came: Tensor
+        self.copied: list[Message] = []
 
 
 class DevicePhasedGroup:
@@ -134,20 +138,27 @@ class DevicePhasedGroup:
         self.exchange, self._messages, self._channel, self._form = messages.exchange, messages, channel, form
         self._gather, self._intersect = gather, intersect
         self._doing = f"exchanging group {self.exchange.group.name}"
+        self._copies = PhasedCopies(messages) if len(messages.lanes) > 1 else None
 
     def post_keys(self, window: DeviceWindowGroup) -> list[Message]:
         """Tells the owners which rows are needed, and by which micro-batches."""
         posted = [self._messages.post_keys(window.group)]
         if (uses := self._own_uses(window)) is not None:
             posted.append(self._post(uses.T.contiguous(), window.group.sent, window.group.asked))
+        if self._copies is not None:
+            posted.append(self._copies.post_keys(window.group))
         return posted
 
     def take_keys(self, window: DeviceWindowGroup, keys: Sequence[Message]) -> DeviceTravel:
         """Merges what was asked, once it is here."""
         travel, group = DeviceTravel(window), window.group
+        keys, copied = (keys[:-1], keys[-1]) if self._copies is not None else (keys, None)
         group.requests, *uses = (message.wait() for message in keys)
         travel.merged = self._messages.merge(group.requests, [group.asked])
+        group.lanes[0].merging = Merging(travel.merged, None)
         travel.uses = uses[0].T.contiguous() if uses else None
+        if self._copies is not None and copied is not None:
+            self._copies.take_keys(group, copied)
         return travel
 
     def find_final(self, travel: DeviceTravel, before: DeviceTravel | None) -> Tensor:
@@ -185,7 +196,7 @@ class DevicePhasedGroup:
         """int32 `[2, U]`, by request."""
         if self._form != "delta" or window.uses is None:
             return None
-        asked, uses = window.group.uniques, window.uses
+        asked, uses = travelling_uniques(window.group), window.uses
         return torch.stack([uses.first.index_select(0, asked), uses.last.index_select(0, asked)])
 
     def settle(self, travel: DeviceTravel, numbers: Iterator[int]) -> None:
@@ -210,10 +221,9 @@ class DevicePhasedGroup:
 
     def _make_room(self, travel: DeviceTravel) -> None:
         window, group, arena = travel.window, travel.window.group, self.exchange.arena
-        uniques = group.uniques
+        uniques = travelling_uniques(group)
         window.source = arena.rows.new_empty(group.num_unique, arena.rows.shape[1])
-        places = travel.rows_in.places(group.num_unique, uniques.device)
-        window.slots = torch.empty_like(places).scatter_(0, uniques.to(torch.int64), places)
+        window.slots = places_of(group, travel.rows_in.places(len(uniques), uniques.device))
         order = travel.gradients_out.order
         travel.keys = uniques if order is None else uniques.index_select(0, order)
         dtype = compute_dtype(self.exchange.group.dtype)
@@ -221,6 +231,8 @@ class DevicePhasedGroup:
 
     def post_rows(self, travel: DeviceTravel, phase: int) -> Message:
         """Sends the rows that others need in a phase, and receives those that are needed here."""
+        if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
+            self._copies.read(travel.window)
         requests, packing = travel.window.group.requests, travel.rows_out
         out = packing.part(phase)
         slots = requests[out] if packing.order is None else requests.index_select(0, packing.order[out])
@@ -233,6 +245,8 @@ class DevicePhasedGroup:
         keys = travel.keys[travel.gradients_out.part(phase)]
         gradients = self._gather(travel.window.gradients(), keys)
         into = travel.came[travel.gradients_in.part(phase)]
+        if self._copies is not None and phase == len(travel.window.parts) - 1:
+            travel.copied = self._copies.post_gradients(travel.window)
         return self._post(gradients, travel.gradients_out.sizes[phase], travel.gradients_in.sizes[phase], into)
 
     def update(self, travel: DeviceTravel, update: Update) -> None:
@@ -241,6 +255,8 @@ class DevicePhasedGroup:
         if packing.order is not None:
             came = self._gather(came, packing.places(len(came), came.device))
         self.exchange.apply(travel.merged, came, update)
+        if self._copies is not None:
+            self._copies.update(travel.window.group, travel.copied, update)
 
     def _post(
         self, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], into: Tensor | None = None

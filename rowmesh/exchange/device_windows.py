@@ -181,8 +181,10 @@ class PhasedDeviceWindows(DeviceWindows):
 
     def update(self, window: DeviceWindow, lrs: Sequence[float], step: int) -> None:
         """Updates the rows of this rank."""
-        updates = self._part.updates(lrs, step)
-        for each, travel, update in zip(self._groups, self._travels.pop(window.number), updates, strict=True):
+        updates, travels = self._part.updates(lrs, step), self._travels.pop(window.number)
+        if any("replicated" in each.exchange.lane_kinds for each in self._groups):
+            self._transport.count_copies([each for travel in travels for each in travel.window.group.lanes])
+        for each, travel, update in zip(self._groups, travels, updates, strict=True):
             each.update(travel, update)
 
     def end(self) -> None:
@@ -201,8 +203,8 @@ def pipeline_obstacles(part: object, form: Form, *, verifies: bool) -> list[str]
         obstacles.append("tiered tables on several ranks")
     elif part.transport.name == "one_sided":
         obstacles.append("transport 'one_sided' (use 'auto' or 'collective')")
-    elif any(set(exchange.address_map.kinds) != {"direct"} for exchange in part.exchanges):
-        obstacles.append("copied or two-hop rows")
+    elif any("node" in exchange.lane_kinds for exchange in part.exchanges):
+        obstacles.append("rows with one copy a node")
     if form == "naive":
         obstacles.append("exchange 'naive' (use 'delta' or 'unsplit')")
     if verifies:

@@ -18,10 +18,10 @@ from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
-from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 from tests.support.jobs import pipelined_jobs
+from tests.support.plans import with_copies
 from tests.support.scenario import Scenario
 from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
@@ -67,6 +67,12 @@ def test_two_ranks(ranks):
     ranks.run(compare, JOB, {"depth": 1}, {"depth": 2, "micro_batches": 3}, world_size=2)
 
 
+def test_copied_rows(ranks):
+    """Read in place, after the update before; the others travel by micro-batch."""
+    scenario = replace(JOB, plan=with_copies(TABLES, world_size=2), num_steps=3)
+    ranks.run(compare, scenario, {"depth": 1, "micro_batches": 2}, world_size=2)
+
+
 MORE = [
     {"depth": 0},
     {"depth": 3},
@@ -80,6 +86,7 @@ JOBS = {
     "weights": replace(JOB, is_weighted=True),
     "an empty rank": replace(JOB, batch_sizes=(0, 5)),
     "fixed bags, one sample more than micro-batches": replace(JOB, bag_sizes=(2, 2), batch_sizes=(4, 2)),
+    "copied rows": replace(JOB, plan=with_copies(TABLES, world_size=2)),
     "loops that are left": replace(JOB, breaks=(1,), plain=(2,)),
 }
 
@@ -93,7 +100,7 @@ def test_more_of_two_ranks(ranks, name):
 @pytest.mark.slow
 def test_more_of_one_rank():
     for name, scenario in JOBS.items():
-        if name != "an empty rank":
+        if name not in ("an empty rank", "copied rows"):
             compare(Mesh(), replace(scenario, batch_sizes=(4,)), *MORE)
 
 
@@ -164,6 +171,8 @@ def test_streams_may_be_late(ranks):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_streams_may_be_late_often(ranks, depth, world_size):
     scenario = replace(JOB, num_steps=6, batch_sizes=(4, 3)[:world_size])
+    if depth == 1 and world_size == 2:
+        scenario = replace(scenario, plan=with_copies(TABLES, world_size=2))
     ranks.run(train_late, scenario, {"depth": depth, "micro_batches": 2}, range(8), world_size=world_size)
 
 
@@ -253,18 +262,14 @@ def test_a_rank_that_brings_more_batches(ranks):
         assert message.startswith(f"{where}rank 0 opens batch 2, rank 1 has no more; every rank must bring equally")
 
 
-SHAPE = TableShape.of(TableSpec(name="a", num_rows=9, dim=3))
-
-
 def refused(mesh):
     collection = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)], mesh=mesh, device="cuda")
     for options, what in (({"exchange": "naive"}, "exchange 'naive'"), ({"verify": True}, "verify")):
         with pytest.raises(ConfigurationError, match=f"a pipeline on device 'cuda' cannot do this yet: {what}"):
             Pipeline(collection, **options)
-    copied = Plan((TablePlan(SHAPE, (RowRange(0, 9, "replicated"),)),), mesh.world_size, mesh.world_size)
     if mesh.world_size > 1:
-        collection = EmbeddingCollection(collection.tables, mesh=mesh, plan=copied, device="cuda")
-        with pytest.raises(ConfigurationError, match="cannot do this yet: copied or two-hop rows"):
+        collection = EmbeddingCollection(collection.tables, mesh=mesh, replicas=2, device="cuda")
+        with pytest.raises(ConfigurationError, match="cannot do this yet: tables with replicas"):
             Pipeline(collection)
         if collection.device.type == "cuda":
             return  # ranks of tests may share a GPU, and then have no one-sided transport
