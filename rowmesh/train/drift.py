@@ -146,8 +146,8 @@ def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or not plan.tables:
         return None
-    if config.enabled == "auto" and not has_copies(plan):
-        return None
+    if config.enabled == "auto" and (not has_copies(plan) or job.config.train.device != "cpu"):
+        return None  # nobody counts what is asked for on a device; "on" was refused there
     if plan.is_replicated:
         if config.enabled == "auto":
             return None

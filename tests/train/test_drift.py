@@ -2,6 +2,8 @@
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +132,22 @@ def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "run", lambda trainer, run: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
+
+
+def test_auto_does_not_follow_traffic_on_a_device(monkeypatch):
+    """Plans with copies run there, and nobody counts what they are asked for."""
+    shape = TableShape.of(TABLES[0])
+    plan = Plan((TablePlan(shape, (RowRange(0, 100, "replicated"), RowRange(100, 2000))),), 2, 2)
+
+    def job_on(device) -> Any:
+        of_placement = SimpleNamespace(drift=SimpleNamespace(enabled="auto"))
+        config = SimpleNamespace(placement=of_placement, train=SimpleNamespace(device=device))
+        return SimpleNamespace(
+            config=config, embeddings=SimpleNamespace(plan=plan), mesh=SimpleNamespace(world_size=2)
+        )  # fmt: skip
+
+    monkeypatch.setattr(module, "on_rank_0", lambda *_: 1 / 0)  # the first thing that following does
+    with pytest.raises(ZeroDivisionError), module.configured_drift(job_on("cpu")):
+        pass
+    with module.configured_drift(job_on("cuda")) as drift:
+        assert drift is None
