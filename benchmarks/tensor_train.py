@@ -38,7 +38,7 @@ from benchmarks import (
 )
 from benchmarks.command import Report
 from benchmarks.measure import summarize
-from benchmarks.peers.tensor_train import make
+from benchmarks.peers.tensor_train import has_tensorly, make
 from benchmarks.workload import Zipf
 from rowmesh.optim import SGD
 from rowmesh.tables.tensor_train import factor_dim, factor_rows
@@ -150,6 +150,7 @@ def draw(num_rows: int, batch: int, options: argparse.Namespace) -> list[Tensor]
 def run_case(report: Report, case: Case, batches: list[Tensor], options: argparse.Namespace) -> None:
     """Forward and training of all contestants."""
     peers = {"plain_torch": "", "plain_torch_unique": ""}
+    peers |= {"tensorly_torch": ""} if has_tensorly() else {}
     peers |= {"t3nsor_gather": options.t3nsor} if options.t3nsor else {}
     peers |= {"ttrec_torch": options.recsys_benchmark} if options.recsys_benchmark else {}
     peers |= {"embedding_bag": ""} if case.rank == options.rank[0] else {}

@@ -4,6 +4,7 @@
     plain_torch_unique  the same on the distinct ids, then their rows for every id
     t3nsor_gather       gather_rows of KhrulkovV/tt-pytorch, from a checkout
     ttrec_torch         TTRecTorch of chenxing1999/recsys-benchmark, from a checkout
+    tensorly_torch      FactorizedEmbedding(factorization="blocktt") of TensorLy-Torch, where it is installed
     embedding_bag       nn.EmbeddingBag(sparse=True), the table as it is, for scale
 
 FBTT-Embedding (TT-Rec) and EL-Rec's own code have CUDA kernels only. Every peer is a function of ids and its
@@ -71,12 +72,28 @@ def make(name: str, row_factors: list[int], dim_factors: list[int], rank: int, n
     elif name == "embedding_bag":
         table = nn.EmbeddingBag(num_rows, math.prod(dim_factors), mode="sum", sparse=True)
         return (lambda ids: table(ids.view(-1, 1))), list(table.parameters())
+    elif name == "tensorly_torch":
+        module = _tensorly(row_factors, dim_factors, rank)
     elif name == "t3nsor_gather":
         return _t3nsor(checkout, row_factors, dim_factors, rank)
     else:
         dim = math.prod(dim_factors)
         module = _ttrec_torch(checkout)(num_rows, dim, [rank, rank], tt_p_shapes=row_factors, tt_q_shapes=dim_factors)
     return module, list(module.parameters())
+
+
+def has_tensorly() -> bool:
+    """Whether TensorLy-Torch is installed: `pip install tensorly-torch tensorly`."""
+    return importlib.util.find_spec("tltorch") is not None
+
+
+def _tensorly(row_factors: list[int], dim_factors: list[int], rank: int) -> nn.Module:
+    tltorch: Any = importlib.import_module("tltorch")
+    return tltorch.FactorizedEmbedding(
+        math.prod(row_factors), math.prod(dim_factors), auto_tensorize=False, factorization="blocktt",
+        tensorized_num_embeddings=tuple(row_factors), tensorized_embedding_dim=tuple(dim_factors),
+        rank=(1, rank, rank, 1),
+    )  # fmt: skip
 
 
 def _t3nsor(checkout: str, row_factors: list[int], dim_factors: list[int], rank: int) -> Peer:

@@ -22,6 +22,16 @@ def test_the_plain_peer_is_a_tensor_train(unique):
     torch.testing.assert_close(peer(IDS), rows((first, second, third.transpose(1, 2)), IDS))
 
 
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # of its own
+def test_tensorly_has_the_same_cores():
+    pytest.importorskip("tltorch")
+    forward, cores = make("tensorly_torch", [13, 14, 17], [2, 2, 4], 3, 3000, "")
+    assert [tuple(core.shape) for core in cores] == [(1, 13, 2, 3), (3, 14, 2, 3), (3, 17, 4, 1)]
+    first, second, third = cores
+    mine = (first[0], second.permute(1, 0, 2, 3), third[..., 0].permute(1, 2, 0))
+    torch.testing.assert_close(forward(IDS), rows(mine, IDS))
+
+
 def test_the_table_itself_is_a_peer():
     forward, (weight,) = make("embedding_bag", [1, 1, 1], [2, 2, 4], 1, 3000, "")
     assert torch.equal(forward(IDS), weight[IDS])
