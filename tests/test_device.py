@@ -11,7 +11,7 @@ import torch
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange import device as devices
+from rowmesh.exchange.device import backend as devices
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer

@@ -126,6 +126,6 @@ def backend_for(device: str | torch.device) -> Backend:
         raise ConfigurationError(f"device must be 'cpu' or 'cuda' (or 'cuda:1', …), got {device!r}") from error
     if kind == "cpu":
         return HostBackend()
-    from rowmesh.exchange.device import DeviceBackend
+    from rowmesh.exchange.device.backend import DeviceBackend
 
     return DeviceBackend(device)

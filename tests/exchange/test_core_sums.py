@@ -5,7 +5,7 @@ import torch
 
 from rowmesh.exchange.core_sums import CollectiveSums, SharedSums, is_scattered
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_messages import DeviceChannel
+from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.messages import Channel
 
 COUNTS = {False: 1000, True: 40_000}  # elements of float64, of sums in one round and in two

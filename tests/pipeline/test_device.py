@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange.device_phased import FINAL, DevicePhasedGroup
+from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup
 from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rowmesh.exchange.device_window import DeviceWindow
+from rowmesh.exchange.device.window import DeviceWindow
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_copies import CopiesLane
-from rowmesh.exchange.device_lane import Merging, Requests
-from rowmesh.exchange.device_messages import DeviceChannel, Message
-from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.device.copies import CopiesLane
+from rowmesh.exchange.device.lane import Merging, Requests
+from rowmesh.exchange.device.messages import DeviceChannel, Message
+from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
 
 

@@ -1,7 +1,7 @@
 """Phased exchange between devices, of copied rows: read in place when their window opens, pushed as a whole.
 
 Every rank has them, so nothing is fetched. Their gradients go to the homes after the last micro-batch, and the update
-is that of the plain step: homes send sums to all ranks (`rowmesh.exchange.device_copies`).
+is that of the plain step: homes send sums to all ranks (`rowmesh.exchange.device.copies`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_group import DeviceGroup
-from rowmesh.exchange.device_lane import Requests
-from rowmesh.exchange.device_messages import Message
-from rowmesh.exchange.device_route import DeviceRouteGroup
-from rowmesh.exchange.device_window import DeviceWindowGroup
+from rowmesh.exchange.device.group import DeviceGroup
+from rowmesh.exchange.device.lane import Requests
+from rowmesh.exchange.device.messages import Message
+from rowmesh.exchange.device.route import DeviceRouteGroup
+from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 
 

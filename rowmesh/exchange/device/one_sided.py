@@ -15,7 +15,7 @@ what all ranks asked for before it and what they ask for after it. So, of all ra
     fetch …
 
 A device's barrier names nobody who does not come. Therefore the hosts compare before every fetch and push what they
-are about to do, as `rowmesh.exchange.device_collective` does; in the same message they tell where what is in the
+are about to do, as `rowmesh.exchange.device.collective` does; in the same message they tell where what is in the
 outbox, which the host knows by then: sizes were copied to it while the batch was computed.
 
 Source: OPER §5.1 (direct reads of remote rows).
@@ -33,9 +33,9 @@ from torch import Tensor
 
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_checks import Unread, check_peers, count_unique
-from rowmesh.exchange.device_lane import Requests, by_rank, node_ends
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.device.checks import Unread, check_peers, count_unique
+from rowmesh.exchange.device.lane import Requests, by_rank, node_ends
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.update import Update

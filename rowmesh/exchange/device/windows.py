@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rowmesh.exchange.device_checks import Unread
-from rowmesh.exchange.device_collective import DeviceCollective
-from rowmesh.exchange.device_part import DevicePart
-from rowmesh.exchange.device_phased import FINAL, DevicePhasedGroup, DeviceTravel
-from rowmesh.exchange.device_route import DeviceRoutePart
-from rowmesh.exchange.device_window import DeviceWindow
+from rowmesh.exchange.device.checks import Unread
+from rowmesh.exchange.device.collective import DeviceCollective
+from rowmesh.exchange.device.part import DevicePart
+from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
+from rowmesh.exchange.device.route import DeviceRoutePart
+from rowmesh.exchange.device.window import DeviceWindow
 from rowmesh.exchange.phased import NO_WINDOW, check_numbers
 from rowmesh.exchange.window import Form
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange import device_choice as module
-from rowmesh.exchange.device_choice import choose_device_transport
+from rowmesh.exchange.device import choice as module
+from rowmesh.exchange.device.choice import choose_device_transport
 from rowmesh.mesh import Mesh
 
 TWO, CPU = Mesh(world_size=2, hosts=(0, 0), pids=(1, 2)), torch.device("cpu")

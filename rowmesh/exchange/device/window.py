@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_pooling import DevicePooling
-from rowmesh.exchange.device_route import DeviceRoute, DeviceRouteGroup
-from rowmesh.exchange.device_router import descriptors
+from rowmesh.exchange.device.pooling import DevicePooling
+from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup
+from rowmesh.exchange.device.router import descriptors
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch

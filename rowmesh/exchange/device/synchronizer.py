@@ -17,9 +17,9 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.column import Column
 from rowmesh.exchange.counters import SyncCounters
-from rowmesh.exchange.device_messages import DeviceChannel, Message
-from rowmesh.exchange.device_replicas import DeviceMeans, DeviceSums, DeviceTold
-from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.device.messages import DeviceChannel, Message
+from rowmesh.exchange.device.replicas import DeviceMeans, DeviceSums, DeviceTold
+from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh

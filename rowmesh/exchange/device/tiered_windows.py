@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from rowmesh.exchange.device_part import DevicePart
-from rowmesh.exchange.device_tiered import DeviceTieredExchange
-from rowmesh.exchange.device_window import DeviceWindow, DeviceWindowGroup
-from rowmesh.exchange.device_windows import WholeDeviceWindows
+from rowmesh.exchange.device.part import DevicePart
+from rowmesh.exchange.device.tiered import DeviceTieredExchange
+from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.device.windows import WholeDeviceWindows
 
 
 class TieredDeviceWindows(WholeDeviceWindows):

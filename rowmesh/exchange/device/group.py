@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_copies import CopiesLane, spread
-from rowmesh.exchange.device_lane import Lane, Requests
-from rowmesh.exchange.device_messages import DeviceChannel, Message
-from rowmesh.exchange.device_nodes import NodeLane
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
+from rowmesh.exchange.device.copies import CopiesLane, spread
+from rowmesh.exchange.device.lane import Lane, Requests
+from rowmesh.exchange.device.messages import DeviceChannel, Message
+from rowmesh.exchange.device.nodes import NodeLane
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged

@@ -2,12 +2,12 @@
 
 The four verbs are those of the CPU, over tensors instead of addresses::
 
-    route   ids go to the device; bounded, made unique, located and sorted there          device_router, device_route
-    fetch   sizes come to the host in one copy; keys and rows travel                      device_part, device_messages
-    pool    rows become vectors; backward sums the gradients of equal ids                 device_pooling
+    route   ids go to the device; bounded, made unique, located and sorted there          router, route
+    fetch   sizes come to the host in one copy; keys and rows travel                      part, messages
+    pool    rows become vectors; backward sums the gradients of equal ids                 pooling
     push    gradients travel, are merged in the order of the ranks, and update rows
 
-Tensor-train tables compute rows from cores that every rank has (device_core_part), and are pooled as the others are.
+Tensor-train tables compute rows from cores that every rank has (core_part), and are pooled as the others are.
 
 The kernels are those of `rowmesh/ops/*/cuda.py`; see [Note: GPU kernels] in `rowmesh.ops.gpu`. Memory comes from
 torch's caching allocator, so that nothing here keeps buffers.
@@ -20,7 +20,7 @@ brings them, those of the other ranks, and the counts of ids outside their table
 tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
 of what homes send: how many rows they merged, which is copied to the host since the look-up. Tiered tables are read
 from their store by the host, and on several ranks it waits for what is asked of this one: see
-`rowmesh.exchange.device_tiered`.
+`rowmesh.exchange.device.tiered`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
-from rowmesh.exchange.device_core_part import DeviceCorePart
-from rowmesh.exchange.device_part import DevicePart
-from rowmesh.exchange.device_pooling import DevicePooling
-from rowmesh.exchange.device_router import DeviceRouter
-from rowmesh.exchange.device_tiered_windows import TieredDeviceWindows
-from rowmesh.exchange.device_window import DeviceWindowMaker
-from rowmesh.exchange.device_windows import (
+from rowmesh.exchange.device.core_part import DeviceCorePart
+from rowmesh.exchange.device.part import DevicePart
+from rowmesh.exchange.device.pooling import DevicePooling
+from rowmesh.exchange.device.router import DeviceRouter
+from rowmesh.exchange.device.tiered_windows import TieredDeviceWindows
+from rowmesh.exchange.device.window import DeviceWindowMaker
+from rowmesh.exchange.device.windows import (
     PhasedDeviceWindows,
     WholeDeviceWindows,
     pipeline_obstacles,

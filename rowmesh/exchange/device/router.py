@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_route import DeviceRoute, table_bounds
+from rowmesh.exchange.device.route import DeviceRoute, table_bounds
 from rowmesh.exchange.layout import GroupLayout, Layouts
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import NoRoomError
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import never
 from rowmesh.ops.memory import Scratch, array_at

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_lane import Lane, Merging
-from rowmesh.exchange.device_messages import DeviceChannel
-from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.device.lane import Lane, Merging
+from rowmesh.exchange.device.messages import DeviceChannel
+from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import upload
 

@@ -25,7 +25,7 @@ from rowmesh.tables.device_arena import DeviceArena
 from rowmesh.tables.device_tiered import DeviceTieredArena, HeldRows
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.device_lane import Requests
+    from rowmesh.exchange.device.lane import Requests
     from rowmesh.ops.merge_update.cuda import Merged
     from rowmesh.ops.pool.cuda import Bags, FiledCells
     from rowmesh.ops.route.cuda import Routed

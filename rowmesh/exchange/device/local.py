@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_checks import Unread
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.device.checks import Unread
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
 from rowmesh.exchange.update import Update
 from rowmesh.tables import TableGroup
 
@@ -21,7 +21,7 @@ _NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
 
 
 class DeviceLocal:
-    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device`.
+    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device.backend`.
 
     Args:
         reason: why there is one.

@@ -1,6 +1,6 @@
 """Lane: keys from those who ask to the homes of rows, the other way round what was asked, and gradients for it.
 
-Rows of one kind share a lane: all that homes do with them is the same. See `rowmesh.exchange.device_group`.
+Rows of one kind share a lane: all that homes do with them is the same. See `rowmesh.exchange.device.group`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_messages import DeviceChannel, Message
-from rowmesh.exchange.device_route import DeviceExchange
+from rowmesh.exchange.device.messages import DeviceChannel, Message
+from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import Late, upload
 from rowmesh.tables.arena import compute_dtype

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError, PeerError
-from rowmesh.exchange.device_route import DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.device.route import DeviceRouteGroup, DeviceRoutePart
 from rowmesh.mesh import Mesh
 from rowmesh.ops.transfer import Late
 

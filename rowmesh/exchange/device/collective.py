@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_checks import check_everywhere
-from rowmesh.exchange.device_copies import CopiesLane
-from rowmesh.exchange.device_group import DeviceGroup, compose
-from rowmesh.exchange.device_lane import Merging, Requests
-from rowmesh.exchange.device_messages import DeviceChannel
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRoutePart
+from rowmesh.exchange.device.checks import check_everywhere
+from rowmesh.exchange.device.copies import CopiesLane
+from rowmesh.exchange.device.group import DeviceGroup, compose
+from rowmesh.exchange.device.lane import Merging, Requests
+from rowmesh.exchange.device.messages import DeviceChannel
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.update import Update

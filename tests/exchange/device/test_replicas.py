@@ -10,7 +10,7 @@ import torch
 
 from rowmesh.checkpoint import load, save
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.exchange import device_replicas
+from rowmesh.exchange.device import replicas
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan
@@ -168,7 +168,7 @@ def test_the_list_of_touched_rows_grows_no_further_than_the_table(device):
     """Rows that are touched again take no room, though the host learns it later."""
     collection = EmbeddingCollection(ITEM, device="cuda")
     exchange: Any = collection._exchanges[0]
-    means = exchange.replicated = device_replicas.DeviceMeans(exchange, replica=0)
+    means = exchange.replicated = replicas.DeviceMeans(exchange, replica=0)
     optimizer = EmbeddingOptimizer(collection)
     for rows in ([1, 2], [2, 1], [1, 4], [0, 3, 4], [5, 6, 7]):
         step(collection, optimizer, *rows)

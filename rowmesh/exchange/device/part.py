@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from rowmesh.exchange.choice import TransportName
-from rowmesh.exchange.device_choice import choose_device_transport
-from rowmesh.exchange.device_route import DeviceExchange, DeviceRoute, DeviceRoutePart
-from rowmesh.exchange.device_synchronizer import make_device_synchronizer
-from rowmesh.exchange.device_tiered import DeviceTieredExchange
+from rowmesh.exchange.device.choice import choose_device_transport
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRoute, DeviceRoutePart
+from rowmesh.exchange.device.synchronizer import make_device_synchronizer
+from rowmesh.exchange.device.tiered import DeviceTieredExchange
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.synchronizer import Synchronizer

@@ -2,7 +2,7 @@
 
 As on a CPU (`rowmesh.exchange.core_part`): rows are computed where they are looked up, and on several ranks the
 gradients of all cores are added up in one fused vector, in the order of the ranks. All that is long stays on the
-device; the host waits for nothing but what [Note: what the host waits for] in `rowmesh.exchange.device` says.
+device; the host waits for nothing but what [Note: what the host waits for] in `rowmesh.exchange.device.backend` says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart, Fetched, core_map
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device_checks import Unread, check_everywhere, count_unique
-from rowmesh.exchange.device_messages import DeviceChannel
-from rowmesh.exchange.device_route import (
+from rowmesh.exchange.device.checks import Unread, check_everywhere, count_unique
+from rowmesh.exchange.device.messages import DeviceChannel
+from rowmesh.exchange.device.route import (
     DeviceGroupExchange,
     DevicePooledGroup,
     DeviceRoute,

@@ -21,7 +21,7 @@ from rowmesh.ops.transfer import Late, upload
 from rowmesh.tables.arena import compute_dtype
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.device_route import DeviceExchange
+    from rowmesh.exchange.device.route import DeviceExchange
     from rowmesh.ops.merge_update.cuda import Merged
 
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device_group import DeviceGroup
-from rowmesh.exchange.device_lane import Merging
-from rowmesh.exchange.device_messages import DeviceChannel, Message
-from rowmesh.exchange.device_phased_copies import PhasedCopies, places_of, travelling_uniques
-from rowmesh.exchange.device_window import DeviceWindowGroup
+from rowmesh.exchange.device.group import DeviceGroup
+from rowmesh.exchange.device.lane import Merging
+from rowmesh.exchange.device.messages import DeviceChannel, Message
+from rowmesh.exchange.device.phased_copies import PhasedCopies, places_of, travelling_uniques
+from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form
 from rowmesh.ops.transfer import upload

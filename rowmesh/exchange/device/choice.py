@@ -6,9 +6,9 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, check_name
-from rowmesh.exchange.device_collective import DeviceCollective
-from rowmesh.exchange.device_local import DeviceLocal
-from rowmesh.exchange.device_one_sided import DeviceOneSided
+from rowmesh.exchange.device.collective import DeviceCollective
+from rowmesh.exchange.device.local import DeviceLocal
+from rowmesh.exchange.device.one_sided import DeviceOneSided
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.symmetric_memory import find_obstacle, peer_memory
 
