@@ -11,15 +11,16 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from threading import Event
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from rowmesh.embeddings import Embeddings, LocalRows, Outputs, StoredRows
+from rowmesh.embeddings import Embeddings, LocalRows, Outputs, views_of
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.exchange.agreement import agree_on_tables, agree_to_migrate
 from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CoreExchange, CorePart
@@ -35,11 +36,10 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.untraced import untraced
-from rowmesh.placement import Piece, Plan, TableShape
+from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
-from rowmesh.tables.device_arena import DeviceArena
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tables.tier import TierCounters
 from rowmesh.tensor_train.arena import Cores
@@ -149,7 +149,7 @@ class EmbeddingCollection(nn.Module):
         self.tiers = tiers or Tiers()
         self._transport_name: TransportName = transport
         self.plan = self._planned(plan, replicas)
-        self._check_agreement(seed)
+        agree_on_tables(self.mesh, self.tables, seed, transport, self.synchronization, self.plan)
         self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self._backend.check(self.tables, self.plan, transport)
         self.tables = self._scaled(self.tables)
@@ -189,20 +189,6 @@ class EmbeddingCollection(nn.Module):
         """Tables whose update rules know by what to scale moments, which depends on the replicas."""
         replicas = self.plan.replicas if self.synchronization.mode == "average" else {}
         return tuple(with_moment_scale(table, replicas.get(table.name, 1)) for table in tables)
-
-    def _check_agreement(self, seed: int) -> None:
-        """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
-        mine = [repr(table) for table in self.tables]
-        mine += [f"seed {seed}", f"transport {self._transport_name!r}", repr(self.synchronization)]
-        mine += [f"replicas {self.plan.replicas}", *self.plan.to_json().splitlines()]
-        everyone = gather_objects(self.mesh, mine, "comparing the tables of all ranks")
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
-                first, other = next((a, b) for a, b in pairs if a != b)
-                raise ConfigurationError(
-                    f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
-                )
 
     def _make_parts(self, plan: Plan) -> Parts:
         how = (self._transport_name, self.synchronization, self.tiers)
@@ -480,7 +466,9 @@ class EmbeddingCollection(nn.Module):
             0
         """
         began = time.perf_counter()
-        self._agree_to_migrate(plan)
+        self._check_no_driver("rows migrate")
+        self._parts.barrier()  # whose devices may hold batches that they have not looked at
+        agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self._exchanges))
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self._backend.check(self.tables, plan, self._transport_name)
         if tiered := [table.name for table in self.tables if table.storage == "tiered"]:
@@ -500,23 +488,6 @@ class EmbeddingCollection(nn.Module):
         everyone = gather_objects(self.mesh, [(moved.rows, moved.num_bytes) for moved in mine], "migrating")
         rows, num_bytes = map(sum, zip(*(moved for each in everyone for moved in each), strict=True))
         return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
-
-    def _agree_to_migrate(self, plan: Plan) -> None:
-        """Raises on all ranks alike where one cannot migrate, or has another plan."""
-        self._check_no_driver("rows migrate")
-        self._parts.barrier()  # whose devices may hold batches that they have not looked at
-        routes = max(exchange.num_lent for exchange in self._exchanges)
-        everyone = gather_objects(self.mesh, (plan.to_json(), routes), "agreeing on a migration")
-        for rank, (theirs, waiting) in enumerate(everyone):
-            if waiting:
-                raise RowmeshError(
-                    f"rank {rank} cannot migrate while {waiting} batch(es) are under way: rows were routed or looked "
-                    "up, and not pushed; step first, or drop what forward returned"
-                )
-            if theirs != everyone[0][0]:
-                raise ConfigurationError(
-                    f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
-                )
 
     def _replace(self, plan: Plan, parts: Parts) -> None:
         for old, new in zip(self._exchanges, parts.exchanges, strict=True):
@@ -544,7 +515,7 @@ class EmbeddingCollection(nn.Module):
         """
         part, exchange, number = self._found_rows(table)
         pieces = [part.share(piece) for piece in exchange.address_map.homed(number)]
-        return [view for piece in pieces for view in _views(exchange, piece)]
+        return [view for piece in pieces for view in views_of(exchange, piece)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
@@ -557,7 +528,7 @@ class EmbeddingCollection(nn.Module):
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
         _, exchange, number = self._found_rows(table)
-        return [view for piece in exchange.address_map.held(number) for view in _views(exchange, piece)]
+        return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
 
     def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
         self.settle()
@@ -607,14 +578,3 @@ class EmbeddingCollection(nn.Module):
 
 def _nothing(group: RouteGroup) -> None:
     """What an evaluation does while rows travel."""
-
-
-def _views(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
-    """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
-    if (tiered := leased_rows(exchange)) is not None:
-        return StoredRows.of(tiered, piece)
-    arena: Any = exchange.arena
-    if isinstance(arena, DeviceArena):
-        return StoredRows.of(arena, piece)
-    part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
-    return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]

@@ -16,8 +16,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec
+from tests.support.devices import batch, push_on_some, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
@@ -81,14 +80,6 @@ def test_sums_nodes_first(ranks):
     on_device = ranks.run(train, scenario, "auto", "cuda", world_size=4)
     for mine, theirs in zip(on_device, ranks.run(train, scenario, "collective", world_size=4), strict=True):
         assert_same_bits(mine, theirs)
-
-
-def two_tables(**options):
-    return [TableSpec(name="a", num_rows=9, dim=3, **options), TableSpec(name="b", num_rows=4, dim=3)]
-
-
-def batch(**bags):
-    return SparseBatch.from_bags({"a": [[1], [2, 8]], "b": [[3], []]} | bags)
 
 
 def step(embeddings, optimizer, sparse):
@@ -157,21 +148,16 @@ def test_all_ranks_learn_of_a_refused_batch(ranks):
     assert second.startswith("IdRangeError: rank 1: feature 'b'")
 
 
-def push_on_some(mesh, device):
+def push_unlike(mesh, device):
     """Rank 0 uses both of two look-ups, rank 1 the second alone."""
     embeddings = EmbeddingCollection(two_tables(), mesh=mesh, transport="collective", device=device)
     optimizer = EmbeddingOptimizer(embeddings)
-    for _ in range(2):
-        first, second = embeddings(batch()), embeddings(batch(a=[[7], [mesh.rank]]))
-        if mesh.rank == 0:
-            first.values.square().sum().backward()
-        second.values.square().sum().backward()
-        optimizer.step()
+    push_on_some(embeddings, optimizer, mesh.rank)
     return [values_of(embeddings, name) for name in ("a", "b")]
 
 
 def test_ranks_need_not_push_the_same_routes(ranks):
-    for mine, theirs in zip(ranks.run(push_on_some, "cuda"), ranks.run(push_on_some, "cpu"), strict=True):
+    for mine, theirs in zip(ranks.run(push_unlike, "cuda"), ranks.run(push_unlike, "cpu"), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 

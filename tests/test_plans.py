@@ -20,10 +20,9 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from tests.support.jobs import random_jobs
 from tests.support.plans import RULES, make_plan, random_plans
-from tests.support.scenario import Scenario
+from tests.support.scenario import Scenario, ids_by_table
 from tests.support.tables import several, table
 from tests.support.training import merged, train
-from tests.test_collection import ids_by_table
 
 
 def assert_equal(scenario, parts, whole):

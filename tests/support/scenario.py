@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -129,3 +130,14 @@ class Scenario:
         if self.sharing == "hot":
             rows[::3] = 0
         return rows
+
+
+@functools.lru_cache(maxsize=1000)
+def ids_by_table(scenario, step, part, rank):
+    """Table → the ids of one rank's batch."""
+    sparse = scenario.local_batch(step, part, rank).sparse
+    found = {table.name: [] for table in scenario.tables}
+    for place, (_, table) in enumerate(scenario.features):
+        begin, end = sparse.feature_range(place)
+        found[table.name] += sparse.ids[begin:end].tolist()
+    return found

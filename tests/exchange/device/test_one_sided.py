@@ -11,8 +11,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec
+from tests.support.devices import batch, push_on_some, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
@@ -65,31 +64,19 @@ def test_trains_the_same_bits_as_messages(ranks, name):
                 assert counters.bytes_received == theirs.counters[group].bytes_received
 
 
-TABLES = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
-
-
 def collect(mesh, transport="one_sided", **options):
-    return EmbeddingCollection(TABLES, mesh=mesh, transport=transport, device=device_of(mesh), **options)
-
-
-def batch(**bags):
-    return SparseBatch.from_bags({"a": [[1], [2, 8]], "b": [[3], []]} | bags)
+    return EmbeddingCollection(two_tables(), mesh=mesh, transport=transport, device=device_of(mesh), **options)
 
 
 def rows_of(embeddings):
     return torch.cat([piece.values for name in "ab" for piece in embeddings.local_rows(name)])
 
 
-def push_on_some(mesh, transport):
+def push_unlike(mesh, transport):
     """Rank 0 uses both of two look-ups, rank 1 the second alone; then none any."""
     embeddings = collect(mesh, transport)
     optimizer = EmbeddingOptimizer(embeddings)
-    for _ in range(2):
-        first, second = embeddings(batch()), embeddings(batch(a=[[7], [mesh.rank]]))
-        if mesh.rank == 0:
-            first.values.square().sum().backward()
-        second.values.square().sum().backward()
-        optimizer.step()
+    push_on_some(embeddings, optimizer, mesh.rank)
     optimizer.step()
     assert (embeddings.memory_bytes["buffers"] > 0) == (transport == "one_sided")
     embeddings.close()
@@ -97,7 +84,7 @@ def push_on_some(mesh, transport):
 
 
 def test_ranks_need_not_push_the_same_routes(ranks):
-    runs = [ranks.run(push_on_some, how) for how in ("one_sided", "collective")]
+    runs = [ranks.run(push_unlike, how) for how in ("one_sided", "collective")]
     for (mine, reason), (theirs, _) in zip(*runs, strict=True):
         assert torch.equal(mine, theirs)
         assert reason.startswith("asked for; ")
@@ -204,7 +191,9 @@ def test_devices_of_two_hosts_are_refused(ranks):
 
 
 def with_copies(mesh):
-    plan = Plan(tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in map(TableShape.of, TABLES)), 2, 2)
+    plan = Plan(
+        tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in map(TableShape.of, two_tables())), 2, 2
+    )
     with pytest.raises(ConfigurationError, match=r"cannot do this yet: table 'a' has replicated rows; .*'collective'"):
         collect(mesh, plan=plan)
 
@@ -214,10 +203,10 @@ def test_copied_rows_are_refused(ranks):
 
 
 def test_one_rank_has_nobody_to_read():
-    embeddings = EmbeddingCollection(TABLES, transport="one_sided", device="cuda")
+    embeddings = EmbeddingCollection(two_tables(), transport="one_sided", device="cuda")
     assert (embeddings.transport, embeddings.transport_reason) == (
         "local",
         f"there is one rank, on {embeddings.device}",
     )
     with pytest.raises(ConfigurationError, match="transport must be 'auto', 'collective' or 'one_sided', got 'nccl'"):
-        EmbeddingCollection(TABLES, transport="nccl", device="cuda")  # type: ignore[arg-type]
+        EmbeddingCollection(two_tables(), transport="nccl", device="cuda")  # type: ignore[arg-type]
