@@ -24,7 +24,10 @@ def approximate(ptx: str) -> list[str]:
 
 
 def unordered(ttgir: str) -> list[str]:
-    """Arguments that are changed where several warps have read the same element, and no barrier was since."""
+    """Arguments that are changed where several warps have read the same element, and no barrier was since.
+
+    In the order of the text: neither the next turn of a loop nor pointers that a loop carries are followed.
+    """
     layouts = dict(_LAYOUT.findall(ttgir))
     found = _ARGUMENTS.search(ttgir)
     assert found, "no kernel"

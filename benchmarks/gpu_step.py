@@ -91,9 +91,13 @@ def _run(options: argparse.Namespace, report: Report) -> None:
 
 def _pipelined(report: Report, step: Any, blocks: int, in_turn_s: float) -> None:
     """The whole step with batches routed and rows updated beside the network."""
-    seconds = _time(step, blocks)
-    step.close()
-    report.line(case="dlrm", contestant="rowmesh, pipelined", **summarize(seconds))
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        seconds = _time(step, blocks)
+    finally:
+        step.close()
+    peak_bytes = torch.cuda.max_memory_allocated()  # batches in sight have theirs
+    report.line(case="dlrm", contestant="rowmesh, pipelined", **summarize(seconds), peak_memory_bytes=peak_bytes)
     report.ratio("dlrm step, in turn over pipelined", round(in_turn_s / median(seconds, 9), 3))
 
 

@@ -195,7 +195,7 @@ def refuse_dense_averages(mesh):
         EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2, synchronization=dense)
 
 
-def test_averages_of_whole_tables_are_refused(ranks):
+def test_averages_of_whole_tables_are_refused_on_all_ranks(ranks):
     ranks.run(refuse_dense_averages)
 
 
@@ -222,7 +222,7 @@ def under_default_device(mesh, device):
     return values_of(embeddings, "a")
 
 
-def test_where_torch_makes_tensors_by_default_does_not_matter(ranks):
+def test_where_torch_makes_tensors_by_default_does_not_matter_on_any_ranks(ranks):
     assert torch.equal(under_default_device(Mesh(), "meta"), under_default_device(Mesh(), "cpu"))
     for mine, theirs in zip(*(ranks.run(under_default_device, where) for where in ("meta", "cpu")), strict=True):
         assert torch.equal(mine, theirs)

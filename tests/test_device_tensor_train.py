@@ -245,3 +245,9 @@ def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
     for watch in (nullcontext, refusing_waits, refusing_waits):  # kernels are compiled in the first step
         with watch():
             step(embeddings, optimizer, batch())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_transport_that_there_is_not_is_refused(device):
+    with pytest.raises(ConfigurationError, match=r"transport must be .* got 'one-sided'"):
+        EmbeddingCollection(only_cores("sgd"), transport="one-sided", device=device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
@@ -77,6 +77,10 @@ class Backend(Protocol):
         """For a pipeline: makes windows of routed batches, as `WindowMaker` does."""
         ...
 
+    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
+        """Raises ConfigurationError where the windows of a part cannot travel so on this device."""
+        ...
+
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """For a pipeline: how the windows of a part travel. Collective.
 
@@ -95,6 +99,7 @@ class HostBackend:
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Everything is possible."""
+        check_name(transport)
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Numba's kernels."""
@@ -108,6 +113,9 @@ class HostBackend:
     def make_window_maker(self) -> WindowMaker:
         """Over reused memory."""
         return WindowMaker()
+
+    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
+        """Everything is possible."""
 
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """By micro-batch where the transport can, else whole."""

@@ -77,7 +77,7 @@ class GroupCounters:
 
     @property
     def table_accesses(self) -> dict[str, int]:
-        """Table → ids of all ranks that were asked of this rank; counted at updates."""
+        """Table → ids of all ranks that were asked of this rank; counted at updates. All 0 on a device."""
         return dict(zip(self.tables, self._accesses.tolist(), strict=True))
 
     @property

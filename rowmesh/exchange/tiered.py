@@ -85,4 +85,4 @@ class TieredExchange(GroupExchange):
 
 def leased_rows(exchange: Any) -> LeasedRows | None:
     """The rows of a group that is tiered, on a CPU or a device; None of others."""
-    return getattr(exchange, "tiered", None)
+    return exchange.tiered if exchange.is_tiered else None

@@ -126,7 +126,8 @@ def make_schedule(
     Args:
         depth: K, batches that are read ahead.
         num_parts: N, micro-batches.
-        fetches_final: whether rows are fetched across the step boundary (depth 1 or more).
+        fetches_final: whether rows are fetched across the step boundary (depth 1 or more); never where
+            tiered rows are on a device.
         is_tiered: whether rows are brought into a fast tier first.
         is_on_device: whether tasks ask a device for what they do: all messages are then of one resource, in one order
             on all ranks, and a batch is routed over memory of one before; see [Note: streams] in

@@ -51,6 +51,8 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         _claimed(mesh, run, overwrite) as claim,
         _job(config, mesh, data, lambda: configured_placement(config, mesh, data)) as job,
     ):
+        if not config.pipeline.is_off:  # now: an earlier run is still there
+            job.embeddings.check_windows(config.pipeline.exchange, verifies=config.pipeline.verify)
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
@@ -135,9 +137,7 @@ def _load(job: Job, run: RunFolder) -> None:
 
 def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: bool) -> list[str]:
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
-    if "fingerprint" not in metadata:
-        raise RowmeshError(f"{run.model} does not say what it was trained on; train again with this version")
-    if not (what := mismatch(metadata["fingerprint"], data)):
+    if not (what := mismatch(metadata, data, run.model)):
         return []
     if accept:
         return [f"data      differ from those of the training in {what}; accepted"]

@@ -146,8 +146,11 @@ def _configured(job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or not plan.tables:
         return None
-    if config.enabled == "auto" and (not has_copies(plan) or job.config.train.device != "cpu"):
-        return None  # nobody counts what is asked for on a device; "on" was refused there
+    if config.enabled == "auto" and not has_copies(plan):
+        return None
+    if config.enabled == "auto" and job.config.train.device != "cpu":  # "on" was refused
+        logger.info("drift: off, as nobody counts what is asked for on a device")
+        return None
     if plan.is_replicated:
         if config.enabled == "auto":
             return None

@@ -86,11 +86,11 @@ def export(
     if not folder.config.exists():
         raise RowmeshError(f"{run} is no run: {folder.config.name} is missing; give the folder of a finished run")
     manifest = checkpoint.read_manifest(folder.model)
-    prepared = Prepared.open(data) if data else _data_of_training(folder)
-    _check_meaning(folder, manifest, prepared)
     chosen = _choose(tables, manifest)
+    prepared = Prepared.open(data) if data else _data_of_training(folder)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
+        _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(load_dense(folder.model / manifest.folder)["network"], partial / NETWORK)
         saved = [SavedRows(folder.model, manifest, table) for table in chosen]
@@ -106,9 +106,7 @@ def _data_of_training(folder: RunFolder) -> Prepared:
 
 def _check_meaning(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared) -> None:
     """Raises RowmeshError where rows would come under values that they were not trained for."""
-    if "fingerprint" not in manifest.metadata:
-        raise RowmeshError(f"{folder.model} does not say what it was trained on; train again with this version")
-    if what := mismatch(manifest.metadata["fingerprint"], data):
+    if what := mismatch(manifest.metadata, data, folder.model):
         raise RowmeshError(
             f"the model in {folder.path} was trained on {manifest.metadata['data']}, and {data.folder.absolute()} "
             f"differs from it in {what}: rows would stand beside values of others. Give the prepared data of the "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rowmesh.data import Prepared
+from rowmesh.errors import RowmeshError
 
 CHUNK_VALUES = 1 << 20  # bounds the temporaries
 MOST_NAMED = 3
@@ -36,9 +39,20 @@ def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
     return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
 
 
-def mismatch(trained: Fingerprint, data: Prepared) -> str:
-    """In what the data differ from those of the training, in words; "" where in nothing."""
-    differing = differences(trained, fingerprint(data))
+def mismatch(metadata: Mapping[str, Any], data: Prepared, model: Path) -> str:
+    """In what the data differ from those of the training, in words; "" where in nothing.
+
+    Args:
+        metadata: of the model.
+        data: to be evaluated on, or to name rows.
+        model: its folder, for the message.
+
+    Raises:
+        RowmeshError: the model does not say what it was trained on.
+    """
+    if "fingerprint" not in metadata:
+        raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
+    differing = differences(metadata["fingerprint"], fingerprint(data))
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 

@@ -1,5 +1,8 @@
 """Models that torch.compile compiles: look-ups stay Python, between graphs, and compute what they compute alone."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +53,12 @@ def test_a_compiled_model_of_a_collection():
 
 
 def test_nothing_is_imported_for_those_who_do_not_compile():
+    check = "import sys; from rowmesh.ops.untraced import untraced; assert untraced(abs)(-2) == 2; "
+    check += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_arguments_are_passed_on():
     seen = []
     untraced(lambda *args, **kwargs: seen.append((args, kwargs)))(1, a=2)
     assert seen == [((1,), {"a": 2})]

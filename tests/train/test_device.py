@@ -68,3 +68,13 @@ def test_what_needs_the_cpu_is_refused_before_a_run_begins(config_file, tmp_path
     with pytest.raises(ConfigurationError, match=message):
         run_training(resolve(config_file, ['train.device="cuda"', override]))
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_an_earlier_run_survives_a_pipeline_that_is_not_possible(config_file, tmp_path):
+    run = tmp_path / "run"
+    run_training(resolve(config_file, ["train.steps=1", f"run.folder={run}"]))
+    model = (run / "model" / "manifest.json").read_text()
+    impossible = [*CORES, "train.device=cuda", "pipeline.depth=1", f"run.folder={run}"]
+    with pytest.raises(ConfigurationError, match="cannot do this yet: tensor-train tables; change that"):
+        run_training(resolve(config_file, impossible), overwrite=True)
+    assert (run / "model" / "manifest.json").read_text() == model

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.pooling import DevicePooling
@@ -72,6 +72,7 @@ class DeviceBackend:
 
     def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
         """Raises ConfigurationError for what devices cannot do yet."""
+        check_name(transport)
         obstacles = []
         for table in plan.tables:
             if table.replicas > 1 and transport == "one_sided":
@@ -94,18 +95,18 @@ class DeviceBackend:
         """Triton's kernels."""
         return DeviceWindowMaker(self.device)
 
-    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
-        """On one rank nothing travels, on several rows do by micro-batch.
-
-        Raises:
-            ConfigurationError: this pipeline is not possible on a device.
-        """
+    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
+        """Raises ConfigurationError for pipelines that are not possible on a device."""
         obstacles = pipeline_obstacles(part, form, verifies=verifies)
         if obstacles:
             raise ConfigurationError(
                 f"a pipeline on device {self.name!r} cannot do this yet: {'; '.join(obstacles)}; change that, or use "
                 "device 'cpu'"
             )
+
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
+        """On one rank nothing travels, on several rows do by micro-batch."""
+        self.check_windows(part, form, verifies=verifies)
         if part.mesh.world_size == 1:
             is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
             return TieredDeviceWindows(part) if is_tiered else WholeDeviceWindows(part)

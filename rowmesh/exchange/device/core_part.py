@@ -68,8 +68,6 @@ class DeviceCoreExchange(DeviceGroupExchange):
         device: where.
     """
 
-    num_bytes = 0  # buffers are those of torch's allocator
-
     def __init__(self, group: TableGroup, device: torch.device) -> None:
         super().__init__(group, core_map(group), device)
         self.arena = DeviceCoreArena(group, device)
@@ -146,6 +144,8 @@ class DeviceCorePart(CorePart):
         if mesh.world_size > 1:
             self._channel = DeviceChannel(mesh, device)
             self.reason = self._channel.reason
+            if transport == "one_sided":
+                self.reason += "; not one_sided: devices add gradients of cores up by messages"
         # Where there are dense tables, their messages bring what ranks must know of each other.
         self._compares = mesh.world_size > 1 and len(indices) == len(groups)
         self._unread = Unread(mesh.name(mesh.rank))

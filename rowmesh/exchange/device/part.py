@@ -45,10 +45,11 @@ class DevicePart(Part):
         super().__init__(*arguments)
 
     def _make_transport(self, name: TransportName, mesh: Mesh, grid: Grid) -> tuple[Any, str]:
-        if self._tiers is not None:  # homes bring the rows that they are asked for
+        if self._tiers is not None:
             self._check_tiers()
-            name = "collective"
-        transport = choose_device_transport(name, self.mesh, self.device)
+        transport = choose_device_transport("collective" if self._tiers else name, self.mesh, self.device)
+        if self._tiers is not None and name == "one_sided":
+            transport.reason += "; not one_sided: owners bring the rows that they are asked for into fast memory"
         parts = (part for table in self.plan.tables for part in table.ranges)
         if self.plan.num_nodes > 1 and any(part.two_hop for part in parts):
             transport.reason += "; rows planned for two hops go in one"
@@ -70,12 +71,6 @@ class DevicePart(Part):
     def title(self) -> str:
         """What it holds, for people."""
         return f"{super().title} on {self.device}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what is kept; other buffers are those of torch's allocator."""
-        own = 0 if self.synchronizer is None else self.synchronizer.num_bytes
-        return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
 
     def push(self, routes: Sequence[Any], lrs: Sequence[float], step: int) -> None:
         """Sends gradients to the owners, which update; what replicas tell each other arrives by `settle`. Collective.

@@ -66,7 +66,7 @@ class DeviceSums:
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
         """Keeps the sums of this group's gradients of merged rows, instead of updating."""
-        count = Late(merged.num).read()[0] if num is None else num
+        count = int(merged.num) if num is None else num
         sums = gradients.new_empty(count, gradients.shape[1])
         self._kept.append((merged.slots[:count].to(torch.int32), self._sum(merged, gradients, sums)))
 
@@ -131,7 +131,7 @@ class DeviceMeans:
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were."""
-        count = Late(merged.num).read()[0] if num is None else num
+        count = int(merged.num) if num is None else num
         self._reserve(count)
         self._bounds = self._kernels.mark(
             merged.slots[:count], merged.num, self._marks, self._bounds[1:], self._slots

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RoutePart, refused_ids
@@ -69,8 +70,11 @@ class DevicePooledGroup:
         return self.gradients
 
     def count_into(self, traffic: Traffic) -> None:
-        """Raises: what is asked for stays on the device, where nobody counts it."""
-        raise NotImplementedError("traffic is not counted on a device")
+        """Raises ConfigurationError: what is asked for stays on the device, where nobody counts it."""
+        raise ConfigurationError(
+            f"group {self.exchange.group.name}: traffic is not counted on a device; leave EmbeddingCollection.traffic "
+            "None, or use device 'cpu'"
+        )
 
     def release(self) -> None:
         """The route is gone."""
@@ -234,6 +238,11 @@ class DeviceGroupExchange:
         self.num_lent = 0
         self._segment_unique = segment_unique
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of buffers: torch's allocator has them."""
+        return 0
+
     def prefetch(self, group: Any, batch: SparseBatch) -> None:
         """A batch is routed: rows that are not in the device's memory may begin to come. All are there."""
 
@@ -287,11 +296,6 @@ class DeviceExchange(DeviceGroupExchange):
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of buffers: torch's allocator has them."""
-        return 0
 
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that rows of a rank without others are in the device's memory: all are there."""

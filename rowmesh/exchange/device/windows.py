@@ -195,16 +195,18 @@ class PhasedDeviceWindows(DeviceWindows):
 def pipeline_obstacles(part: object, form: Form, *, verifies: bool) -> list[str]:
     """Why the windows of a part cannot travel."""
     obstacles = []
-    if not isinstance(part, DevicePart):
+    if isinstance(part, DevicePart):
+        is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
+        has_nodes = any("node" in exchange.lane_kinds for exchange in part.exchanges)
+        found = [
+            (part.replicas > 1, "tables with replicas"),
+            (is_tiered and part.mesh.world_size > 1, "tiered tables on several ranks"),
+            (part.transport.name == "one_sided", "transport 'one_sided' (use 'auto' or 'collective')"),
+            (has_nodes, "rows with one copy a node"),
+        ]
+        obstacles += [what for is_so, what in found if is_so]
+    else:
         obstacles.append("tensor-train tables")
-    elif part.replicas > 1:
-        obstacles.append("tables with replicas")
-    elif any(exchange.is_tiered for exchange in part.exchanges) and part.mesh.world_size > 1:
-        obstacles.append("tiered tables on several ranks")
-    elif part.transport.name == "one_sided":
-        obstacles.append("transport 'one_sided' (use 'auto' or 'collective')")
-    elif any("node" in exchange.lane_kinds for exchange in part.exchanges):
-        obstacles.append("rows with one copy a node")
     if form == "naive":
         obstacles.append("exchange 'naive' (use 'delta' or 'unsplit')")
     if verifies:
