@@ -36,13 +36,14 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
 
 def _check_no_shape(config: TablesConfig, data: Prepared) -> None:
     """Raises ConfigurationError where cores are described that nothing makes of any table."""
-    for section in (config, *(config.of(name) for name in data.features)):
+    for name in data.features:
+        section = config.of(name)
         given = section.tensor_train.model_dump(exclude_none=True, exclude={"optimizer"})
         if section.storage == "auto" and given and "min_rows" not in given:
             key = next(iter(given))
             raise ConfigurationError(
-                f"tables.….tensor_train.{key} = {given[key]} is given, and no table is a tensor-train table; choose "
-                'them by tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
+                f"{_key(config, name, 'tensor_train')}.{key} = {given[key]} is given, and no table is a "
+                'tensor-train table; choose them by tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
             )
 
 

@@ -114,7 +114,7 @@ class DeviceBackend:
 
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
         """Triton's kernels."""
-        return DeviceRouter(groups, layouts, rank, self.device)
+        return DeviceRouter(groups, layouts, self.device)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -22,7 +22,7 @@ from rowmesh.exchange.device.nodes import NodeLane
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup
 
 if TYPE_CHECKING:
-    from rowmesh.ops.merge_update.cuda import Merged
+    pass
 
 
 class DeviceGroup:
@@ -112,10 +112,6 @@ class DeviceGroup:
         """Merges what was asked, for the update; may run while rows travel."""
         for lane, each in zip(self.lanes, group.lanes, strict=True):
             lane.merged([each])
-
-    def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
-        """The distinct slots among what ranks asked for, so many of each in every route."""
-        return self.lanes[0].merge(slots, asked)
 
     def take_rows(self, group: DeviceRouteGroup, rows: Sequence[Message]) -> None:
         """Makes what came what is pooled."""

@@ -113,17 +113,14 @@ class Lane:
             requests.held.release()
         requests.slots, requests.held = self.exchange.hold(keys.wait())
 
-    def merge(self, slots: Tensor, asked: Sequence[Sequence[int]]) -> Merged:
-        """The distinct slots among what ranks asked for, so many of each in every route."""
-        ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
-        return self._merge(slots, most=len(asked) * self._everyone.size, node_ends=ends)
-
     def merged(self, requests: Sequence[Requests]) -> Merging:
         """What was asked for several routes, merged in the order of the ranks, route after route; once for one."""
         if len(requests) == 1 and requests[0].merging is not None:
             return requests[0].merging
         asked = [each.asked for each in requests]
-        merged = self.merge(by_rank([each.slots for each in requests], asked), asked)
+        slots = by_rank([each.slots for each in requests], asked)
+        ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
+        merged = self._merge(slots, most=len(asked) * self._everyone.size, node_ends=ends)
         merging = Merging(merged, Late(merged.num) if self.needs_num else None)
         if len(requests) == 1:
             requests[0].merging = merging

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.device.group import DeviceGroup
-from rowmesh.exchange.device.lane import Merging
 from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.phased_copies import PhasedCopies, places_of, travelling_uniques
 from rowmesh.exchange.device.window import DeviceWindowGroup
@@ -154,8 +153,7 @@ class DevicePhasedGroup:
         travel, group = DeviceTravel(window), window.group
         keys, copied = (keys[:-1], keys[-1]) if self._copies is not None else (keys, None)
         group.requests, *uses = (message.wait() for message in keys)
-        travel.merged = self._messages.merge(group.requests, [group.asked])
-        group.lanes[0].merging = Merging(travel.merged, None)
+        travel.merged = self._messages.lanes[0].merged([group.lanes[0]]).merged
         travel.uses = uses[0].T.contiguous() if uses else None
         if self._copies is not None and copied is not None:
             self._copies.take_keys(group, copied)

@@ -28,11 +28,10 @@ class DeviceRouter:
     Args:
         groups: of the collection.
         layouts: where each feature's ids and vectors are.
-        rank: this one, for messages.
         device: where.
     """
 
-    def __init__(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int, device: torch.device) -> None:
+    def __init__(self, groups: Sequence[TableGroup], layouts: Layouts, device: torch.device) -> None:
         from rowmesh.ops.bound_ids.cuda import bound_ids
         from rowmesh.ops.pool.cuda import Bags
 
