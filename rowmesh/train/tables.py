@@ -43,7 +43,8 @@ def _check_no_shape(config: TablesConfig, data: Prepared) -> None:
             key = next(iter(given))
             raise ConfigurationError(
                 f"{_key(config, name, 'tensor_train')}.{key} = {given[key]} is given, and no table is a "
-                'tensor-train table; choose them by tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
+                "tensor-train table; choose them by tables.tensor_train.min_rows = 1_000_000 or "
+                'tables.NAME.storage = "tensor_train"'
             )
 
 
