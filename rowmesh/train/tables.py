@@ -29,23 +29,38 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
             suggestion = hint(name, data.features) or f"; known: {', '.join(data.features)}"
             raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
     tables = tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
-    if not any(table.storage == "tensor_train" for table in tables):
-        _check_no_shape(config, data)
+    rows = [table for table in tables if table.storage != "tensor_train"]
+    for table in rows:
+        _check_no_own_shape(config, table)
+    if len(rows) == len(tables):
+        _check_no_shape(config)
     return tables
 
 
-def _check_no_shape(config: TablesConfig, data: Prepared) -> None:
-    """Raises ConfigurationError where cores are described that nothing makes of any table."""
-    for name in data.features:
-        section = config.of(name)
-        given = section.tensor_train.model_dump(exclude_none=True, exclude={"optimizer"})
-        if section.storage == "auto" and given and "min_rows" not in given:
-            key = next(iter(given))
-            raise ConfigurationError(
-                f"{_key(config, name, 'tensor_train')}.{key} = {given[key]} is given, and no table is a "
-                "tensor-train table; choose them by tables.tensor_train.min_rows = 1_000_000 or "
-                'tables.NAME.storage = "tensor_train"'
-            )
+def _check_no_own_shape(config: TablesConfig, table: TableSpec) -> None:
+    """Raises ConfigurationError where the section of a table of rows describes cores, and not when it has any."""
+    given, defaults = (
+        section.tensor_train.model_dump(exclude_none=True) for section in (config.of(table.name), config)
+    )
+    own = {key: value for key, value in given.items() if value != defaults.get(key)}
+    if own and "min_rows" not in own:
+        section, (key, value) = f"tables.{table.name}", next(iter(own.items()))
+        raise ConfigurationError(
+            f"{section}.tensor_train.{key} = {value} is given, and table {table.name!r} of {table.num_rows:,} rows is "
+            f'{table.storage}; give {section}.storage = "tensor_train", or leave it out, or say from how many rows on '
+            f"it is meant by {section}.tensor_train.min_rows"
+        )
+
+
+def _check_no_shape(config: TablesConfig) -> None:
+    """Raises ConfigurationError where cores are described for all tables, and nothing makes them of any."""
+    given = config.tensor_train.model_dump(exclude_none=True, exclude={"optimizer"})
+    if config.storage == "auto" and given and "min_rows" not in given:
+        key, value = next(iter(given.items()))
+        raise ConfigurationError(
+            f"tables.tensor_train.{key} = {value} is given, and no table is a tensor-train table; choose them by "
+            'tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
+        )
 
 
 def common_dim(tables: Sequence[TableSpec]) -> int:

@@ -59,7 +59,28 @@ def test_large_tables_become_cores(config_file, clicks):
             r"table 'C3': cores of tensor-train tables are float32 or float64, not bfloat16",
         ),
         (["tables.tensor_train.rank=4"], r"tensor_train.rank = 4 is given, and no table is a tensor-train table"),
-        (["tables.C3.tensor_train.compression=9.0"], r"compression = 9.0 is given.*tables.tensor_train.min_rows"),
+        (
+            ["tables.C3.tensor_train.compression=9.0"],
+            r"tables.C3.tensor_train.compression = 9.0 is given, and table 'C3' of \d+ rows is dense; give tables.C3",
+        ),
+        (
+            [
+                "tables.tensor_train.min_rows=1_000",
+                'tables.C4.storage="tensor_train"',
+                ADAGRAD,
+                "tables.C3.tensor_train.rank=4",
+            ],
+            r"tables.C3.tensor_train.rank = 4 is given, and table 'C3' .* is dense",
+        ),
+        (
+            [
+                "tables.tensor_train.min_rows=1",
+                ADAGRAD,
+                'tables.C3.storage="tiered"',
+                'tables.C3.tensor_train.optimizer.name="sgd"',
+            ],
+            r"tables.C3.tensor_train.optimizer = \{'name': 'sgd'.* is tiered",
+        ),
         (["tables.tensor_train.ranks=4"], r"tables.tensor_train.ranks.*rank"),
     ],
 )
@@ -72,6 +93,12 @@ def test_mistakes_say_what_fits(config_file, clicks, overrides, message):
 def test_a_rank_may_wait_for_larger_tables(config_file, clicks, kept_out):
     tables = specs(config_file, clicks, kept_out, "tables.tensor_train.rank=4")
     assert {table.storage for table in tables.values()} == {"dense"}
+
+
+def test_a_rank_of_one_table_waits_for_as_many_rows_as_it_says(config_file, clicks):
+    own = ["tables.C3.tensor_train.min_rows=1_000_000", "tables.C3.tensor_train.rank=4"]
+    tables = specs(config_file, clicks, 'tables.C4.storage="tensor_train"', ADAGRAD, *own)
+    assert (tables["C3"].storage, tables["C4"].storage) == ("dense", "tensor_train")
 
 
 def test_cores_have_no_replicas(config_file, clicks):
