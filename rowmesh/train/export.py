@@ -144,12 +144,12 @@ def _by_rank(
     Rows of the span in another order are put into a file of no name first: read by id from the model, each would be
     looked for in all parts of it.
     """
-    span, size = bijection.span, max(CHUNK_BYTES // (4 * saved.dim), 1)
+    span, dtype = bijection.span, as_float(saved.read(range(0))).dtype
+    size = max(CHUNK_BYTES // (dtype.itemsize * saved.dim), 1)
     for rows in _cut(range(span.start), size):
         yield _same(rows), _same(rows), as_float(saved.read(rows))
     if span:
         with TemporaryFile(dir=folder) as file:
-            dtype = as_float(saved.read(range(0))).dtype
             moved = np.memmap(file, dtype, mode="w+", shape=(len(span), saved.dim))
             for rows in _cut(span, size):
                 moved[rows.start - span.start : rows.stop - span.start] = as_float(saved.read(rows))

@@ -71,7 +71,10 @@ def test_vectors_stand_beside_their_values(both, tmp_path, monkeypatch, dtype, s
     run = make_run(tmp_path / "run", data, embeddings)
     (written,) = export(run, tmp_path / "out")
     assert (written.table, written.num_rows, written.dim) == ("item", num_rows, dim)
-    found = pq.read_table(tmp_path / "out" / "tables" / "item.parquet")
+    file = pq.ParquetFile(tmp_path / "out" / "tables" / "item.parquet")
+    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    assert max(sizes) * dim * (8 if dtype == torch.float64 else 4) == export_module.CHUNK_BYTES
+    found = file.read()
     assert found["id"].to_pylist() == list(range(num_rows))
     counts = found["count"].to_numpy()
     assert (np.diff(counts[:-1]) <= 0).all()
