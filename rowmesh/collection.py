@@ -29,7 +29,6 @@ from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.tiered import leased_rows
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
 from rowmesh.mesh import Mesh
@@ -40,6 +39,7 @@ from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
+from rowmesh.tables.leased_rows import LeasedRows
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tables.tier import TierCounters
 from rowmesh.tensor_train.arena import Cores
@@ -223,8 +223,8 @@ class EmbeddingCollection(nn.Module):
     @property
     def tier_counters(self) -> dict[str, TierCounters]:
         """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
-        pairs = [(exchange.group.name, leased_rows(exchange)) for exchange in self._exchanges]
-        return {name: rows.counters for name, rows in pairs if rows is not None}
+        arenas = {exchange.group.name: exchange.arena for exchange in self._exchanges}
+        return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, LeasedRows)}
 
     @property
     def common_counters(self) -> CommonCounters:
@@ -241,8 +241,7 @@ class EmbeddingCollection(nn.Module):
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
-            tiered = leased_rows(exchange)
-            buffers += 0 if tiered is None else tiered.bookkeeping_bytes
+            buffers += exchange.arena.bookkeeping_bytes if isinstance(exchange.arena, LeasedRows) else 0
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     @untraced

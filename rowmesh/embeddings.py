@@ -16,13 +16,13 @@ from rowmesh.exchange.backend import Backend
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.pooling import LookUp, PoolFunction
 from rowmesh.exchange.route import GroupExchange, RouteGroup
-from rowmesh.exchange.tiered import leased_rows
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec
 from rowmesh.tables.arena import compute_dtype
 from rowmesh.tables.device_arena import DeviceArena
+from rowmesh.tables.leased_rows import LeasedRows
 
 STORED_ROWS = 65_536
 """Rows that are copied at a time."""
@@ -116,10 +116,8 @@ class StoredRows(LocalRows):
 
 def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
     """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
-    if (tiered := leased_rows(exchange)) is not None:
-        return StoredRows.of(tiered, piece)
     arena: Any = exchange.arena
-    if isinstance(arena, DeviceArena):
+    if isinstance(arena, LeasedRows | DeviceArena):
         return StoredRows.of(arena, piece)
     part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
     return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]

@@ -15,13 +15,14 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
-from rowmesh.exchange.tiered import TieredExchange, leased_rows
+from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers
+from rowmesh.tables.leased_rows import LeasedRows
 
 
 class Part:
@@ -238,8 +239,8 @@ class Part:
         if self.replicas == 2:
             self.settle_own()
         for exchange in self.exchanges:
-            if (tiered := leased_rows(exchange)) is not None:
-                tiered.close()
+            if isinstance(exchange.arena, LeasedRows):
+                exchange.arena.close()
         self.transport.close()
 
     def _mine(self, route: Route) -> Routed:

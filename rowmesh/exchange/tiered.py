@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from rowmesh.exchange.route import GroupExchange, Held, RouteGroup, never
 from rowmesh.exchange.transport import Sources
@@ -11,7 +11,6 @@ from rowmesh.exchange.update import Update
 from rowmesh.ops.merge_update import Merger, Singles
 from rowmesh.ops.window import place_own
 from rowmesh.tables import Lease, TieredArena
-from rowmesh.tables.leased_rows import LeasedRows
 
 
 class HeldLease(Held):
@@ -81,8 +80,3 @@ class TieredExchange(GroupExchange):
             self.tiered.apply(merged, lease.address, update.lr, update.scaling, update.step, part)
         finally:
             self.tiered.release(lease, changed=True)
-
-
-def leased_rows(exchange: Any) -> LeasedRows | None:
-    """The rows of a group that is tiered, on a CPU or a device; None of others."""
-    return exchange.tiered if exchange.is_tiered else None

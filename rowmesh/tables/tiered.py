@@ -44,19 +44,11 @@ class TieredArena(LeasedRows):
     """Rows in slots 0 … num_slots − 1 of a backing store, of which at most `num_frames` are in fast memory.
 
     In the fast arena rows and their state are laid out as in a `DenseArena` of `num_frames` slots, so that kernels work
-    on them with frames in the place of slots. See `LeasedRows`.
+    on them with frames in the place of slots.
 
     Args:
-        group: the tables.
-        num_slots: rows of this rank, of all tables together.
-        num_frames: how many of them fit into fast memory. Batches in sight must fit together; with a quarter more the
-            leases do not wait for rows to be written back.
-        make_store: makes the backing store: `MemoryStore`, or `partial(FileStore, path=…)`.
+        group, num_slots, num_frames, make_store, options: as for `LeasedRows`.
         allocate: where the fast rows are put.
-        retain: whether rows that no lease holds stay in fast memory until their frames are needed.
-        verify: whether to keep a version of each row and to check it; costs 8 bytes a row.
-        poison: whether NaN is left in frames that are given up, at once (`retain` counts as false); for tests.
-        timeout_s: how long a lease waits for frames.
 
     Raises:
         ConfigurationError: `num_frames` is out of range, or the store cannot be made.
