@@ -54,7 +54,6 @@ class Samples(Protocol):
 
 T = TypeVar("T", bound=Samples)
 _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
-_KINDS = ("is_tiered", "is_on_device")
 
 
 class Part:
@@ -179,7 +178,8 @@ class Pipeline(Generic[T]):
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._make_windows = partial(embeddings.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), embeddings.num_migrations
-        is_tiered, is_on_device = (any(getattr(each, name) for each in self._windows) for name in _KINDS)
+        is_tiered = any(windows.is_tiered for windows in self._windows)
+        is_on_device = any(windows.is_on_device for windows in self._windows)
         self.schedule = make_schedule(
             depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered, is_on_device=is_on_device
         )
