@@ -13,7 +13,6 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.exchange.device import backend as devices
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from tests.support.devices import batch, push_on_some, two_tables
@@ -187,16 +186,6 @@ def test_checkpoints_do_not_know_where_rows_were(tmp_path, wrote, reads):
 
 
 SHAPES = [TableShape.of(each) for each in two_tables()]
-
-
-def refuse_dense_averages(mesh):
-    dense = Synchronization("average", dense=True)
-    with pytest.raises(ConfigurationError, match="whole tables cannot be averaged on a device"):
-        EmbeddingCollection(two_tables(), mesh=mesh, device="cuda", replicas=2, synchronization=dense)
-
-
-def test_averages_of_whole_tables_are_refused_on_all_ranks(ranks):
-    ranks.run(refuse_dense_averages)
 
 
 def test_rows_may_be_fixed_to_ranks(ranks):

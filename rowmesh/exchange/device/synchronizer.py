@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.column import Column
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.replicas import DeviceMeans, DeviceSums, DeviceTold
 from rowmesh.exchange.device.route import DeviceExchange
+from rowmesh.exchange.device.whole_tables import AverageTables, WholeTables
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
@@ -108,13 +108,11 @@ def make_device_synchronizer(
         exchanges: the groups'.
         mesh: the ranks that hold what this one holds, in the order of their replicas.
         device: of this rank.
-
-    Raises:
-        ConfigurationError: whole tables are to be averaged, which devices do not do.
     """
-    if setting.dense:
-        raise ConfigurationError("whole tables cannot be averaged on a device: leave dense out, or use device 'cpu'")
     column, channel = Column(mesh), DeviceChannel(mesh, device)
+    if setting.dense:
+        tables = [WholeTables(exchange, column.replica) for exchange in exchanges]
+        return Synchronizer(setting.every, column, tables, AverageTables(column, channel, tables))
     make, groups = DeviceSums if setting.mode == "exact" else DeviceMeans, []
     for exchange in exchanges:
         exchange.replicated = replicated = make(exchange, column.replica)

@@ -10,7 +10,7 @@ import torch
 
 from rowmesh.checkpoint import load, save
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.exchange.device import replicas
+from rowmesh.exchange.device import replicas, whole_tables
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan
@@ -101,6 +101,42 @@ def test_groups_are_added_in_their_order(ranks):
     theirs = ranks.run(train, scenario, "collective", world_size=4)
     for mine, expected in zip(train_on_device(ranks, scenario), theirs, strict=True):
         assert_same_bits(mine, expected)
+
+
+def dense(scenario, every):
+    return replace(scenario, synchronization=Synchronization("average", every=every, dense=True))
+
+
+def train_in_parts(mesh, scenario):
+    """With whole tables averaged three rows of the longest group at a time."""
+    before, whole_tables.CHUNK_BYTES = whole_tables.CHUNK_BYTES, 3 * 4 * (5 + 5)
+    try:
+        return train(mesh, scenario, "auto", "cuda")
+    finally:
+        whole_tables.CHUNK_BYTES = before
+
+
+def test_whole_tables_are_averaged_as_touched_rows_are(ranks):
+    """To the bit, like the model of the CPU; nobody keeps account of rows that are touched."""
+    scenario = in_groups(PAIR, 2)
+    parts = ranks.run(train_in_parts, dense(scenario, 2))
+    for mine, touched in zip(parts, train_on_device(ranks, averaged(scenario, 2)), strict=True):
+        assert_same_bits(mine, touched)
+    for mine, expected in zip(parts, ranks.run(train, dense(scenario, 2), "collective"), strict=True):
+        assert_close(scenario, mine, expected)
+        told = {name: counters.synchronization.rows for name, counters in mine.counters.items()}
+        assert told == {name: counters.synchronization.rows for name, counters in expected.counters.items()}
+        assert sorted(set(told.values())) == [2 * 7, 2 * 20]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("tables", [DOUBLE, (table("a", 9, 4, "row_wise_adagrad", dtype=torch.bfloat16),)])
+def test_whole_tables_of_any_type_on_four_ranks(ranks, tables, replicas):
+    scenario = in_groups(replace(FOUR, tables=tables), replicas)
+    parts = train_on_device(ranks, dense(scenario, 1))
+    for mine, touched in zip(parts, train_on_device(ranks, averaged(scenario, 1)), strict=True):
+        assert_same_bits(mine, touched)
 
 
 ITEM = [TableSpec(name="item", num_rows=8, dim=4, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))]
