@@ -1,8 +1,8 @@
 """The device engine: a TensorTrainEmbeddingBag whose cores and batches are in a GPU's memory.
 
-The host waits for nothing. Whether ids and offsets are right is found on the device, where wrong ones are replaced by
-what kernels can read without harm, and copied to the host beside the computation: it is looked at before gradients are
-made, at the next look-up, and at once where no backward can come.
+Whether ids and offsets are right is found on the device, where wrong ones are replaced by what kernels can read without
+harm, and copied to the host beside the computation: it is looked at before gradients are made, at the next look-up, and
+at once where the cores get no gradients. The host waits for that alone, which the device finds before it makes rows.
 """
 
 from __future__ import annotations

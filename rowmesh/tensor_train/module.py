@@ -181,9 +181,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         Returns:
             `[B, D]`; an empty bag is zero.
 
-        On a GPU, where input, offsets and weights must be too, the host waits for nothing: ids outside the table, and
-        offsets in disorder, are refused by `backward`, before gradients are made, or by the next look-up; at once where
-        no backward can come.
+        On a GPU, where input, offsets and weights must be too, the host does not wait for results: ids outside the
+        table, and offsets in disorder, are refused by `backward`, before gradients are made, or by the next look-up;
+        at once, for which it waits, where the cores get no gradients, as those that are frozen.
 
         Raises:
             ValueError, TypeError, NotImplementedError: where `nn.EmbeddingBag` refuses.

@@ -167,6 +167,15 @@ def test_wrong_ids_are_named_late_but_before_there_are_gradients(device):
         bag.requires_grad_(False).rows(wrong)
 
 
+def test_wrong_ids_are_named_before_their_weights_have_gradients(device):
+    bag, weights = make(device), torch.ones(4, dtype=torch.float64, device=device, requires_grad=True)
+    out = bag(torch.tensor([5, 30, -3, 30], device=device), torch.tensor([0, 3], device=device), weights)
+    with pytest.raises(IdRangeError, match=MESSAGE):
+        out.sum().backward()
+    assert weights.grad is None
+    assert all(core.grad is None for core in bag.cores)
+
+
 @pytest.mark.parametrize("offsets", [[1, 2], [0, 9], [0, 2, 1]])
 def test_offsets_in_disorder_are_refused_late(device, offsets):
     out = make(device)(torch.tensor([1, 2, 3], device=device), torch.tensor(offsets, device=device))
