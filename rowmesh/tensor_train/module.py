@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from rowmesh.tensor_train.lookup import LookedUp
 
 DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")
+_NUM_ROWS = "num_embeddings"  # in the metadata of a state
 
 
 class TensorTrainEmbeddingBag(nn.Module):
@@ -292,6 +293,24 @@ class TensorTrainEmbeddingBag(nn.Module):
                 f"{table} has sparse = True, and DistributedDataParallel sums sparse gradients of torch's own modules "
                 "only; make it with sparse = False"
             )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Notes how many rows there are where torch notes versions: cores of some more may have the same shapes."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata.setdefault(prefix[:-1], {})[_NUM_ROWS] = self.num_embeddings
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any
+    ) -> None:  # fmt: skip
+        """Raises ConfigurationError, before cores are loaded, where the state is known to be of other rows."""
+        saved = local_metadata.get(_NUM_ROWS, self.num_embeddings)
+        if saved != self.num_embeddings:
+            raise ConfigurationError(
+                f"{prefix + 'cores'!r} of the state is of a table of {saved} rows, and tensor-train table "
+                f"{self.name!r} has {self.num_embeddings}; make it with num_embeddings = {saved}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more, **named)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles train on their own: an optimizer of this module is not theirs."""

@@ -332,6 +332,25 @@ def test_a_saved_module_gives_the_same_rows():
         assert torch.equal(twin(ids), bag(ids))
 
 
+@pytest.mark.parametrize("module", [lambda bag: bag, nn.Sequential], ids=["alone", "in another"])
+def test_a_state_of_other_rows_is_refused_where_cores_have_equal_shapes(module):
+    small, large = (TensorTrainEmbeddingBag(rows, 8, rank=2, mode="sum", seed=rows) for rows in (124, 125))
+    assert small.shape.core_shapes == large.shape.core_shapes
+    state, before = module(small).state_dict(), large.dense()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for saved in (state, torch.load(file)):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"cores' of the state is of a table of 124 rows, and .* has 125; .*num_embe.* = 124",
+        ):
+            module(large).load_state_dict(saved, strict=False)
+    assert torch.equal(large.dense(), before)
+    module(large).load_state_dict(dict(state))  # as were saved before: nobody knows of how many rows
+    assert torch.equal(large.dense()[:124], small.dense())
+
+
 def test_first_values_follow_seed_and_name_or_torch():
     def dense(**options):
         return TensorTrainEmbeddingBag(101, 12, rank=4, **options).dense()
