@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from rowmesh.placement.sketch import AccessSketch
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST_GAIN = 0.02  # of the objective, or of the balance, for which rows are moved
 CAPACITY = 2048  # rows of a table that a sketch counts one by one: at most twice as many ranges follow
@@ -70,6 +74,7 @@ class Traffic:
         """Starts anew."""
         self._provided = np.zeros(self._world_size, np.int64)  # rows by the rank that provides them
         self._accesses = self._covered = 0
+        self._on_device: dict[AddressMap, Tensor] = {}  # what the host has not looked at
 
     def add(self, address_map: AddressMap, offsets: NDArray[np.int64], accesses: NDArray[np.int64]) -> None:
         """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`."""
@@ -79,8 +84,27 @@ class Traffic:
         self._accesses += int(accesses.sum())
         self._covered += int(accesses[:, address_map.segments(COPIES).start :].sum())
 
+    def add_on_device(self, address_map: AddressMap, sizes: Tensor) -> None:
+        """As `add`, of numbers on a device, which are added up there and copied to the host by `take`.
+
+        Args:
+            address_map: of the group.
+            sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses.
+        """
+        if address_map in self._on_device:
+            self._on_device[address_map] += sizes
+        else:
+            self._on_device[address_map] = sizes.clone()
+
+    def _look(self) -> None:
+        """Adds what was counted on a device; waits for it."""
+        for address_map, sizes in self._on_device.items():
+            requests, accesses = sizes.cpu().numpy().reshape(2, self._world_size, -1)
+            self.add(address_map, np.pad(requests.cumsum(1), ((0, 0), (1, 0))), accesses)
+
     def take(self) -> list[int]:
         """Accesses, those of rows with copies, and rows by rank; starts anew."""
+        self._look()
         taken = [self._accesses, self._covered, *self._provided.tolist()]
         self.clear()
         return taken

@@ -17,8 +17,6 @@ def check_device(config: Config) -> None:
     if config.train.device == "cpu":
         return
     obstacles = _pipeline_obstacles(config.pipeline)
-    if config.placement.drift.enabled == "on":
-        obstacles.append("drift (set placement.drift.enabled=auto)")
     if obstacles:
         raise ConfigurationError(
             f"train.device={config.train.device!r} cannot be combined with {' and '.join(obstacles)} yet; change that, "

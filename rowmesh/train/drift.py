@@ -19,6 +19,7 @@ import numpy as np
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
 from rowmesh.placement.strategies import STRATEGIES
 from rowmesh.sparse import SparseBatch
@@ -116,16 +117,20 @@ class Drift:
         if proposal.plan is None:
             text = f"{reason}; {proposal.text}"
         else:
-            moved = self._collection.migrate(proposal.plan)
-            if self._planner is not None:
-                self._planner.plan = proposal.plan
-            text = (
-                f"{reason}; {proposal.text}: {moved.rows:,} rows ({moved.num_bytes / 2**20:,.1f} MiB) moved in "
-                f"{moved.elapsed_s:.2f} s"
-            )
+            text = f"{reason}; {proposal.text}: {self._migrate(proposal.plan)}"
         if self._collection.mesh.rank == 0:
             logger.info("drift: %s", text)
         return text
+
+    def _migrate(self, plan: Plan) -> str:
+        """Goes over to a plan; says what that took, or why the old one goes on."""
+        try:
+            moved = self._collection.migrate(plan)
+        except ConfigurationError as error:  # who made the plan does not know what tables or devices cannot do
+            return f"not taken over, {error}"
+        if self._planner is not None:
+            self._planner.plan = plan
+        return f"{moved.rows:,} rows ({moved.num_bytes / 2**20:,.1f} MiB) moved in {moved.elapsed_s:.2f} s"
 
 
 @contextmanager
@@ -147,9 +152,6 @@ def _configured(job: Job) -> Drift | None:
     if config.enabled == "off" or mesh.world_size == 1 or not plan.tables:
         return None
     if config.enabled == "auto" and not has_copies(plan):
-        return None
-    if config.enabled == "auto" and job.config.train.device != "cpu":  # "on" was refused
-        logger.info("drift: off, as nobody counts what is asked for on a device")
         return None
     if plan.is_replicated:
         if config.enabled == "auto":

@@ -5,9 +5,11 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.address_map import AddressMap
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, plan_unsorted, predict
 from rowmesh.placement.frequency import order_by_frequency
 from rowmesh.placement.profile import Profile
@@ -51,6 +53,24 @@ def test_coverage_and_balance_are_compared_with_their_predictions():
 def test_traffic_of_no_rank_has_no_fit():
     assert Traffic.fit([Traffic(2).take(), Traffic(2).take()]) is None
     assert Traffic.fit([[10, 4, 3, 1], [10, 6, 1, 3]]) == Fit(0.5, 1.0)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_traffic_counted_on_a_device_is_that_counted_at_once(ranks_per_node):
+    ranges = [RowRange(0, 20, "replicated"), RowRange(20, 40, "node"), RowRange(40, 50)]
+    address_map = AddressMap(Plan((TablePlan(shape(50), tuple(ranges)),), 2, ranks_per_node), ["item"], rank=1)
+    at_once, later = Traffic(2), Traffic(2)
+    generator = np.random.default_rng(0)
+    for _ in range(2):
+        for _ in range(3):
+            requests, accesses = generator.integers(0, 9, (2, 2, address_map.num_segments))
+            offsets = np.concatenate([[0], requests.flatten().cumsum()])
+            by_stop = np.stack([offsets[: address_map.num_segments + 1], offsets[address_map.num_segments :]])
+            at_once.add(address_map, by_stop, accesses)
+            later.add_on_device(address_map, torch.from_numpy(np.stack([requests, accesses]).flatten()))
+        taken = [traffic.take() for traffic in (at_once, later)]
+        assert taken[0] == taken[1]
+        assert all(taken[0])
 
 
 def planned(*rules):

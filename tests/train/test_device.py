@@ -1,10 +1,20 @@
 """Training on a GPU, or where its kernels are interpreted, by configuration."""
 
+import numpy as np
 import pytest
+import torch
 
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.errors import ConfigurationError
 from rowmesh.observe import memory
+from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.drift import Planner
+from rowmesh.placement.request import Request
+from rowmesh.placement.topology import Topology
+from rowmesh.tables import TableSpec
 from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.drift import Drift
 from rowmesh.train.resolve import resolve
 from tests.support.triton import kernels_of
 
@@ -61,7 +71,6 @@ def test_a_pipeline_on_a_device_trains_the_same_model(config_file, tmp_path):
         ('pipeline.depth="auto"', "cannot be combined with a pipeline that is chosen by measured steps"),
         ('pipeline.exchange="naive"', "cannot be combined with pipeline.exchange=naive"),
         ("pipeline.trace=true", "cannot be combined with pipeline.trace yet"),
-        ('placement.drift.enabled="on"', "cannot be combined with drift"),
     ],
 )
 def test_what_needs_the_cpu_is_refused_before_a_run_begins(config_file, tmp_path, override, message):
@@ -78,3 +87,38 @@ def test_an_earlier_run_survives_a_pipeline_that_is_not_possible(config_file, tm
     with pytest.raises(ConfigurationError, match="cannot do this yet: tensor-train tables; change that"):
         run_training(resolve(config_file, impossible), overwrite=True)
     assert (run / "model" / "manifest.json").read_text() == model
+
+
+ITEM = TableSpec(name="item", num_rows=60, dim=4, optimizer=RowWiseAdaGrad(lr=0.1))
+
+
+def follow(mesh, device, transport="collective"):
+    """What was told and measured after every step of traffic that moves, and the rows."""
+    shape = TableShape.of(ITEM)
+    plan = Plan((TablePlan(shape, (RowRange(0, 10, "replicated"), RowRange(10, 60))),), 2, 2)
+    collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport, plan=plan, device=device)
+    optimizer, planner = EmbeddingOptimizer(collection), None
+    if mesh.rank == 0:
+        planner = Planner(plan, "dealt", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
+    drift, found = Drift(collection, planner, check_every=2, sample_every=1), []
+    for step in range(12):
+        generator = np.random.default_rng((mesh.rank, step))
+        hot = generator.integers(0, 10, 32) + (30 if step >= 3 else 0)
+        items = np.where(generator.random(32) < 0.8, hot, generator.integers(0, 60, 32))
+        batch = SparseBatch.from_dense(("item",), torch.from_numpy(items[None]))
+        collection(batch).values.square().sum().backward()
+        optimizer.step()
+        found.append((drift.after_step(batch).rpartition(" in ")[0], drift.measured))
+        if planner is not None:
+            planner.wait()  # however slow, it is taken over at the next check
+    drift.close()
+    rows = torch.cat([piece.values for piece in collection.held_rows("item")])
+    collection.close()
+    return found, rows
+
+
+def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks):
+    for (found, rows), (expected, theirs) in zip(ranks.run(follow, "cuda"), ranks.run(follow, "cpu"), strict=True):
+        assert found == expected
+        assert [bool(told) for told, _ in found].count(True) == 1
+        torch.testing.assert_close(rows, theirs)

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.errors import RowmeshError
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from rowmesh.placement.drift import Planner
+from rowmesh.placement.drift import Planner, Proposal
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.tables import TableSpec
@@ -92,6 +91,15 @@ def test_traffic_that_stays_moves_nothing(ranks):
         assert coverage > 0.75
 
 
+def test_a_plan_that_cannot_be_taken_over_is_told_and_left():
+    collection = EmbeddingCollection([replace(TABLES[0], storage="tiered")])
+    plan, drift = collection.plan, Drift(collection, None)
+    told = drift._follow(Proposal(plan, "a new plan"))
+    assert told.startswith("; a new plan: not taken over, tables ['item'] are tiered, and rows of such cannot migrate")
+    assert collection.plan is plan
+    drift.close()
+
+
 def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
     def planning(job):
         planner = Planner(job.embeddings.plan, "dealt", Topology.uniform(1), Request(batch_size=64))
@@ -132,22 +140,3 @@ def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "run", lambda trainer, run: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
-
-
-def test_auto_does_not_follow_traffic_on_a_device(monkeypatch):
-    """Plans with copies run there, and nobody counts what they are asked for."""
-    shape = TableShape.of(TABLES[0])
-    plan = Plan((TablePlan(shape, (RowRange(0, 100, "replicated"), RowRange(100, 2000))),), 2, 2)
-
-    def job_on(device) -> Any:
-        of_placement = SimpleNamespace(drift=SimpleNamespace(enabled="auto"))
-        config = SimpleNamespace(placement=of_placement, train=SimpleNamespace(device=device))
-        return SimpleNamespace(
-            config=config, embeddings=SimpleNamespace(plan=plan), mesh=SimpleNamespace(world_size=2)
-        )  # fmt: skip
-
-    monkeypatch.setattr(module, "on_rank_0", lambda *_: 1 / 0)  # the first thing that following does
-    with pytest.raises(ZeroDivisionError), module.configured_drift(job_on("cpu")):
-        pass
-    with module.configured_drift(job_on("cuda")) as drift:
-        assert drift is None

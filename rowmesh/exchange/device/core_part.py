@@ -32,7 +32,6 @@ from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.mesh import Mesh
-from rowmesh.placement.drift import Traffic
 from rowmesh.tables import TableGroup
 from rowmesh.tensor_train.device_arena import DeviceCoreArena
 from rowmesh.tensor_train.device_lookup import DeviceLookup
@@ -55,9 +54,6 @@ class DeviceCoreGroup(DevicePooledGroup):
     ) -> None:  # fmt: skip
         super().__init__(exchange, layout, bags, unique)
         self.fetched: Fetched | None = None
-
-    def count_into(self, traffic: Traffic) -> None:
-        """Nobody is asked for anything."""
 
 
 class DeviceCoreExchange(DeviceGroupExchange):

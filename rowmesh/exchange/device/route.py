@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RoutePart, refused_ids
@@ -70,11 +69,7 @@ class DevicePooledGroup:
         return self.gradients
 
     def count_into(self, traffic: Traffic) -> None:
-        """Raises ConfigurationError: what is asked for stays on the device, where nobody counts it."""
-        raise ConfigurationError(
-            f"group {self.exchange.group.name}: traffic is not counted on a device; leave EmbeddingCollection.traffic "
-            "None, or use device 'cpu'"
-        )
+        """Adds what is asked of ranks to counted traffic: nothing, where rows are computed."""
 
     def release(self) -> None:
         """The route is gone."""
@@ -110,6 +105,10 @@ class DeviceRouteGroup(DevicePooledGroup):
         """int32 `[num_unique]`: where rows that need not travel are in the arena."""
         assert self.slots is not None
         return self.slots
+
+    def count_into(self, traffic: Traffic) -> None:
+        """Adds what is asked for to counted traffic; the host learns it when that is taken."""
+        traffic.add_on_device(self.exchange.address_map, self.routed.sizes[1:])
 
     def release(self) -> None:
         """The route is gone; rows that it holds may leave fast memory."""
