@@ -340,11 +340,6 @@ class EmbeddingCollection(nn.Module):
 
     # What a pipeline (rowmesh.pipeline) drives, in place of the four verbs
 
-    def check_windows(self, form: Form, *, verifies: bool) -> None:
-        """Raises ConfigurationError where no pipeline can move the rows so."""
-        for part in self._parts.parts:
-            self._backend.check_windows(part, form, verifies=verifies)
-
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
         """How the windows of each part travel. Collective."""
         how = {"finds_final": finds_final, "verifies": verifies}

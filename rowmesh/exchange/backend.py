@@ -77,10 +77,6 @@ class Backend(Protocol):
         """For a pipeline: makes windows of routed batches, as `WindowMaker` does."""
         ...
 
-    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
-        """Raises ConfigurationError where the windows of a part cannot travel so on this device."""
-        ...
-
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """For a pipeline: how the windows of a part travel. Collective.
 
@@ -113,9 +109,6 @@ class HostBackend:
     def make_window_maker(self) -> WindowMaker:
         """Over reused memory."""
         return WindowMaker()
-
-    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
-        """Everything is possible."""
 
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """By micro-batch where the transport can, else whole."""

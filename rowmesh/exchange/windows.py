@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,10 @@ from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
+from rowmesh.exchange.route import Route
 from rowmesh.exchange.window import Form, Window
+
+COMPUTED = "tensor-train rows are computed where they are looked up"
 
 
 class Windows(Protocol):
@@ -85,7 +88,21 @@ class Windows(Protocol):
         ...
 
 
-class WholeWindows:
+class RoutedWindow(Protocol):
+    """A window on any device."""
+
+    number: int
+
+    @property
+    def route(self) -> Route:
+        """Of the whole batch."""
+        ...
+
+
+W = TypeVar("W", bound=RoutedWindow)
+
+
+class WholeWindows(Generic[W]):
     """Rows travel with the first micro-batch, gradients after the last one: for any transport, plan and replicas."""
 
     is_on_device = False
@@ -100,19 +117,19 @@ class WholeWindows:
         """What came before is updated."""
         self._updated = number - 1
 
-    def open(self, window: Window) -> None:
+    def open(self, window: W) -> None:
         """Owners learn what is needed when it is fetched."""
 
     def pass_over(self) -> None:
         """Whoever waits for messages that do not come is told in the end."""
 
-    def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
+    def retrieve(self, window: W, may_wait: Callable[[], bool]) -> None:
         """Rows are where they are."""
 
-    def final(self, window: Window) -> None:
+    def final(self, window: W) -> None:
         """Nothing comes before the window opens."""
 
-    def fetch(self, window: Window, part: int) -> None:
+    def fetch(self, window: W, part: int) -> None:
         """Brings all rows with the first micro-batch. Collective."""
         if part == 0:
             if self._updated != window.number - 1:
@@ -122,19 +139,19 @@ class WholeWindows:
                 )
             self._part.fetch(window.route, lambda group: None)
 
-    def pack(self, window: Window, part: int) -> None:
+    def pack(self, window: W, part: int) -> None:
         """Gradients stay where they are."""
 
-    def push(self, window: Window, part: int) -> None:
+    def push(self, window: W, part: int) -> None:
         """Gradients travel when rows are updated."""
 
-    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: W, lrs: Sequence[float], step: int) -> None:
         """Sends all gradients; owners update. Collective."""
         with torch.no_grad():
             self._part.push([window.route], lrs, step)
         self._updated = window.number
 
-    def let_go(self, window: Window) -> None:
+    def let_go(self, window: W) -> None:
         """Nothing is held."""
 
     def end(self) -> None:
@@ -233,7 +250,7 @@ def _release(travels: Sequence[Travel]) -> None:
 def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
     """How the windows of a part travel. Collective."""
     if isinstance(part, CorePart):
-        return WholeWindows(part, "tensor-train rows are computed where they are looked up")
+        return WholeWindows(part, COMPUTED)
     kinds = [kind for exchange in part.exchanges for kind in exchange.address_map.kinds]
     is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
     if obstacle := phased_obstacle(part.transport.name, kinds, is_tiered=is_tiered):

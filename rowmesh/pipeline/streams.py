@@ -13,11 +13,12 @@ runner, one a resource, each ask on a stream of their own::
 *Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
 (`end`), and one that begins has its stream wait for those of the tasks that the schedule has it come after (`begin`).
 The runner has seen to it that they were recorded before. No host waits for any of this. It waits in two places: for the
-sizes of messages, in the thread that communicates, and, with one rank, in the same thread before an update, for
-what was counted of its batch when that was opened, a turn earlier.
+sizes of messages, in the thread that communicates, and, where none are sent, in the same thread before an update, for
+what was counted of its batch when its rows were fetched: the device computes that batch meanwhile.
 
 Rows are read and updated on the communication stream alone, whose order is what makes them fresh: update of t − 1, rows
-of t, final rows of t + 1 (those that t does not touch), gradients and update of t. With one rank, rows are also read
+of t, final rows of t + 1 (those that t does not touch), gradients and update of t. That holds for rows that are
+computed from cores, read from other ranks' memory, or changed by what replicas tell. With one rank, rows are also read
 where they are by the stream that computes: that waits for the update before (rows of t come after it), and the update
 waits for all gradients of t, hence for all that was read before them.
 
@@ -25,8 +26,9 @@ waits for all gradients of t, hence for all that was read before them.
 also block for ever where two communicators of one device run at once, on every rank in another order, and do not fit on
 it together. Rows and gradients, two threads on a CPU, are therefore one resource here, whose tasks have one declared
 order: rows of t, keys of t + K, final rows of t + 1, gradients of t. The look-ups of the program use the same
-communicator, but only when the pipeline has settled. What averages the dense network has a communicator of its own, as
-it has in any program beside DistributedDataParallel; both together take a fraction of a GPU's multiprocessors.
+communicator, but only when the pipeline has settled. Sums of cores, and columns of replicas or of nodes, have others,
+which the same thread uses, in one order too. What averages the dense network has a communicator of its own, as it has
+in any program beside DistributedDataParallel; both together take a fraction of a GPU's multiprocessors.
 
 *Autograd* runs the backward of a micro-batch's vectors in a thread of its own, on the stream on which they were made.
 So the event after which gradients are complete is recorded there, on what is the current stream then, not by the thread

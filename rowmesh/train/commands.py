@@ -51,8 +51,6 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         _claimed(mesh, run, overwrite) as claim,
         _job(config, mesh, data, lambda: configured_placement(config, mesh, data)) as job,
     ):
-        if not config.pipeline.is_off:  # now: an earlier run is still there
-            job.embeddings.check_windows(config.pipeline.exchange, verifies=config.pipeline.verify)
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere

@@ -9,7 +9,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
-from rowmesh.errors import ConfigurationError, NoRoomError
+from rowmesh.errors import NoRoomError
 from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Tiers
@@ -124,14 +124,3 @@ def test_a_batch_that_never_fits_is_told():
     with pytest.raises(NoRoomError, match=r"rank 0 in stage 'retrieve' of batch 0: .*a batch of 6 rows"):
         next(iter(Pipeline(collection, depth=1).windows(iter([item(0)]))))
     collection.close()
-
-
-def refuse(mesh):
-    collection = EmbeddingCollection([ITEM], mesh=mesh, device="cuda")
-    with pytest.raises(ConfigurationError, match="cannot do this yet: tiered tables on several ranks"):
-        Pipeline(collection)
-    collection.close()
-
-
-def test_several_ranks_are_refused(ranks):
-    ranks.run(refuse)

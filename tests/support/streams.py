@@ -169,11 +169,11 @@ class LateDeviceStreams(DeviceStreams):
 def spoil(window):
     """Writes over what a window has on the device."""
     for group in window.groups:
-        arena = group.group.exchange.arena.rows
+        arena = getattr(group.group.exchange.arena, "rows", None)  # cores are no rows
         tensors = [group.slots, group._gradients, *([] if group.source is arena else [group.source])]
         for part in group.parts:
             tensors += [part.recover, part.filed.cells, part.filed.pointers]
-        for tensor in tensors:
+        for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 

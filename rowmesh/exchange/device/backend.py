@@ -44,7 +44,7 @@ from rowmesh.exchange.device.window import DeviceWindowMaker
 from rowmesh.exchange.device.windows import (
     PhasedDeviceWindows,
     WholeDeviceWindows,
-    pipeline_obstacles,
+    whole_obstacle,
 )  # fmt: skip
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.window import Form
@@ -95,21 +95,21 @@ class DeviceBackend:
         """Triton's kernels."""
         return DeviceWindowMaker(self.device)
 
-    def check_windows(self, part: Any, form: Form, *, verifies: bool) -> None:
-        """Raises ConfigurationError for pipelines that are not possible on a device."""
-        obstacles = pipeline_obstacles(part, form, verifies=verifies)
-        if obstacles:
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
+        """By micro-batch where the transport can, else whole; those of one rank do not travel."""
+        found = (
+            (form == "naive", "exchange 'naive' (use 'delta' or 'unsplit')"),
+            (verifies, "verify (rows on a device have no versions)"),
+        )
+        if obstacles := [what for is_so, what in found if is_so]:
             raise ConfigurationError(
                 f"a pipeline on device {self.name!r} cannot do this yet: {'; '.join(obstacles)}; change that, or use "
                 "device 'cpu'"
             )
-
-    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
-        """On one rank nothing travels, on several rows do by micro-batch."""
-        self.check_windows(part, form, verifies=verifies)
-        if part.mesh.world_size == 1:
-            is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
-            return TieredDeviceWindows(part) if is_tiered else WholeDeviceWindows(part)
+        if part.mesh.world_size == 1 and any(exchange.is_tiered for exchange in part.exchanges):
+            return TieredDeviceWindows(part)
+        if obstacle := whole_obstacle(part):
+            return WholeDeviceWindows(part, obstacle)
         return PhasedDeviceWindows(part, form, finds_final=finds_final)
 
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:

@@ -49,7 +49,7 @@ class CopiesLane(Lane):
         """Messages are as long as the rows are many."""
         return True
 
-    def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Sends sums to all ranks, and updates the rows that anybody has sums of."""
         if max(self.counts):
             slots, sums, entries = self._share(merging, gradients, self._everyone, self.counts)

@@ -12,14 +12,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rowmesh.exchange.device.copies import CopiesLane, spread
 from rowmesh.exchange.device.lane import Lane, Requests
 from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.nodes import NodeLane
-from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, places_in
 
 if TYPE_CHECKING:
     pass
@@ -127,9 +126,8 @@ class DeviceGroup:
 
 def compose(group: DeviceRouteGroup) -> None:
     """Has ids read the rows that were fetched, which stand in the order in which they were asked for: sorted."""
-    uniques = group.uniques.to(torch.int64)
-    places = torch.arange(group.num_unique, dtype=torch.int32, device=uniques.device)
-    group.recover = places.scatter(0, uniques, places).index_select(0, group.unique.inverse)
+    group.order = group.uniques
+    group.recover = places_in(group.order).index_select(0, group.unique.inverse)
 
 
 def _by_lane(numbers: Sequence[int], num_lanes: int) -> list[int]:

@@ -139,10 +139,11 @@ class Lane:
     ) -> None:  # fmt: skip
         """Updates what was asked once the gradients are here."""
         came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
-        self._update(merging, came, update)
+        self.apply(merging, came, update)
         self.exchange.give_up([each.held for each in requests])
 
-    def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        """Updates what was asked by gradients in the order of the ranks."""
         self.exchange.apply(merging.merged, gradients, update, merging.count if self.needs_num else None)
 
 

@@ -46,7 +46,7 @@ class NodeLane(CopiesLane):
         """Takes what ranks of this node ask for, once it is here."""
         requests.slots = _slots_of(keys.wait(), self.exchange.address_map.key_stride)
 
-    def _update(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Tells the column this node's sums, adds those of all nodes in their order, and updates."""
         place = self._everyone.member % self._ranks_per_node
         counts = self.counts[place :: self._ranks_per_node]

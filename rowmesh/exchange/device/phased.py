@@ -19,22 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rowmesh.exchange.device.group import DeviceGroup
+from rowmesh.exchange.device.lane import Merging
 from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.phased_copies import PhasedCopies, places_of, travelling_uniques
+from rowmesh.exchange.device.route import places_in
 from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form
 from rowmesh.ops.transfer import upload
 from rowmesh.tables.arena import compute_dtype
-
-if TYPE_CHECKING:
-    from rowmesh.ops.merge_update.cuda import Merged
 
 FINAL = 0  # the phase of rows that come before the window opens; that of micro-batch k is k + 1
 
@@ -64,8 +62,9 @@ class Packing:
 
     def places(self, count: int, device: torch.device) -> Tensor:
         """int32 `[n]`: where each request travels."""
-        places = torch.arange(count, dtype=torch.int32, device=device)
-        return places if self.order is None else torch.empty_like(places).scatter_(0, self.order, places)
+        if self.order is None:
+            return torch.arange(count, dtype=torch.int32, device=device)
+        return places_in(self.order)
 
 
 class Sorting:
@@ -96,7 +95,7 @@ class DeviceTravel:
 
     Attributes:
         window: what travels.
-        merged: the distinct slots that ranks asked for.
+        merging: the distinct slots that ranks asked for.
         uses: int32 `[2, M]`: which micro-batches use each request of the ranks first and last; None where all are used
             by the same ones.
         sortings: of rows that come and go, and of gradients that go and come, while the host does not know the sizes;
@@ -109,7 +108,7 @@ class DeviceTravel:
 
     def __init__(self, window: DeviceWindowGroup) -> None:
         self.window = window
-        self.merged: Merged
+        self.merging: Merging
         self.uses: Tensor | None = None
         self.sortings: list[Sorting | None] = []
         self.rows_in: Packing
@@ -153,7 +152,7 @@ class DevicePhasedGroup:
         travel, group = DeviceTravel(window), window.group
         keys, copied = (keys[:-1], keys[-1]) if self._copies is not None else (keys, None)
         group.requests, *uses = (message.wait() for message in keys)
-        travel.merged = self._messages.lanes[0].merged([group.lanes[0]]).merged
+        travel.merging = self._messages.lanes[0].merged([group.lanes[0]])
         travel.uses = uses[0].T.contiguous() if uses else None
         if self._copies is not None and copied is not None:
             self._copies.take_keys(group, copied)
@@ -161,10 +160,10 @@ class DevicePhasedGroup:
 
     def find_final(self, travel: DeviceTravel, before: DeviceTravel | None) -> Tensor:
         """uint8 `[M]`: 1 for what ranks ask for and no rank asked for in the window before."""
-        merged, group = travel.merged, travel.window.group
+        merged, group = travel.merging.merged, travel.window.group
         if before is None:
             return torch.ones(group.requests.numel(), dtype=torch.uint8, device=group.requests.device)
-        places = self._intersect(merged.slots, before.merged.slots, merged.num, before.merged.num)
+        places = self._intersect(merged.slots, before.merging.merged.slots, merged.num, before.merging.merged.num)
         is_final = (places < 0).to(torch.uint8).index_select(0, merged.ranks - 1)  # of requests sorted by slot
         return torch.empty_like(is_final).scatter_(0, merged.order, is_final)
 
@@ -252,7 +251,7 @@ class DevicePhasedGroup:
         came, packing = travel.came, travel.gradients_in
         if packing.order is not None:
             came = self._gather(came, packing.places(len(came), came.device))
-        self.exchange.apply(travel.merged, came, update)
+        self._messages.lanes[0].apply(travel.merging, came, update)
         if self._copies is not None:
             self._copies.update(travel.window.group, travel.copied, update)
 

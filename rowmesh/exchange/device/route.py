@@ -45,6 +45,7 @@ class DevicePooledGroup:
         recover: int32 `[N]`: which of the fetched rows each id reads.
         source: what is read, `[R, D]`; there when rows are fetched.
         slots: int32 `[num_unique]`: which rows of `source` were fetched; None where all, in their order.
+        order: int32 `[num_unique]`: which unique id each fetched row is of; None where they stand in their order.
         filed: the cells that every row went into, for the backward.
         gradients: `[num_unique, D]` of the rows, in the order in which they were asked for.
     """
@@ -58,6 +59,7 @@ class DevicePooledGroup:
         self.num_unique, self.recover = layout.num_ids, unique.inverse
         self.num_found: int | None = None
         self.slots: Tensor | None = None
+        self.order: Tensor | None = None
         self.filed: FiledCells | None = None
         self.gradients: Tensor | None = None
         exchange.num_lent += 1
@@ -185,6 +187,16 @@ def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
     """Where the ids of each table begin, counted from the group's first, and where the last one's end."""
     lengths = iter((layout.features[:, 1] - layout.features[:, 0]).tolist())
     return list(accumulate((sum(next(lengths) for _ in table.features) for table in group.tables), initial=0))
+
+
+def places_in(order: Tensor) -> Tensor:
+    """int32: where in an order of 0 … n − 1 each number stands.
+
+    >>> places_in(torch.tensor([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    places = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+    return torch.empty_like(places).scatter_(0, order.to(torch.int64), places)
 
 
 def _keep_nothing(_: Scratch) -> None:

@@ -12,22 +12,22 @@ from typing import cast
 
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.tiered import DeviceTieredExchange
-from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.device.window import DeviceWindow
 from rowmesh.exchange.device.windows import WholeDeviceWindows
 
 
 class TieredDeviceWindows(WholeDeviceWindows):
     """One rank, whose rows are updated in place once they are there."""
 
-    is_tiered = True
-
     def __init__(self, part: DevicePart) -> None:
-        super().__init__(part)
+        super().__init__(part, "there is one rank")
+        self.is_tiered = True
         self.reason = f"rows are brought into the memory of {part.device} ahead: {part.reason}"
         self._exchanges = cast("list[DeviceTieredExchange]", part.exchanges)
 
     def begin(self, number: int) -> None:
         """From now on rows come in the order of the batches."""
+        super().begin(number)
         for exchange in self._exchanges:
             exchange.comes_early = False
 
@@ -35,14 +35,6 @@ class TieredDeviceWindows(WholeDeviceWindows):
         """Brings rows into the device's memory."""
         for exchange, group in zip(self._exchanges, self._mine(window), strict=True):
             exchange.retrieve(group.group, may_wait)
-
-    def fetch(self, window: DeviceWindow, part: int) -> None:
-        """What comes after this finds the rows where they are said to be; all of them with the first micro-batch."""
-        if part:
-            return
-        for exchange, group in zip(self._exchanges, self._mine(window), strict=True):
-            exchange.bring(group.group)
-            group.slots = group.group.places
 
     def let_go(self, window: DeviceWindow) -> None:
         """Gives rows up that the current stream has read and nobody will update."""
@@ -56,6 +48,3 @@ class TieredDeviceWindows(WholeDeviceWindows):
         super().end()
         for exchange in self._exchanges:
             exchange.comes_early = True
-
-    def _mine(self, window: DeviceWindow) -> list[DeviceWindowGroup]:
-        return [window.groups[index] for index in self._part.indices]

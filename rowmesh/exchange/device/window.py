@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.device.pooling import DevicePooling
-from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup
+from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup, places_in
 from rowmesh.exchange.device.router import descriptors
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.ops.transfer import upload
@@ -62,8 +62,8 @@ class DeviceWindowPart:
         return self._window.source
 
     @property
-    def slots(self) -> Tensor:
-        """Which rows of it the unique ids are."""
+    def slots(self) -> Tensor | None:
+        """Which rows of it the unique ids are; None where all, in their order."""
         return self._window.slots
 
 
@@ -74,17 +74,30 @@ class DeviceWindowGroup:
         group: of the route of the whole batch.
         parts: each micro-batch.
         uses: when rows are used; None where there is one micro-batch.
-        source: `[R, D]`, what is read: rows that were fetched, or those of the arena.
-        slots: int32 `[U]`: which rows of `source` the unique ids are.
+        source: `[R, D]`, what is read, once it is known: rows that were fetched, or those of the arena.
+        slots: int32 `[U]`: which rows of `source` the unique ids are; None where all, in their order.
         gradients: `[U, D]`, summed over the micro-batches so far.
     """
+
+    source: Tensor
 
     def __init__(self, group: DeviceRouteGroup) -> None:
         self.group = group
         self.parts: list[DeviceWindowPart] = []
         self.uses: Uses | None = None
-        self.source, self.slots = group.source, group.routed.keys
+        self.slots: Tensor | None = None
         self._gradients: Tensor | None = None
+
+    def read_fetched(self) -> None:
+        """Reads what was fetched for the whole batch."""
+        order = self.group.order
+        self.source = self.group.source
+        self.slots = self.group.slots if order is None else places_in(order)
+
+    def hand_gradients_over(self) -> None:
+        """Gives the whole batch the gradients of all micro-batches, to be pushed at once."""
+        gradients, order = self.gradients(), self.group.order
+        self.group.gradients = gradients if order is None else gradients.index_select(0, order)
 
     def gradients(self) -> Tensor:
         """They come from the stream that computed, and are about to be read on the current one."""

@@ -10,84 +10,51 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rowmesh.exchange.device.checks import Unread
 from rowmesh.exchange.device.collective import DeviceCollective
+from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
 from rowmesh.exchange.device.route import DeviceRoutePart
-from rowmesh.exchange.device.window import DeviceWindow
-from rowmesh.exchange.phased import NO_WINDOW, check_numbers
+from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.phased import NO_WINDOW, check_numbers, phased_obstacle
 from rowmesh.exchange.window import Form
+from rowmesh.exchange.windows import COMPUTED, WholeWindows
 
 
-class DeviceWindows:
-    """What both kinds have in common; see `Windows` of `rowmesh.exchange.windows`."""
+class WholeDeviceWindows(WholeWindows[DeviceWindow]):
+    """Rows come with the first micro-batch, gradients go after the last one: for any transport, plan and table.
 
-    is_tiered = False
+    Those of one rank do not travel: they are read and updated in place.
+    """
+
     is_on_device = True
-    num_bytes = 0
-
-    def __init__(self, part: DevicePart) -> None:
-        self._part = part
-
-    def retrieve(self, window: DeviceWindow, may_wait: Callable[[], bool]) -> None:
-        """Rows are where they are."""
-
-    def pack(self, window: DeviceWindow, part: int) -> None:
-        """Gradients of a row do not change any more when they go."""
-
-    def pass_over(self) -> None:
-        """Nobody waits."""
-
-    def let_go(self, window: DeviceWindow) -> None:
-        """Nothing is held."""
-
-
-class WholeDeviceWindows(DeviceWindows):
-    """One rank: rows are read and updated in place."""
-
-    is_phased = False
-
-    def __init__(self, part: DevicePart) -> None:
-        super().__init__(part)
-        self.reason = f"nothing travels: {part.reason}"
-        self._unread: dict[int, Unread] = {}
-
-    def begin(self, number: int) -> None:
-        """Nothing is under way."""
-
-    def open(self, window: DeviceWindow) -> None:
-        """Sends what the host has to know of the batch on its way."""
-        self._unread[window.number] = unread = Unread(rank=0)
-        unread.add(DeviceRoutePart(window.route, self._part.indices))
-
-    def final(self, window: DeviceWindow) -> None:
-        """Rows are where they are."""
 
     def fetch(self, window: DeviceWindow, part: int) -> None:
-        """Rows are where they are."""
-
-    def push(self, window: DeviceWindow, part: int) -> None:
-        """Gradients are where they are."""
+        """Brings all rows with the first micro-batch. Collective."""
+        super().fetch(window, part)
+        if part == 0:
+            for group in self._mine(window):
+                group.read_fetched()
 
     def update(self, window: DeviceWindow, lrs: Sequence[float], step: int) -> None:
-        """Updates rows; looks at the batch's ids before, which were counted when it was opened.
+        """Sends all gradients; owners update. Collective.
 
         Raises:
-            IdRangeError: some are no rows; nothing is updated.
+            IdRangeError: some ids are no rows; nothing is updated.
         """
-        self._unread.pop(window.number).read()
-        for index in self._part.indices:
-            window.groups[index].group.gradients = window.groups[index].gradients()
-        self._part.push([window.route], lrs, step)
+        for group in self._mine(window):
+            group.hand_gradients_over()
+        super().update(window, lrs, step)
 
-    def end(self) -> None:
-        """What was opened and never updated is forgotten."""
-        self._unread.clear()
+    def _mine(self, window: DeviceWindow) -> list[DeviceWindowGroup]:
+        return [window.groups[index] for index in self._part.indices]
 
 
-class PhasedDeviceWindows(DeviceWindows):
+class PhasedDeviceWindows:
     """Several ranks: rows and gradients travel by micro-batch.
+
+    Where tables have replicas no row is final before its window opens: what other replica groups touch is known to them
+    alone.
 
     Args:
         part: on several ranks.
@@ -95,20 +62,21 @@ class PhasedDeviceWindows(DeviceWindows):
         finds_final: whether rows are fetched as soon as they are final.
     """
 
-    is_phased = True
+    is_phased, is_tiered, is_on_device = True, False, True
+    num_bytes = 0
 
     def __init__(self, part: DevicePart, form: Form, *, finds_final: bool) -> None:
-        super().__init__(part)
         assert isinstance(part.transport, DeviceCollective)
         self.reason = f"rows and gradients travel by micro-batch ({form}), over {part.reason}"
-        self._transport, self._finds_final = part.transport, finds_final
+        self._part, self._transport = part, part.transport
+        self._finds_final = finds_final and part.replicas == 1
         self._numbers = torch.zeros(part.mesh.world_size, 1, dtype=torch.int64, device="cpu")
         self._groups = [DevicePhasedGroup(each, part.transport.channel, form) for each in part.transport.groups]
         self._travels: dict[int, list[DeviceTravel]] = {}
 
     def begin(self, number: int) -> None:
-        """Nothing is under way."""
-        self._travels.clear()
+        """What came before is updated. Collective."""
+        self._part.settle()
 
     def open(self, window: DeviceWindow) -> None:
         """Tells owners what is needed, and by which micro-batches. Collective; the host waits for sizes.
@@ -139,8 +107,13 @@ class PhasedDeviceWindows(DeviceWindows):
         told = self._transport.hosts.exchange_equal(self._numbers, self._transport.common, "opening a window")
         check_numbers(self._part.mesh, told[:, 0].tolist(), number)
 
+    def retrieve(self, window: DeviceWindow, may_wait: Callable[[], bool]) -> None:
+        """Rows are where they are."""
+
     def final(self, window: DeviceWindow) -> None:
         """Fetches rows that the window before does not touch. Collective; the host waits for sizes."""
+        if not self._finds_final:
+            return
         travels = self._travels[window.number]
         before = self._travels.get(window.number - 1, [None] * len(travels))
         bits, told = [], []
@@ -172,6 +145,9 @@ class PhasedDeviceWindows(DeviceWindows):
         for message in posted:
             message.wait()
 
+    def pack(self, window: DeviceWindow, part: int) -> None:
+        """Gradients of a row do not change any more when they go."""
+
     def push(self, window: DeviceWindow, part: int) -> None:
         """Sends the gradients that go with a micro-batch. Collective."""
         pairs = zip(self._groups, self._travels[window.number], strict=True)
@@ -180,35 +156,27 @@ class PhasedDeviceWindows(DeviceWindows):
             message.wait()
 
     def update(self, window: DeviceWindow, lrs: Sequence[float], step: int) -> None:
-        """Updates the rows of this rank."""
+        """Updates the rows of this rank, their copies and their replicas. Collective."""
         updates, travels = self._part.updates(lrs, step), self._travels.pop(window.number)
         if any("replicated" in each.exchange.lane_kinds for each in self._groups):
             self._transport.count_copies([each for travel in travels for each in travel.window.group.lanes])
         for each, travel, update in zip(self._groups, travels, updates, strict=True):
             each.update(travel, update)
+        self._part.tell_replicas(updates)
+        self._part.settle()
+
+    def let_go(self, window: DeviceWindow) -> None:
+        """Nothing is held."""
 
     def end(self) -> None:
         """What was opened and never updated is forgotten."""
         self._travels.clear()
 
 
-def pipeline_obstacles(part: object, form: Form, *, verifies: bool) -> list[str]:
-    """Why the windows of a part cannot travel."""
-    obstacles = []
-    if isinstance(part, DevicePart):
-        is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
-        has_nodes = any("node" in exchange.lane_kinds for exchange in part.exchanges)
-        found = [
-            (part.replicas > 1, "tables with replicas"),
-            (is_tiered and part.mesh.world_size > 1, "tiered tables on several ranks"),
-            (part.transport.name == "one_sided", "transport 'one_sided' (use 'auto' or 'collective')"),
-            (has_nodes, "rows with one copy a node"),
-        ]
-        obstacles += [what for is_so, what in found if is_so]
-    else:
-        obstacles.append("tensor-train tables")
-    if form == "naive":
-        obstacles.append("exchange 'naive' (use 'delta' or 'unsplit')")
-    if verifies:
-        obstacles.append("verify (rows on a device have no versions)")
-    return obstacles
+def whole_obstacle(part: DevicePart | DeviceCorePart) -> str | None:
+    """Why the rows of some tables cannot travel by micro-batch, or None where they can."""
+    if isinstance(part, DeviceCorePart):
+        return COMPUTED
+    if any(exchange.is_tiered for exchange in part.exchanges):
+        return "owners bring tiered rows to their devices when they are asked"
+    return phased_obstacle(part.transport.name, [kind for each in part.exchanges for kind in each.lane_kinds])

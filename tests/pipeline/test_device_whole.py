@@ -1,0 +1,110 @@
+"""Pipelines on a device over tables whose rows travel whole, and over replicas: the model of the plain loop there."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.mesh import Mesh
+from rowmesh.pipeline import Pipeline
+from rowmesh.pipeline import pipeline as pipelines
+from rowmesh.tables import TableSpec, Tiers
+from tests.pipeline.test_device import IN_TURN
+from tests.support.plans import in_groups, make_plan
+from tests.support.scenario import Scenario
+from tests.support.streams import LateDeviceStreams
+from tests.support.tables import table
+from tests.support.training import train
+from tests.support.triton import kernels_of
+from tests.test_equivalence import assert_close, assert_same_bits
+from tests.test_tensor_train_tables import cored
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.triton
+kernels_of("tensor_train")  # or all are skipped
+
+TABLES = (table("tag", 7, 3, "adam"), table("item", 20, 3, "adam", pooling="mean"))
+JOB = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=3, decay=0.9, sharing="hot")
+CORED = (cored("place", 30, 3, "adagrad", rank=2), table("user", 20, 3, "adagrad"))
+TIERED = tuple(replace(each, storage="tiered") for each in TABLES)
+ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
+JOBS = {
+    "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
+    "tensor-train tables alone, one rank": replace(JOB, tables=CORED[:1], batch_sizes=(3,)),
+    "tensor-train tables, one rank": replace(JOB, tables=CORED, batch_sizes=(3,), is_weighted=True),
+    "one copy a node": replace(JOB, plan=ONE_COPY_A_NODE, ranks_per_node=1),
+    "tiered tables": replace(JOB, tables=TIERED, tiers=Tiers(fast_share=0.001, fast_rows=25, verify=True, poison=True)),
+    "replicas of one rank": in_groups(JOB, 2),
+    "replicas of one rank, averaged": in_groups(JOB, 2, mode="average"),
+}
+ONE_SIDED = replace(JOB, batch_sizes=(3, 2), evaluates=True)
+GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
+SLOW = {
+    "replicas of two ranks": GROUPS,
+    "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
+    "replicas of some tables": in_groups(GROUPS, {"tag": 2, "item": 1}, together="replicas"),
+    "tensor-train tables alone": replace(JOB, tables=CORED[:1], plain=(1,), breaks=(2,)),
+}
+
+
+def on_device(mesh, scenario, options, transport="auto"):
+    device = f"cuda:{mesh.rank}" if transport == "one_sided" and NUM_GPUS else "cuda"
+    return train(mesh, replace(scenario, pipeline=options), transport, device)
+
+
+def compare(mesh, scenario, transport="auto"):
+    """To the bit as in turn, and to rounding as the plain loop; whole batches as that to the bit."""
+    plain = on_device(mesh, scenario, None, transport)
+    assert_same_bits(on_device(mesh, scenario, {"depth": 1}, transport), plain)
+    options = {"depth": 2, "micro_batches": 2}
+    in_turn = on_device(mesh, scenario, options | IN_TURN, transport)
+    assert_same_bits(on_device(mesh, scenario, options, transport), in_turn)
+    assert_close(scenario, in_turn, plain)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_model_of_the_plain_loop(ranks, name):
+    ranks.run(compare, JOBS[name], world_size=JOBS[name].world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_of_it(ranks, name):
+    ranks.run(compare, SLOW[name], world_size=SLOW[name].world_size)
+
+
+@pytest.mark.skipif(NUM_GPUS == 1, reason="ranks that share a GPU have no one-sided transport")
+def test_ranks_that_read_each_other(ranks):
+    ranks.run(compare, ONE_SIDED, "one_sided", world_size=2)
+
+
+def train_late(mesh, scenario):
+    """As in turn, however late the stream that communicates, and although what is dropped is spoilt."""
+    options = {"depth": 2, "micro_batches": 2}
+    in_turn = on_device(mesh, scenario, options | IN_TURN)
+    late = LateDeviceStreams.with_seed(1)
+    with mock.patch.object(pipelines, "DeviceStreams", late):
+        assert_same_bits(on_device(mesh, scenario, options), in_turn)
+    assert late.num_late > 0
+
+
+@pytest.mark.parametrize("name", ["tensor-train tables beside dense ones", "one copy a node"])
+def test_streams_may_be_late(ranks, name):
+    ranks.run(train_late, replace(JOBS[name], num_steps=5), world_size=2)
+
+
+def tell(mesh):
+    """How rows travel, as told, for tables of several kinds."""
+    tables = [TableSpec(name="a", num_rows=9, dim=3), cored("b", 9, 3)]
+    collection = EmbeddingCollection(tables, mesh=mesh, device="cuda")
+    return Pipeline(collection).reasons
+
+
+def test_reasons(ranks):
+    alone = tell(Mesh())
+    assert [reason.split(": ")[0] for reason in alone] == ["rows and gradients travel whole"] * 2
+    dense, cores = ranks.run(tell, world_size=2)[1]
+    assert dense.startswith("rows and gradients travel by micro-batch (delta), over ")
+    assert cores == "rows and gradients travel whole: tensor-train rows are computed where they are looked up"
