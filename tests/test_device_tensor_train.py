@@ -16,6 +16,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.support.devices import assert_same_counts
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import merged, train
@@ -62,7 +63,9 @@ TWO_RANKS = {
 def test_trains_the_same_model(name):
     scenario = ONE_RANK[name]
     on_device = train(Mesh(), scenario, device="cuda")
-    assert_close(scenario, on_device, train(Mesh(), scenario))
+    on_cpu = train(Mesh(), scenario)
+    assert_close(scenario, on_device, on_cpu)
+    assert_same_counts(on_device, on_cpu)
 
 
 def test_replays_are_equal_to_the_bit():
@@ -74,9 +77,12 @@ def test_replays_are_equal_to_the_bit():
 def test_trains_the_same_model_on_two_ranks(ranks, name):
     """Cores are equal on both ranks to the bit, which merging asserts."""
     scenario = TWO_RANKS[name]
-    on_device = merged(scenario, ranks.run(train, scenario, "auto", "cuda", world_size=2))
-    assert on_device.transport == "collective"
-    assert_close(scenario, on_device, merged(scenario, ranks.run(train, scenario, "collective", world_size=2)))
+    on_device = ranks.run(train, scenario, "auto", "cuda", world_size=2)
+    on_cpu = ranks.run(train, scenario, "collective", world_size=2)
+    assert on_device[0].transport == "collective"
+    assert_close(scenario, merged(scenario, on_device), merged(scenario, on_cpu))
+    for mine, theirs in zip(on_device, on_cpu, strict=True):
+        assert_same_counts(mine, theirs)
 
 
 @pytest.mark.slow

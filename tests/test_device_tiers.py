@@ -13,6 +13,7 @@ from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, Tiers
+from tests.support.devices import assert_same_counts
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
@@ -52,7 +53,9 @@ def run_in_tiers(plain, tiers):
 
 def test_tiers_change_nothing():
     in_tiers = run_in_tiers(PLAIN, small(20))
-    assert_close(PLAIN, in_tiers, train(Mesh(), PLAIN))
+    on_cpu = train(Mesh(), PLAIN)
+    assert_close(PLAIN, in_tiers, on_cpu)
+    assert_same_counts(in_tiers, on_cpu)
     assert_same_bits(in_tiers, run_in_tiers(PLAIN, Tiers()))
 
 
@@ -131,15 +134,18 @@ def accumulate(rows, device):
         for first in (step, step + 2):
             collection(batch(*range(first, first + 4))).values.square().sum().backward()
         optimizer.step()
-    found = rows_of(collection)
+    (counters,) = collection.counters
+    found = rows_of(collection), (counters.table_accesses, counters.table_distinct)
     collection.close()
     return found
 
 
 def test_gradients_of_several_look_ups_add_up():
-    rows = accumulate(6, "cuda")
-    torch.testing.assert_close(rows, accumulate(6, "cpu"), rtol=1e-6, atol=1e-7)
-    assert torch.equal(rows, accumulate(40, "cuda"))
+    rows, counted = accumulate(6, "cuda")
+    expected, counted_there = accumulate(6, "cpu")
+    torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-7)
+    assert counted == counted_there == ({"item": 24}, {"item": 18})
+    assert torch.equal(rows, accumulate(40, "cuda")[0])
 
 
 def test_what_does_not_fit_yet_comes_at_the_fetch():
@@ -203,13 +209,15 @@ def push_on_some(mesh, storage):
         second.values.square().sum().backward()
         optimizer.step()
     rows = [piece.values for name in ("item", "b") for piece in collection.local_rows(name)]
+    counted = [(counters.table_accesses, counters.table_distinct) for counters in collection.counters]
     collection.close()
-    return rows
+    return rows, counted
 
 
 def test_ranks_need_not_push_the_same_routes(ranks):
     for mine, theirs in zip(ranks.run(push_on_some, "tiered"), ranks.run(push_on_some, "dense"), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
+        assert mine[1] == theirs[1]
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])

@@ -77,7 +77,7 @@ class GroupCounters:
 
     @property
     def table_accesses(self) -> dict[str, int]:
-        """Table → ids of all ranks that were asked of this rank; counted at updates. All 0 on a device."""
+        """Table → ids of all ranks that were asked of this rank; counted at updates."""
         return dict(zip(self.tables, self._accesses.tolist(), strict=True))
 
     @property
@@ -90,5 +90,13 @@ class GroupCounters:
 
         Segments are tables, once for each kind of rows.
         """
+        self.add_accesses(accesses)
+        self.add_distinct(np.diff(offsets))
+
+    def add_accesses(self, accesses: np.ndarray) -> None:
+        """Adds ids that were asked of this rank, by segment."""
         self._accesses += accesses.reshape(-1, len(self.tables)).sum(0)
-        self._distinct += np.diff(offsets).reshape(-1, len(self.tables)).sum(0)
+
+    def add_distinct(self, distinct: np.ndarray) -> None:
+        """Adds distinct rows among them, by segment."""
+        self._distinct += distinct.reshape(-1, len(self.tables)).sum(0)

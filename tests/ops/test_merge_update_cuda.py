@@ -1,6 +1,6 @@
 """Merge and update in Triton against their reference: order of sums, hot slots, nodes, far rows, every rule."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -72,6 +72,32 @@ def test_merge_is_a_stable_sort(device, slots, missing, narrow):
     sizes = [slots[:valid].count(slot) for slot in distinct]
     assert merged.starts[: len(distinct) + 1].tolist() == [0, *accumulate(sizes)]
     assert merged.order[:valid].tolist() == sorted(range(valid), key=lambda entry: slots[entry])
+
+
+@settings(max_examples=10)
+@given(
+    slots=st.lists(st.sampled_from([0, 1, 2, 5, 6, 2**31, 2**32 - 3]), max_size=30),
+    starts=st.lists(st.sampled_from([0, 1, 2, 4, 6, 2**31, 2**32 - 4]), min_size=1, max_size=6, unique=True),
+    missing=st.integers(0, 3),
+)
+def test_distinct_slots_are_counted_by_range(device, slots, starts, missing):
+    valid = max(len(slots) - missing, 0)
+    bounds = [*sorted(starts), 2**32 - 2]
+    kinds = [number % 2 for number in range(len(starts))]
+    merged = cuda.merge(torch.tensor(slots, dtype=torch.int64, device=device), torch.tensor([valid], device=device))
+    totals = torch.tensor([100, 200], device=device)
+    cuda.count_by_range(merged, torch.tensor(bounds, device=device), torch.tensor(kinds, device=device), totals)
+    expected = [100, 200]
+    for kind, (start, end) in zip(kinds, pairwise(bounds), strict=True):
+        expected[kind] += sum(start <= slot < end for slot in set(slots[:valid]))
+    assert totals.tolist() == expected
+
+
+def test_more_ranges_than_a_program_counts(device):
+    merged = cuda.merge(torch.arange(400, device=device).repeat(2))
+    starts, totals = torch.arange(0, 401, 2, device=device), torch.zeros(200, dtype=torch.int64, device=device)
+    cuda.count_by_range(merged, starts, torch.arange(200, device=device), totals)
+    assert totals.tolist() == [2] * 200
 
 
 @pytest.mark.parametrize("dim, dtype, rule_name", CASES)

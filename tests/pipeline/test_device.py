@@ -20,6 +20,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.support.devices import assert_same_counts
 from tests.support.jobs import pipelined_jobs
 from tests.support.plans import with_copies
 from tests.support.scenario import Scenario
@@ -50,6 +51,7 @@ def compare(mesh, scenario, *pipelines):
     plain, in_parts = on_device(mesh, scenario, None), None
     for options in pipelines:
         found = on_device(mesh, scenario, options)
+        assert_same_counts(found, plain)
         if options.get("micro_batches", 1) == 1:
             assert_same_bits(found, plain)
             continue

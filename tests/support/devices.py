@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+
 from rowmesh import SparseBatch, TableSpec
 from tests.support.training import merged, train
 from tests.test_plans import assert_equal
@@ -12,6 +14,13 @@ def train_on_device(ranks, scenario, transport="auto"):
     parts = ranks.run(train, scenario, transport, "cuda", world_size=scenario.world_size)
     assert_equal(scenario, parts, merged(scenario, parts))
     return parts
+
+
+def assert_same_counts(mine, theirs):
+    """What each table was asked for, on one rank."""
+    for field in ("table_accesses", "table_distinct"):
+        found, expected = ([getattr(counters, field) for counters in each.counters.values()] for each in (mine, theirs))
+        assert dict(ChainMap(*found)) == dict(ChainMap(*expected))
 
 
 def two_tables(**options):

@@ -10,6 +10,7 @@ Source: FusedRec §3, Algorithm 1, lines 4–6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -97,15 +98,16 @@ class DeviceCollective:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
         refused = route.refused.expand(size, 1)
-        mine = torch.cat([refused, *(group.routed.counts for group in route.groups)], 1)
+        counts = [part for group in route.groups for part in (group.routed.counts, group.routed.accesses)]
+        mine = torch.cat([refused, *counts], 1)
         theirs = self.channel.exchange_equal(mine, self.common, _COUNTING)
         numbers = torch.cat([mine.flatten(), theirs.flatten(), route.outside]).cpu().numpy()
         sent, asked = numbers[: 2 * mine.numel()].reshape(2, size, -1)
         check_everywhere(route, self._mesh, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
         column = 1
         for messages, group in zip(self.groups, route.groups, strict=True):
-            part = slice(column, column + group.exchange.num_segments)
-            messages.expect(group, sent[:, part], asked[:, part])
+            part = slice(column, column + 2 * group.exchange.num_segments)
+            messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
             column = part.stop
 
     def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
@@ -185,10 +187,11 @@ class DeviceCollective:
             each += [lane.nothing() for _ in range(missing)]
             sums += [lane.no_gradients() for _ in range(missing)]
         numbered = [(lane, each) for lane, of_lane in zip(self._lanes, requests, strict=True) for each in of_lane]
-        sent = torch.tensor([each.sent for _, each in numbered], dtype=torch.int64, device="cpu")
-        asked = self.hosts.exchange_equal(sent.T.contiguous(), self.common, _COUNTING).T.tolist()
-        for (lane, each), sizes in zip(numbered, asked, strict=True):
-            each.asked, each.merging = sizes, None
+        sent = [np.column_stack([each.sent, each.ids_sent]) for _, each in numbered]
+        ends = list(accumulate(part.shape[1] for part in sent))
+        asked = self.hosts.exchange_equal(torch.from_numpy(np.hstack(sent)), self.common, _COUNTING).numpy()
+        for (lane, each), part in zip(numbered, np.split(asked, ends[:-1], 1), strict=True):
+            each.asked, each.ids_asked, each.merging = part[:, 0].tolist(), part[:, 1:], None
             lane.take_keys(each, lane.post_keys(each))
 
     def barrier(self) -> None:

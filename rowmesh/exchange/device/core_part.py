@@ -106,8 +106,9 @@ class DeviceCoreExchange(DeviceGroupExchange):
         return DeviceLookup.merged(taken)
 
     def finish(self, groups: Sequence[DeviceCoreGroup]) -> None:
-        """Forgets what only the update needed: it may be large, and routes may live on."""
+        """Counts what was asked for; forgets what only the update needed: it may be large, and routes may live on."""
         for group in groups:
+            self.count_alone(group)
             group.fetched = group.gradients = None
 
 

@@ -55,17 +55,21 @@ class DeviceGroup:
             self.lanes.append(CopiesLane(*how))
 
     def expect(self, group: DeviceRouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
-        """Takes what this rank asks and is asked for, keys by rank and segment, int64 `[W, S′]` each."""
-        address_map = self.exchange.address_map
+        """Takes what this rank asks and is asked for, keys and ids by rank and segment: int64 `[W, 2, S′]` each."""
+        address_map, num_tables = self.exchange.address_map, len(self.exchange.group.tables)
         cuts = [address_map.segments({kind}).start for kind in self.exchange.lane_kinds[1:]]
-        sizes_out, sizes_in = ([part.sum(1).tolist() for part in np.split(n, cuts, 1)] for n in (sent, asked))
-        group.num_unique = int(sent.sum())
+        by_lane = [np.split(numbers, cuts, 2) for numbers in (sent, asked)]
+        sizes_out, sizes_in = ([part[:, 0].sum(1).tolist() for part in parts] for parts in by_lane)
+        ids_out, ids_in = (
+            [part[:, 1].reshape(len(part), -1, num_tables).sum(1) for part in parts] for parts in by_lane
+        )  # fmt: skip
+        group.num_unique = int(sent[:, 0].sum())
         self.exchange.counters.unique_ids += group.num_unique
         keys, group.uniques = self._lane_by_lane(group, sizes_out)
         parts = keys.split([sum(sizes) for sizes in sizes_out])
         group.lanes = [
-            Requests(part, to_each, from_each, part[:0])
-            for part, to_each, from_each in zip(parts, sizes_out, sizes_in, strict=True)
+            Requests(part, to_each, from_each, part[:0], *ids)
+            for part, to_each, from_each, *ids in zip(parts, sizes_out, sizes_in, ids_out, ids_in, strict=True)
         ]
 
     def _lane_by_lane(self, group: DeviceRouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,13 @@ Rows of one kind share a lane: all that homes do with them is the same. See `row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.exchange.device.messages import DeviceChannel, Message
@@ -22,6 +24,10 @@ from rowmesh.tables.device_tiered import HeldRows
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
+
+
+def _no_ids() -> NDArray[np.int64]:
+    return np.empty((0, 0), np.int64)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Requests:
         sent: how many are for each rank.
         asked: how many came from each rank.
         slots: int32 `[M]`: them, once they came.
+        ids_sent, ids_asked: int64 `[W, S]`: how many ids of each table they are for, to and from each rank; empty
+            where that is not told.
         merging: them, once they were merged.
         held: keeps their rows in fast memory, where they could leave it; `slots` are frames then.
     """
@@ -60,6 +68,8 @@ class Requests:
     sent: list[int]
     asked: list[int]
     slots: Tensor
+    ids_sent: NDArray[np.int64] = field(default_factory=_no_ids)
+    ids_asked: NDArray[np.int64] = field(default_factory=_no_ids)
     merging: Merging | None = None
     held: HeldRows | None = None
 
@@ -94,7 +104,8 @@ class Lane:
         """Of a rank that has no route where others have one."""
         none = [0] * self._everyone.size
         keys = torch.empty(0, dtype=torch.int32, device=self.exchange.device)
-        return Requests(keys, none, none, keys)
+        no_ids = np.zeros((self._everyone.size, len(self.exchange.group.tables)), np.int64)
+        return Requests(keys, none, none, keys, no_ids, no_ids)
 
     def no_gradients(self) -> Tensor:
         """For it."""
@@ -140,7 +151,13 @@ class Lane:
         """Updates what was asked once the gradients are here."""
         came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
         self.apply(merging, came, update)
+        self.count(requests, merging)
         self.exchange.give_up([each.held for each in requests])
+
+    def count(self, requests: Sequence[Requests], merging: Merging) -> None:
+        """Counts what ranks asked of this one and is updated now."""
+        ids = np.sum([each.ids_asked.sum(0) for each in requests], axis=0)
+        self.exchange.count(ids, merging.merged, [each.held for each in requests])
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Updates what was asked by gradients in the order of the ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,8 +62,13 @@ class DeviceLocal:
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             groups = [route.groups[index] for route in routes]
             if groups:
-                exchange.apply(*self._merged(groups), update, groups[0].num_found if len(groups) == 1 else None)
-                exchange.give_up([group.held for group in groups])
+                held, (merged, gradients) = [group.held for group in groups], self._merged(groups)
+                exchange.apply(merged, gradients, update, groups[0].num_found if len(groups) == 1 else None)
+                if len(groups) == 1:
+                    exchange.count_alone(groups[0])
+                else:
+                    exchange.count(np.sum([exchange.accesses(group) for group in groups], axis=0), merged, held)
+                exchange.give_up(held)
 
     def _merged(self, groups: Sequence[DeviceRouteGroup]) -> tuple[Merged, Tensor]:
         """The slots of several routes, and the gradients for them."""

@@ -56,7 +56,7 @@ class DevicePart(Part):
         return transport, transport.reason
 
     def _make_exchange(self, group: TableGroup) -> Any:
-        address_map = AddressMap(_one_hop(self.plan), [table.name for table in group.tables], self.mesh.rank)
+        address_map = AddressMap(one_hop(self.plan), [table.name for table in group.tables], self.mesh.rank)
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._tiers is not None:
             arena = self._tiers.device_arena(group, num_slots, self.mesh.rank, self.device)
@@ -89,7 +89,7 @@ class DevicePart(Part):
         return DeviceRoutePart(route, self.indices)
 
 
-def _one_hop(plan: Plan) -> Plan:
+def one_hop(plan: Plan) -> Plan:
     """The plan with all rows asked for in one hop, which devices take everywhere: it holds them at the same places."""
     return replace(
         plan,

@@ -251,7 +251,9 @@ class DevicePhasedGroup:
         came, packing = travel.came, travel.gradients_in
         if packing.order is not None:
             came = self._gather(came, packing.places(len(came), came.device))
-        self._messages.lanes[0].apply(travel.merging, came, update)
+        lane = self._messages.lanes[0]
+        lane.apply(travel.merging, came, update)
+        lane.count(travel.window.group.lanes[:1], travel.merging)
         if self._copies is not None:
             self._copies.update(travel.window.group, travel.copied, update)
 

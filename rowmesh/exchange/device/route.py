@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rowmesh.exchange.counters import GroupCounters
+from rowmesh.exchange.device.counters import DeviceCounters, SlotTables
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RoutePart, refused_ids
 from rowmesh.exchange.router import refusal
@@ -244,7 +245,7 @@ class DeviceGroupExchange:
         from rowmesh.ops.segment_unique.cuda import segment_unique
 
         self.group, self.address_map, self.device = group, address_map, device
-        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
+        self.counters = DeviceCounters(group.name, [table.name for table in group.tables], device)
         self.features = [(name, table) for table in group.tables for name in table.features]
         self.num_lent = 0
         self._segment_unique = segment_unique
@@ -267,6 +268,15 @@ class DeviceGroupExchange:
         self.counters.routes += 1
         self.counters.ids += ids.numel()
         return self._segment_unique(ids, offsets)
+
+    def count_alone(self, group: DevicePooledGroup) -> None:
+        """Counts what a batch asked for, which is updated now, where no other batch or rank has a part in that."""
+        self.counters.add_accesses(self.accesses(group))
+        self.counters.distinct += group.unique.offsets.diff()
+
+    def accesses(self, group: DevicePooledGroup) -> NDArray[np.int64]:
+        """int64 `[S]`: ids that a batch has of each table."""
+        return np.diff(table_bounds(self.group, group.layout))
 
 
 class DeviceUpdater(Protocol):
@@ -307,6 +317,7 @@ class DeviceExchange(DeviceGroupExchange):
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
+        self._slot_tables = SlotTables(address_map, device)
 
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that rows of a rank without others are in the device's memory: all are there."""
@@ -331,6 +342,20 @@ class DeviceExchange(DeviceGroupExchange):
             self.arena.apply(merged, gradients, update.lr, update.scaling, update.step)
         else:
             self.replicated.apply(merged, gradients, update, num)
+
+    def count(self, accesses: NDArray[np.int64], merged: Merged, held: Sequence[HeldRows | None]) -> None:
+        """Counts what was asked of this rank and is updated now.
+
+        Args:
+            accesses: int64 `[S]`: ids.
+            merged: the rows.
+            held: what keeps them in the device's memory, where they could leave it.
+        """
+        self.counters.add_accesses(accesses)
+        self._count_distinct(merged, held)
+
+    def _count_distinct(self, merged: Merged, held: Sequence[HeldRows | None]) -> None:
+        self._slot_tables.count(merged, self.counters)
 
     def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:
         """Routes one group's ids.

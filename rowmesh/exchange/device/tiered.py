@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from rowmesh.placement import AddressMap
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 from rowmesh.tables.device_tiered import DeviceTieredArena, HeldRows
+
+if TYPE_CHECKING:
+    from rowmesh.ops.merge_update.cuda import Merged
 
 
 class Distinct:
@@ -180,6 +184,11 @@ class DeviceTieredExchange(DeviceExchange):
         held = self.tiered.hold(unique.astype(np.uint32), never)
         held.ready()
         return self._upload(held.frames[inverse]), held
+
+    def _count_distinct(self, merged: Merged, held: Sequence[HeldRows | None]) -> None:
+        """Merged are frames; the host knows the slots."""
+        slots = [each.lease.slots for each in held if each is not None]
+        self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
 
     def give_up(self, held: Sequence[HeldRows | None]) -> None:
         """Rows were updated and may leave fast memory."""

@@ -36,6 +36,7 @@ MOST_COLUMNS = 4096
 # Elements of a program's tile of rows: two 16-byte loads a thread and gradient, and so few registers (about 60 for
 # float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
 _TILE = 1024
+_RANGES = 128  # of a program that counts
 _UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
 _CHUNK_UNROLL = tl.constexpr(8)
 _NO_SLOT = tl.constexpr(0x7FFFFFFF)  # the key of slot 2³² − 1, which no arena has; sorted last
@@ -154,6 +155,58 @@ def singles(slots: Tensor, count: Tensor) -> Merged:
     order = torch.arange(slots.numel() + 1, device=slots.device)
     starts = order.to(torch.int32)
     return Merged(order[:-1], slots, starts, starts[1:], count, 1)
+
+
+@triton.jit
+def _num_below(slots, count, bound, num_steps):
+    """How many of the first `count` slots, ascending, are below each bound."""
+    first = tl.zeros_like(bound)
+    last = first + count
+    for _ in range(num_steps):
+        middle = (first + last) // 2
+        is_below = (middle < last) & (tl.load(slots + middle, mask=middle < last, other=0) < bound)
+        first = tl.where(is_below, middle + 1, first)
+        last = tl.where(is_below, last, middle)
+    return first
+
+
+@triton.jit(do_not_specialize=("num_ranges", "num_steps"))
+def _count_ranges(slots, num, starts, kinds, totals, num_ranges, num_steps, BLOCK: tl.constexpr):
+    """Adds the number of slots in each range to the total of its kind."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < num_ranges
+    count = tl.load(num)
+    begin = _num_below(slots, count, tl.load(starts + r, mask=inside, other=0), num_steps)
+    end = _num_below(slots, count, tl.load(starts + r + 1, mask=inside, other=0), num_steps)
+    kind = tl.load(kinds + r, mask=inside, other=0)
+    tl.atomic_add(totals + kind, end - begin, mask=inside)  # of whole numbers: in any order the same
+
+
+def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor) -> None:
+    """Counts distinct slots by the ranges that they are in.
+
+    Args:
+        merged: what `merge` returned, with slots in ascending order.
+        starts: int64 `[R + 1]`: the first slot of each range, ascending, and one past the last one's.
+        kinds: int64 `[R]`: of each range.
+        totals: int64, one a kind, to which the counts are added.
+
+    Example:
+        >>> totals = torch.zeros(2, dtype=torch.int64, device=device)
+        >>> starts, kinds = torch.tensor([0, 5, 8, 9], device=device), torch.tensor([1, 0, 1], device=device)
+        >>> count_by_range(merge(torch.tensor([7, 3, 7, 8, 4], device=device)), starts, kinds, totals)
+        >>> totals.tolist()
+        [1, 3]
+    """
+    device = merged.slots.device
+    for name, tensor in (("starts", starts), ("kinds", kinds), ("totals", totals)):
+        check(name, tensor, (torch.int64,), 1, device)
+    num_slots, num_ranges = merged.slots.numel(), kinds.numel()
+    if num_slots:
+        launch(
+            _count_ranges, ceil_div(num_ranges, _RANGES), merged.slots, merged.num, starts, kinds, totals,
+            num_ranges, num_slots.bit_length(), BLOCK=_RANGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -421,6 +474,7 @@ SIGNATURES = (
     Signature(_keys_of, "*i64 *i32 i32", {"BLOCK": BLOCK, "count": None}),
     Signature(_flag_heads, "*i32 *i32 i32", {"BLOCK": BLOCK}),
     Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK}),
+    Signature(_count_ranges, "*i64 *i32 *i64 *i64 *i64 i32 i32", {"BLOCK": _RANGES}),
     Signature(
         _sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)
     ),

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.exchange.device.part import one_hop
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec, Uniform
-from tests.support.devices import train_on_device
+from tests.support.devices import assert_same_counts, train_on_device
 from tests.support.plans import RULES, make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -33,7 +34,12 @@ def scenario_of(rule, two_hop, **options):
 
 
 def check(ranks, scenario):
+    """What was planned for two hops goes in one, and is counted so."""
     parts = train_on_device(ranks, scenario)
+    in_one_hop = replace(scenario, plan=one_hop(scenario.plan))
+    counted = ranks.run(train, in_one_hop, "collective", world_size=scenario.world_size)
+    for mine, expected in zip(parts, counted, strict=True):
+        assert_same_counts(mine, expected)
     theirs = ranks.run(train, scenario, "collective", world_size=scenario.world_size)
     for mine, expected in zip(parts, theirs, strict=True):
         assert_close(scenario, mine, expected)
