@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu_compile import compile_for, ops_with_kernels, signatures
 from rowmesh.ops.gpu import Signature
-from tests.support.triton import kernels_of
+from tests.support.triton import find_obstacle, kernels_of
 
 ROOT = Path(__file__).parents[2]
 OPS = ops_with_kernels()
@@ -36,13 +36,17 @@ def test_every_kernel_that_is_launched_is_listed(op):
     assert set(launched(op)) == listed
 
 
-def compile_all(*options):
+def run(module, *arguments):
     """In a process of its own: kernels that can be interpreted cannot be compiled."""
-    command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu_compile", *options]
+    command = [sys.executable, "-W", "error", "-m", module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout
+
+
+def compile_all(*options):
+    return [json.loads(line) for line in run("benchmarks.gpu_compile", *options).splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,23 @@ def test_kernels_compile_without_spills(target):
     assert max(line["registers"] for line in lines) <= 255
     assert not [line for line in lines if line["unordered"]], "a warp may read what another one has changed"
     assert not [line for line in lines if line["approximate"]], "divide by tl.div_rn, take roots by tl.sqrt_rn"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kernels_compile_as_tests_launch_them(tmp_path):
+    """With the alignments, dims and numbers that tests have: other forms than those that are listed."""
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
+    file, this = str(tmp_path / "launches"), Path(__file__).relative_to(ROOT)
+    tests = ["tests/ops", f"--ignore={this}", "-m", "triton and not slow", "-p", "no:cacheprovider"]
+    run("tests.support.launches", "record", file, *tests)
+    forms = [json.loads(line) for line in run("tests.support.launches", "compile", file).splitlines()]
+    assert {form["kernel"] for form in forms} == {listed.name for op in OPS for listed in signatures(op)}
+    assert not [form for form in forms if "error" in form]
+    assert not [form for form in forms if form["approximate"]]
+    # `average` carries rows around a loop; where they are so short that all warps have a copy, that is no fault.
+    assert not [form for form in forms if form["unordered"] and form["kernel"] != "average"]
 
 
 @pytest.mark.parametrize(
