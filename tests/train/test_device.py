@@ -1,5 +1,7 @@
 """Training on a GPU, or where its kernels are interpreted, by configuration."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +124,18 @@ def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks):
         assert found == expected
         assert [bool(told) for told, _ in found].count(True) == 1
         torch.testing.assert_close(rows, theirs)
+
+
+@pytest.mark.slow
+def test_a_pipeline_measures_the_traffic_that_the_cpu_does(train):
+    drift = [f"placement.drift.{key}" for key in ("enabled=on", "check_every=1", "sample_every=1", "min_balance=1.0")]
+    runs = [
+        train(name, "placement.strategy=dealt", *drift, *own)
+        for name, own in (
+            ("cpu", ["parallel.transport=collective"]),
+            ("gpu", ["train.device=cuda", "pipeline.depth=1"]),
+        )
+    ]
+    told = [re.findall(r"drift after step \d+: (balance [^;]*); ", run.out)[0] for run in runs]
+    assert told[0] == told[1]
+    assert runs[0].metrics == pytest.approx(runs[1].metrics, abs=1e-9)
