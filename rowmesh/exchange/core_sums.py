@@ -22,7 +22,8 @@ from torch import Tensor
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh import Mesh, SharedBuffer
-from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.mesh.shared_memory import share
+from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import round_up
 
 SCATTERED_BYTES = 256 << 10  # from here on, with three ranks or more, a second round costs less than what it saves
@@ -138,8 +139,9 @@ class SharedSums:
         self._is_scattered = is_scattered(size * dtype.itemsize, mesh.world_size)
         part = size // mesh.world_size if self._is_scattered else 0
         self._total = torch.zeros(size, dtype=dtype, device="cpu")
-        num_bytes = _FLAG_BYTES + 2 * (size + part) * dtype.itemsize
-        self._buffers = _share(mesh, num_bytes)
+        own = SharedBuffer.create(_FLAG_BYTES + 2 * (size + part) * dtype.itemsize)
+        own.settle()
+        self._buffers = [buffer for (buffer,) in share(mesh, [own])]
         self._vectors, self._sums = (
             [[self._view(b, turn * n + begin, n, dtype) for b in self._buffers] for turn in range(2)]
             for begin, n in ((0, size), (2 * size, part))
@@ -191,17 +193,3 @@ def add_in_order(vectors: Sequence[Tensor] | Tensor, out: Tensor) -> Tensor:
     for vector in vectors[2:]:
         out += vector
     return out
-
-
-def _share(mesh: Mesh, num_bytes: int) -> list[SharedBuffer]:
-    """A buffer of every rank, each mapped here. Collective."""
-    own = SharedBuffer.create(num_bytes)
-    own.settle()
-    descriptors = gather_objects(mesh, own.descriptor, "mapping shared memory")
-    buffers = [
-        own if rank == mesh.rank else SharedBuffer.attach(mesh.pids[rank], descriptor, num_bytes, mesh.name(rank))
-        for rank, descriptor in enumerate(descriptors)
-    ]
-    barrier(mesh, "mapping shared memory")  # all have mapped it
-    own.close()
-    return buffers

@@ -20,7 +20,7 @@ from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.mesh import Mesh, SharedBuffer
-from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.mesh.shared_memory import share
 from rowmesh.ops.memory import Memory
 
 MAX_ROUTES = 1024  # routes that one push may bring for a group
@@ -75,17 +75,11 @@ class OneSidedTransport:
         self._exchanges = exchanges
         for buffer in self._keep:
             buffer.settle()
-        mine = [(b.descriptor, b.num_bytes) for b in (self._board, *self._keep)]
-        everyone = gather_objects(mesh, mine, "mapping shared memory")
         boards, mapped = [], []
-        for rank, segments in enumerate(everyone):
-            if rank == mesh.rank:
-                boards.append(self._board)
-                continue
-            board, *arenas = (
-                SharedBuffer.attach(mesh.pids[rank], descriptor, size, mesh.name(rank)) for descriptor, size in segments
-            )
+        for rank, (board, *arenas) in enumerate(share(mesh, [self._board, *self._keep])):
             boards.append(board)
+            if rank == mesh.rank:
+                continue
             for exchange, arena in zip(exchanges, arenas, strict=True):
                 arena.settle()
                 exchange.arenas[rank] = arena.address
@@ -99,9 +93,6 @@ class OneSidedTransport:
         ]
         self._fetches = [board.array(np.int64, 1, offset=64) for board in boards]
         self._barrier = Barrier(mesh, self._flags.ctypes.data)
-        barrier(mesh, "mapping shared memory")
-        for buffer in (self._board, *self._keep):  # all have mapped it
-            buffer.close()
         self._keep.extend(mapped)
 
     def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.mesh.mesh import Mesh
-from rowmesh.mesh.shared_memory import SharedBuffer
-from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.mesh.shared_memory import SharedBuffer, share
+from rowmesh.mesh.waiting import barrier
 
 
 class PeerBuffer(Protocol):
@@ -85,22 +85,9 @@ class HostPeerMemory:
 
     def share(self, buffers: Sequence[HostBuffer]) -> None:
         """As `PeerMemory`."""
-        mesh, doing = self._mesh, "mapping shared memory"
-        mine = [(buffer.memory.descriptor, len(buffer.own)) for buffer in buffers]
-        everyone = gather_objects(mesh, mine, doing)
-        for number, buffer in enumerate(buffers):
-            buffer.parts = [
-                buffer.own if rank == mesh.rank else self._attach(rank, *theirs[number])
-                for rank, theirs in enumerate(everyone)
-            ]
-        barrier(mesh, doing)
-        for buffer in buffers:  # all have mapped them
-            buffer.memory.close()
-
-    def _attach(self, rank: int, descriptor: int, num_bytes: int) -> Tensor:
-        mesh = self._mesh
-        memory = SharedBuffer.attach(mesh.pids[rank], descriptor, num_bytes, mesh.name(rank))
-        return memory.tensor(torch.uint8, num_bytes)
+        mapped = zip(*share(self._mesh, [buffer.memory for buffer in buffers]), strict=True)
+        for buffer, of_ranks in zip(buffers, mapped, strict=True):
+            buffer.parts = [memory.tensor(torch.uint8, len(buffer.own)) for memory in of_ranks]
 
     def barrier(self) -> None:
         """As `PeerMemory`."""

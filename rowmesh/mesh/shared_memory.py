@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import PeerError
+from rowmesh.mesh.mesh import Mesh
+from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import HUGE_PAGE, advise_huge_pages, collapse_huge_pages, round_up, tensor_of
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -114,6 +117,32 @@ class SharedBuffer:
     def __del__(self) -> None:
         if getattr(self, "descriptor", -1) >= 0:
             self.close()
+
+
+def share(mesh: Mesh, buffers: Sequence[SharedBuffer]) -> list[list[SharedBuffer]]:
+    """Of every rank its buffers, mapped here, in their order; this rank's as they are. Collective and blocking.
+
+    Nobody can map them later; each is freed with its last view on the last rank.
+
+    Args:
+        mesh: ranks of one host.
+        buffers: of this rank; equally many on all.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    doing = "mapping shared memory"
+    described = gather_objects(mesh, [(buffer.descriptor, buffer.num_bytes) for buffer in buffers], doing)
+    mapped = [
+        list(buffers)
+        if rank == mesh.rank
+        else [SharedBuffer.attach(mesh.pids[rank], *of, mesh.name(rank)) for of in theirs]
+        for rank, theirs in enumerate(described)
+    ]
+    barrier(mesh, doing)  # all have mapped them
+    for buffer in buffers:
+        buffer.close()
+    return mapped
 
 
 def _map_aligned(descriptor: int, num_bytes: int) -> int:
