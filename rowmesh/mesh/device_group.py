@@ -28,9 +28,7 @@ def device_group(mesh: Mesh, device: torch.device, use: str = "devices") -> tupl
         PeerError: a rank did not come within the timeout.
     """
     mine = None if device.type == "cpu" else gpu_identity(device)
-    run = mesh
-    while run.whole is not None:
-        run = run.whole
+    run = mesh.run
     everyone = gather_objects(run, mine, "telling devices")
     if None in everyone:
         return mesh.group, "gloo", "kernels are interpreted on the CPU"

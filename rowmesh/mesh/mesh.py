@@ -118,6 +118,11 @@ class Mesh:
         return mesh
 
     @property
+    def run(self) -> Mesh:
+        """All ranks that were launched together, of which this mesh may be a part."""
+        return self if self.whole is None else self.whole.run
+
+    @property
     def is_one_host(self) -> bool:
         """Whether all ranks share a host."""
         return len(set(self.hosts)) == 1

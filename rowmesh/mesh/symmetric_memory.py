@@ -105,8 +105,22 @@ class Link:
 
 
 def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
-    """Why the devices of all ranks cannot read each other, or None where they can; on all ranks alike. Collective."""
-    links = gather_objects(mesh, None if device.type == "cpu" else _link(device), "telling how devices are linked")
+    """Why the devices of all ranks cannot read each other, or None where they can. Collective.
+
+    Args:
+        mesh: the ranks, or a part of them; all ranks of the run then name the same parts, and learn what stands against
+            any of them.
+        device: of this rank.
+    """
+    doing = "telling how devices are linked"
+    links = gather_objects(mesh, None if device.type == "cpu" else _link(device), doing)
+    obstacle = _obstacle_of(mesh, links)
+    of_parts = [obstacle] if mesh.whole is None else gather_objects(mesh.run, obstacle, doing)
+    return next(filter(None, of_parts), None)
+
+
+def _obstacle_of(mesh: Mesh, links: Sequence[Any]) -> str | None:
+    """What stands against the devices of one part."""
     if not mesh.is_one_host:
         return f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
     if None in links:

@@ -20,23 +20,26 @@ def choose_device_transport(name: TransportName, mesh: Mesh, device: torch.devic
 
     "auto" takes the collective one also where GPUs could read each other, until the one-sided one has run on GPUs.
 
+    Args:
+        name: what was asked for.
+        mesh: the ranks, or a part of them; all ranks of the run then name the same parts.
+        device: of this rank.
+
     Raises:
-        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work; on all ranks.
+        ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work; on all ranks of the
+            run, whichever part cannot.
     """
     check_name(name)
     if mesh.world_size == 1:
         return DeviceLocal(f"there is one rank, on {device}", mesh.name(0))
-    if name == "collective":
-        return DeviceCollective(mesh, device)
-    obstacle = find_obstacle(mesh, device)
     if name == "one_sided":
-        if obstacle is not None:
+        if obstacle := find_obstacle(mesh, device):
             raise ConfigurationError(
                 f"transport 'one_sided' cannot work between devices: {obstacle}; use 'collective' or 'auto'"
             )
         linked = "GPUs read each other" if device.type == "cuda" else "kernels are interpreted on CPUs of one host"
         return DeviceOneSided(mesh, device, peer_memory(mesh, device), f"asked for; {linked}")
     transport = DeviceCollective(mesh, device)
-    alternative = "has not run on GPUs yet, and is taken where it is asked for" if obstacle is None else obstacle
-    transport.reason += f"; not one_sided: {alternative}"
+    if name == "auto":
+        transport.reason += "; not one_sided: it has not run on GPUs yet, and is taken where it is asked for"
     return transport
