@@ -22,7 +22,7 @@ from rowmesh.embeddings import Embeddings, LocalRows, Outputs, views_of
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.agreement import agree_on_tables, agree_to_migrate
 from rowmesh.exchange.backend import backend_for
-from rowmesh.exchange.choice import TransportName
+from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.migration import Moved
@@ -141,6 +141,7 @@ class EmbeddingCollection(nn.Module):
         device: str | torch.device = "cpu",
     ) -> None:
         super().__init__()
+        check_name(transport)
         self._backend = backend_for(device)
         self.tables = tuple(tables)
         self.mesh = mesh or Mesh()
@@ -151,7 +152,6 @@ class EmbeddingCollection(nn.Module):
         self.plan = self._planned(plan, replicas)
         agree_on_tables(self.mesh, self.tables, seed, transport, self.synchronization, self.plan)
         self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
-        self._backend.check(self.tables, self.plan, transport)
         self.tables = self._scaled(self.tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
         self._outputs = Outputs(self.tables, self.groups, self._backend)
@@ -469,7 +469,6 @@ class EmbeddingCollection(nn.Module):
         self._parts.barrier()  # whose devices may hold batches that they have not looked at
         agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self._exchanges))
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
-        self._backend.check(self.tables, plan, self._transport_name)
         if tiered := [table.name for table in self.tables if table.storage == "tiered"]:
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):

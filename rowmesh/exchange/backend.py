@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
@@ -23,9 +22,8 @@ from rowmesh.exchange.route import RouteGroup
 from rowmesh.exchange.router import HostRouter, Router
 from rowmesh.exchange.window import Form, WindowMaker
 from rowmesh.exchange.windows import Windows, make_windows
-from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup, TableSpec
+from rowmesh.tables import TableGroup
 
 
 class Pools(Protocol):
@@ -55,10 +53,6 @@ class Backend(Protocol):
     device: torch.device
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
     make_core_part: Callable[..., Any]  # likewise, `CorePart`
-
-    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
-        """Raises ConfigurationError for what this backend cannot do."""
-        ...
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pools:
         """For the vectors of all groups.
@@ -92,10 +86,6 @@ class HostBackend:
     device = torch.device("cpu")
     make_part = Part
     make_core_part = CorePart
-
-    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
-        """Everything is possible."""
-        check_name(transport)
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Numba's kernels."""

@@ -193,6 +193,10 @@ class OneSidedTransport:
         """Waits for all ranks."""
         self._barrier.wait()
 
+    def publish(self) -> None:
+        """Own rows changed otherwise than by a push, and those of all ranks: waits until all have."""
+        self._barrier.wait()
+
     def close(self) -> None:
         """Lets go of the shared memory; it is freed with the last rank's last view."""
         self._mapped.clear()

@@ -217,7 +217,7 @@ class Part:
             self.synchronizer.finish()
             self._is_behind = False
             if self.transport.name == "one_sided":  # under the others, who replies with rows has settled before
-                self.transport.barrier()
+                self.transport.publish()
 
     def settle_own(self) -> None:
         """Brings the rows that this rank holds up to date."""

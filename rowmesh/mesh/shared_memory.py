@@ -131,14 +131,14 @@ def share(mesh: Mesh, buffers: Sequence[SharedBuffer]) -> list[list[SharedBuffer
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
-    doing = "mapping shared memory"
-    described = gather_objects(mesh, [(buffer.descriptor, buffer.num_bytes) for buffer in buffers], doing)
-    mapped = [
-        list(buffers)
-        if rank == mesh.rank
-        else [SharedBuffer.attach(mesh.pids[rank], *of, mesh.name(rank)) for of in theirs]
-        for rank, theirs in enumerate(described)
-    ]
+    doing, mapped = "mapping shared memory", []
+    mine = [(buffer.descriptor, buffer.num_bytes) for buffer in buffers]
+    for rank, theirs in enumerate(gather_objects(mesh, mine, doing)):
+        pid, name = mesh.pids[rank], mesh.name(rank)
+        if rank == mesh.rank:
+            mapped.append(list(buffers))
+        else:
+            mapped.append([SharedBuffer.attach(pid, descriptor, size, name) for descriptor, size in theirs])
     barrier(mesh, doing)  # all have mapped them
     for buffer in buffers:
         buffer.close()

@@ -111,6 +111,12 @@ class AddressMap:
             return range(before, before)
         return range(chosen[0] * self.num_tables, (chosen[-1] + 1) * self.num_tables)
 
+    def apart(self, kind: str) -> np.ndarray:
+        """`ranges`, with rows of one kind asked for at stop W instead of their homes; where no agent is between."""
+        ranges = self.ranges.copy()
+        ranges[ranges[:, 6] == self.kinds.index(kind), 2:4] = 1, self.plan.world_size  # anything mod 1, plus W
+        return ranges
+
     def header(self, arenas: int, row_bytes: int) -> np.ndarray:
         """The words that `rowmesh.ops.route` reads; the map must live as long as they do.
 

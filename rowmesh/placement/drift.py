@@ -77,9 +77,12 @@ class Traffic:
         self._on_device: dict[AddressMap, Tensor] = {}  # what the host has not looked at
 
     def add(self, address_map: AddressMap, offsets: NDArray[np.int64], accesses: NDArray[np.int64]) -> None:
-        """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`."""
+        """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`.
+
+        There may be a stop more than ranks, for rows that all of them have.
+        """
         replying = len(address_map.segments(REPLIES))
-        self._provided += offsets[:, replying] - offsets[:, 0]
+        self._provided += (offsets[:, replying] - offsets[:, 0])[: self._world_size]
         self._provided[address_map.rank] += int((offsets[:, -1] - offsets[:, replying]).sum())
         self._accesses += int(accesses.sum())
         self._covered += int(accesses[:, address_map.segments(COPIES).start :].sum())
@@ -99,7 +102,7 @@ class Traffic:
     def _look(self) -> None:
         """Adds what was counted on a device; waits for it."""
         for address_map, sizes in self._on_device.items():
-            requests, accesses = sizes.cpu().numpy().reshape(2, self._world_size, -1)
+            requests, accesses = sizes.cpu().numpy().reshape(2, -1, address_map.num_segments)
             self.add(address_map, np.pad(requests.cumsum(1), ((0, 0), (1, 0))), accesses)
 
     def take(self) -> list[int]:

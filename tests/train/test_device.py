@@ -18,6 +18,7 @@ from rowmesh.tables import TableSpec
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.drift import Drift
 from rowmesh.train.resolve import resolve
+from tests.support.devices import READ, device_of
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
@@ -94,8 +95,9 @@ def test_an_earlier_run_survives_a_pipeline_that_is_not_possible(config_file, tm
 ITEM = TableSpec(name="item", num_rows=60, dim=4, optimizer=RowWiseAdaGrad(lr=0.1))
 
 
-def follow(mesh, device, transport="collective"):
+def follow(mesh, device, transport):
     """What was told and measured after every step of traffic that moves, and the rows."""
+    device = device_of(mesh) if (device, transport) == ("cuda", "one_sided") else device
     shape = TableShape.of(ITEM)
     plan = Plan((TablePlan(shape, (RowRange(0, 10, "replicated"), RowRange(10, 60))),), 2, 2)
     collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport, plan=plan, device=device)
@@ -119,8 +121,10 @@ def follow(mesh, device, transport="collective"):
     return found, rows
 
 
-def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks):
-    for (found, rows), (expected, theirs) in zip(ranks.run(follow, "cuda"), ranks.run(follow, "cpu"), strict=True):
+@pytest.mark.parametrize("transport", ["collective", pytest.param("one_sided", marks=READ)])
+def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
+    runs = [ranks.run(follow, device, transport) for device in ("cuda", "cpu")]
+    for (found, rows), (expected, theirs) in zip(*runs, strict=True):
         assert found == expected
         assert [bool(told) for told, _ in found].count(True) == 1
         torch.testing.assert_close(rows, theirs)

@@ -18,7 +18,8 @@ copied to the host beside the computation and looked at before the next update o
 each other's rows. Where they send them the host waits once a batch, for the sizes that an all-to-all needs: one copy
 brings them, those of the other ranks, and the counts of ids outside their tables (these alone, where all tables are
 tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
-of what homes send: how many rows they merged, which is copied to the host since the look-up. Tiered tables are read
+of what homes send: how many rows they merged, which is copied to the host since the look-up; so does what replicas tell
+each other, of which ranks that read each other's rows learn only then. Tiered tables are read
 from their store by the host, and on several ranks it waits for what is asked of this one: see
 `rowmesh.exchange.device.tiered`.
 """
@@ -34,7 +35,6 @@ from typing import Any
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.pooling import DevicePooling
@@ -49,8 +49,7 @@ from rowmesh.exchange.device.windows import (
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.window import Form
 from rowmesh.ops.gpu import require_triton
-from rowmesh.placement import Plan
-from rowmesh.tables import TableGroup, TableSpec
+from rowmesh.tables import TableGroup
 
 logger = logging.getLogger("rowmesh")
 
@@ -69,23 +68,6 @@ class DeviceBackend:
         self.name, self.device = str(device), usable_device(device)
         self.make_part = partial(DevicePart, self.device)
         self.make_core_part = partial(DeviceCorePart, self.device)
-
-    def check(self, tables: Sequence[TableSpec], plan: Plan, transport: TransportName) -> None:
-        """Raises ConfigurationError for what devices cannot do yet."""
-        check_name(transport)
-        obstacles = []
-        for table in plan.tables:
-            if table.replicas > 1 and transport == "one_sided":
-                obstacles.append(f"table {table.name!r} has {table.replicas} replicas")
-            is_copied = any(part.rule == "replicated" for part in table.ranges)
-            if is_copied and transport == "one_sided" and plan.part(table.replicas).world_size > 1:
-                obstacles.append(f"table {table.name!r} has replicated rows")
-        if obstacles:
-            raise ConfigurationError(
-                f"device {self.name!r} cannot do this yet: {'; '.join(obstacles)}. It holds tensor-train tables, and "
-                "dense and tiered ones; with transport 'auto' or 'collective' dense ones may have replicas and rows "
-                "with copies; change that, or use device 'cpu'"
-            )
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
         """Triton's kernels."""

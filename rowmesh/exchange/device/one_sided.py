@@ -2,6 +2,8 @@
 
 A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. What a
 step has to tell is laid out in an outbox, sorted by owner, which the owners read between two barriers of the devices.
+Rows of which every rank has a copy are read at home; what is told of them stands at the end of the outbox, where
+everybody reads it: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
 
 [Note: who may read what when]
 All of a rank's work on its device is on one stream, in the order of the calls; a barrier of the devices stands between
@@ -12,11 +14,20 @@ what all ranks asked for before it and what they ask for after it. So, of all ra
               ── barrier: nobody reads rows any more, all outboxes are complete
               all outboxes are read, own rows are updated
               ── barrier: rows are updated, nobody reads outboxes any more
-    fetch …
+    settle    own rows are brought together with those of other replicas
+    fetch     ── barrier, only after `settle`: rows are as they are to be
+              rows of all arenas are read …
+
+What replicas tell each other changes rows between a push and the `settle` that all ranks come by before they do
+anything else: nobody reads rows since the second barrier of that push. Where replicas are made equal between two steps,
+after look-ups that no push followed, ranks come by `DeviceOneSided.barrier` first, where hosts wait for all devices. A
+push after `settle` needs no barrier but its own: it reads outboxes, and changes own rows after what changed them
+before. Messages between replicas are waited for by the stream that all this is on.
 
 A device's barrier names nobody who does not come. Therefore the hosts compare before every fetch and push what they
-are about to do, as `rowmesh.exchange.device.collective` does; in the same message they tell where what is in the
-outbox, which the host knows by then: sizes were copied to it while the batch was computed.
+are about to do, as `rowmesh.exchange.device.collective` does, and no barrier is asked for before that; in the same
+message they tell where what is in the outbox, which the host knows by then: sizes were copied to it while the batch was
+computed.
 
 Source: OPER §5.1 (direct reads of remote rows).
 """
@@ -46,8 +57,9 @@ from rowmesh.ops.memory import round_up
 from rowmesh.tables import TableGroup
 from rowmesh.tables.arena import compute_dtype
 
-_REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then three for each group:
-_BEGIN, _COUNT, _TOTAL = range(3)  # where the entries for a rank begin in the outbox, how many; entries for all ranks
+_REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then some for each group:
+# Where the entries for a rank begin in the outbox, how many; entries in all, of which the last so many are for all.
+_BEGIN, _COUNT, _TOTAL, _COPIES = range(4)
 _ALIGNMENT = 256
 
 
@@ -71,6 +83,7 @@ class DeviceOneSided:
         self._arenas: list[PeerBuffer] = []
         self._unread = Unread(mesh.name(mesh.rank), _by_owner, self._take_sizes)
         self._num_fetches = self._num_pushes = 0
+        self._has_changed = False  # rows, since the last barrier; on all ranks alike
 
     def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> Tensor:
         """Memory for this rank's rows, `[num_slots, D]`, that other ranks can read.
@@ -89,7 +102,7 @@ class DeviceOneSided:
         pairs = zip(exchanges, self._arenas, strict=True)
         self._groups = [OneSidedGroup(exchange, arena, self._mesh) for exchange, arena in pairs]
         hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
-        self._opening = Opening(self._mesh, hosts, _GROUPS + 3 * len(exchanges), self.common)
+        self._opening = Opening(self._mesh, hosts, _GROUPS + 4 * len(exchanges), self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -104,6 +117,8 @@ class DeviceOneSided:
         if not trains:  # perhaps nothing comes that would look later
             self._unread.add(route)
         self._open(self._num_fetches, self._look())
+        if self._has_changed:
+            self._pass_barrier()
         if trains:
             self._unread.add(route)
         for reader, group in zip(self._groups, route.groups, strict=True):
@@ -115,19 +130,28 @@ class DeviceOneSided:
         self._num_pushes += 1
         error = self._look()  # all sizes are known then
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
-        told = [_where(_sizes(groups, self._mesh.world_size)) for groups in pushed]
+        told = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
         self._opening.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
         theirs = self._open(-self._num_pushes, error)
-        most, found = int(theirs[:, _ROUTES].max()), theirs[:, _GROUPS:].reshape(-1, len(self._groups), 3)
+        most, found = int(theirs[:, _ROUTES].max()), theirs[:, _GROUPS:].reshape(-1, len(self._groups), 4)
         if most == 0:
             return
         self._make_room(found[:, :, _TOTAL].max(0).tolist())
         for group, entries in zip(self._groups, pushed, strict=True):
             group.put(entries)
-        self._memory.barrier()
+        self._pass_barrier()
         for i, (group, update) in enumerate(zip(self._groups, updates, strict=True)):
-            group.update(found[:, i, _BEGIN].tolist(), found[:, i, _COUNT].tolist(), most, update)
+            group.update(found[:, i], most, update)
+        self._pass_barrier()
+
+    def publish(self) -> None:
+        """Own rows changed otherwise than by a push, and those of all ranks: whoever looks up next finds them."""
+        self._has_changed = True
+
+    def _pass_barrier(self) -> None:
+        """The hosts know that all come."""
         self._memory.barrier()
+        self._has_changed = False
 
     def _look(self) -> IdRangeError | None:
         """Learns the sizes of batches that were looked up; returns what is wrong with one."""
@@ -151,7 +175,7 @@ class DeviceOneSided:
         count_unique(group, sizes)
         keys = group.routed.keys[: sum(sizes)]
         group.lanes = [Requests(keys, sizes, [], keys[:0])]
-        remote = sum(sizes) - sizes[self._mesh.rank]
+        remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
         group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
 
     def _make_room(self, entries: Sequence[int]) -> None:
@@ -180,6 +204,7 @@ class DeviceOneSided:
         error = self._look()
         self._wait_for_device()
         refused = gather_objects(self._mesh, error is not None, "waiting at a barrier")
+        self._has_changed = False
         if error is not None:
             raise error
         check_peers(self._mesh, refused)
@@ -219,7 +244,9 @@ class OneSidedGroup:
 
         self._gather, self._gather_from, self._merge = gather.gather, gather.gather_from, merge_update.merge
         self._exchange, self._arena, self._mesh = exchange, arena, mesh
+        assert "node" not in exchange.lane_kinds  # one host is one node
         bases = [part.data_ptr() for part in arena.parts]
+        bases += [arena.own.data_ptr()] * (exchange.num_stops - len(bases))  # all have copies
         assert not any(base % 16 for base in bases)  # the kernel relies on it
         self._bases = torch.tensor(bases, device=exchange.device)
         self._dtype = compute_dtype(exchange.group.dtype)
@@ -264,18 +291,27 @@ class OneSidedGroup:
         if into is None:
             own_gradients.copy_(by_rank(in_order, sizes))
 
-    def update(self, begins: Sequence[int], counts: Sequence[int], most: int, update: Update) -> None:
-        """Merges what every rank laid out for this one, in their order, and updates.
+    def where(self, groups: Sequence[DeviceRouteGroup]) -> np.ndarray:
+        """What each rank is told of the outbox that has some routes: int64 `[W, 4]`."""
+        sizes = [sum(group.sent[stop] for group in groups) for stop in range(self._exchange.num_stops)]
+        return _where(sizes, self._mesh.world_size)
+
+    def update(self, found: np.ndarray, most: int, update: Update) -> None:
+        """Merges what every rank laid out for this one, and for all, in their order, and updates.
 
         Args:
-            begins, counts: of the entries for this rank in each rank's outbox.
+            found: int64 `[W, 4]`: where that is, as each rank told.
             most: routes that a rank pushed, at most.
             update: how.
         """
+        counts = (found[:, _COUNT] + found[:, _COPIES]).tolist()
         if not sum(counts):
             return
-        mine = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-        pairs = list(zip(self._boxes, mine, strict=True))
+        pairs = [
+            (box, part)
+            for box, (begin, count, total, copies) in zip(self._boxes, found.tolist(), strict=True)
+            for part in (slice(begin, begin + count), slice(total - copies, total))
+        ]
         # Copied here once: the kernels of an update go over keys several times.
         slots = torch.cat([keys[part] for (_, keys), part in pairs])
         gradients = torch.cat([gradients[part] for (gradients, _), part in pairs])
@@ -292,23 +328,19 @@ class OneSidedGroup:
 
 
 def _by_owner(group: DeviceRouteGroup) -> Tensor:
-    """int64 `[W]`: unique ids of each owner."""
+    """int64, one for each stop: unique ids of each owner, then those of rows that all ranks have."""
     return group.routed.counts.sum(1)
 
 
-def _sizes(groups: Sequence[DeviceRouteGroup], world_size: int) -> list[int]:
-    """Entries of some routes for each rank."""
-    return [sum(group.sent[rank] for group in groups) for rank in range(world_size)]
+def _where(sizes: Sequence[int], world_size: int) -> np.ndarray:
+    """What each rank is told of an outbox with so many entries for each, and then for all of them: int64 `[W, 4]`.
 
-
-def _where(sizes: Sequence[int]) -> np.ndarray:
-    """What each rank is told of an outbox with so many entries for each: int64 `[W, 3]`.
-
-    >>> _where([3, 0, 2]).tolist()
-    [[0, 3, 5], [3, 0, 5], [3, 2, 5]]
+    >>> _where([3, 0, 2], 2).tolist()
+    [[0, 3, 5, 2], [3, 0, 5, 2]]
     """
     *begins, total = accumulate(sizes, initial=0)
-    return np.array([(begin, size, total) for begin, size in zip(begins, sizes, strict=True)], np.int64)
+    copies = sum(sizes[world_size:])
+    return np.array([(begins[rank], sizes[rank], total, copies) for rank in range(world_size)], np.int64)
 
 
 def _view(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -62,7 +62,8 @@ class DevicePart(Part):
             arena = self._tiers.device_arena(group, num_slots, self.mesh.rank, self.device)
             return DeviceTieredExchange(group, address_map, arena)
         rows = self.transport.make_rows(group, address_map.num_slots)
-        return DeviceExchange(group, address_map, DeviceArena(group, num_slots, self.device, rows))
+        arena = DeviceArena(group, num_slots, self.device, rows)
+        return DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
 
     def _make_synchronizer(self, column: Mesh) -> Synchronizer:
         return make_device_synchronizer(self._setting, self.exchanges, column, self.device)

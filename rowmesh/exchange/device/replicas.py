@@ -43,6 +43,26 @@ class DeviceTold:
         return len(self.slots)
 
 
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Of merged gradients.
+
+    Attributes:
+        slots: int32 `[M]`, distinct as far as they are valid.
+        sums: `[M, D]` of them.
+        num: how many are valid, where that is known, or on its way to the host.
+    """
+
+    slots: Tensor
+    sums: Tensor
+    num: Late | int
+
+    @property
+    def count(self) -> int:
+        """How many are valid; waits until that is here."""
+        return self.num if isinstance(self.num, int) else self.num.read()[0]
+
+
 class DeviceSums:
     """One group's gradients, waiting for those of other replicas.
 
@@ -57,7 +77,7 @@ class DeviceSums:
         self._arena, self._merge, self._sum = exchange.arena, cuda.merge, cuda.sum_merged
         rows, dtype = exchange.arena.rows, compute_dtype(exchange.group.dtype)
         self._nothing = rows.new_empty(0, dtype=torch.int32), rows.new_empty(0, rows.shape[1], dtype=dtype)
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[_Sums] = []
 
     @property
     def num_bytes(self) -> int:
@@ -66,19 +86,20 @@ class DeviceSums:
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
         """Keeps the sums of this group's gradients of merged rows, instead of updating."""
-        count = int(merged.num) if num is None else num
-        sums = gradients.new_empty(count, gradients.shape[1])
-        self._kept.append((merged.slots[:count].to(torch.int32), self._sum(merged, gradients, sums)))
+        most = merged.slots.numel() if num is None else num
+        sums = self._sum(merged, gradients, gradients.new_empty(most, gradients.shape[1]))
+        self._kept.append(_Sums(merged.slots[:most].to(torch.int32), sums, Late(merged.num) if num is None else num))
 
     @property
     def count(self) -> int:
-        """Rows that `outgoing` will tell."""
-        return sum(len(slots) for slots, _ in self._kept)
+        """Rows that `outgoing` will tell; waits until that is here, where it was not known."""
+        return sum(part.count for part in self._kept)
 
     def outgoing(self) -> DeviceTold:
         """The sums of this group, which are forgotten."""
-        kept, self._kept = self._kept or [self._nothing], []
-        slots, sums = kept[0]
+        kept = [(part.slots[: part.count], part.sums[: part.count]) for part in self._kept]
+        self._kept = []
+        slots, sums = kept[0] if kept else self._nothing
         if len(kept) > 1:
             slots, sums = (torch.cat(parts) for parts in zip(*kept, strict=True))
         return DeviceTold(slots, [sums])
@@ -131,7 +152,7 @@ class DeviceMeans:
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were."""
-        count = int(merged.num) if num is None else num
+        count = merged.slots.numel() if num is None else num
         self._reserve(count)
         self._bounds = self._kernels.mark(
             merged.slots[:count], merged.num, self._marks, self._bounds[1:], self._slots
@@ -144,10 +165,11 @@ class DeviceMeans:
 
     def _reserve(self, count: int) -> None:
         """Makes room for so many more rows; looks at how many there really are only where it may not do."""
-        if self._most + count > len(self._slots):
+        room, num_rows = len(self._slots), len(self._marks)
+        if min(self._most + count, num_rows) > room:
             self._most = self.count
-        if (needed := min(self._most + count, len(self._marks))) > len(self._slots):
-            capacity = min(max(needed, 2 * len(self._slots)), len(self._marks))
+        if (needed := min(self._most + count, num_rows)) > room:
+            capacity = min(max(needed, 2 * room), num_rows)
             self._slots, *self._before = (_grown(part, capacity) for part in (self._slots, *self._before))
 
     @property

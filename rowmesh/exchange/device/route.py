@@ -292,13 +292,19 @@ class DeviceExchange(DeviceGroupExchange):
         group: the tables.
         address_map: of rows that travel in one hop, or have copies.
         arena: the rows of this rank.
+        asks_homes: whether rows that every rank has are asked for at their homes, which add gradients up for all. Else
+            it is at one more stop, W, which stands for all ranks.
 
     Attributes:
         lane_kinds: kinds of rows that are asked for apart from each other; the first is "direct".
+        num_stops: where rows are asked for: ranks, and perhaps that one.
         replicated: keeps replicas together, where there are any.
     """
 
-    def __init__(self, group: TableGroup, address_map: AddressMap, arena: DeviceArena | DeviceTieredArena) -> None:
+    def __init__(
+        self, group: TableGroup, address_map: AddressMap, arena: DeviceArena | DeviceTieredArena, *,
+        asks_homes: bool = True,
+    ) -> None:  # fmt: skip
         from rowmesh.ops.route import cuda as route
 
         assert set(address_map.kinds) <= {"direct", "node", "replicated"}
@@ -310,10 +316,13 @@ class DeviceExchange(DeviceGroupExchange):
         self.replicated: DeviceUpdater | None = None
         self.arena = arena
         self._route = route
+        is_apart = not asks_homes and "replicated" in address_map.kinds
+        self.num_stops = self.world_size + is_apart
         self._map = route.DeviceMap.make(
-            device, address_map.ranges, address_map.index, address_map.num_rows,
+            device, address_map.apart("replicated") if is_apart else address_map.ranges,
+            address_map.index, address_map.num_rows,
             num_kinds=len(address_map.kinds), num_replying=len(set(address_map.kinds) & REPLIES),
-            world_size=self.world_size, rank=self.rank,
+            world_size=self.num_stops, rank=self.rank,
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)

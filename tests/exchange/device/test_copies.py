@@ -10,7 +10,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
-from tests.support.devices import assert_same_counts, train_on_device
+from tests.support.devices import READ, assert_same_counts, device_of, train_again, train_on_device
 from tests.support.plans import RULES, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -36,6 +36,7 @@ SCENARIOS = {
         tables=TABLES[:2], plan=with_copies(TABLES[:2], 3), batch_sizes=(1, 0, 2), num_steps=1, evaluates=True
     ),
 }  # fmt: skip
+TRANSPORTS = ["collective", pytest.param("one_sided", marks=READ)]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -43,18 +44,19 @@ def test_trains_the_same_model(ranks, name):
     scenario = SCENARIOS[name]
     first = train_on_device(ranks, scenario)
     theirs = ranks.run(train, scenario, "collective", world_size=scenario.world_size)
-    for mine, expected, again in zip(first, theirs, train_on_device(ranks, scenario), strict=True):
+    for mine, expected, again in zip(first, theirs, train_again(ranks, scenario), strict=True):
         assert_close(scenario, mine, expected)
         assert_same_counts(mine, expected)
         assert mine.owned == expected.owned
         assert_same_bits(mine, again)
 
 
-def push_on_some(mesh: Mesh, device):
+def push_on_some(mesh: Mesh, transport, on_device):
     """Rank 0 uses both of two look-ups, rank 1 the second alone; then each another one; then nobody any."""
     tables = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
     plan = with_copies(tables, 2)
-    embeddings = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, device=device)
+    device = where(mesh, transport) if on_device else "cpu"
+    embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, device=device)
     optimizer = EmbeddingOptimizer(embeddings)
     batches = [SparseBatch.from_bags({"a": rows, "b": [[3], []]}) for rows in ([[1], [2, 8]], [[6], [0, mesh.rank]])]
     for used in (([0, 1], [1]), ([0], [1]), ([0, 1], [1])):
@@ -68,27 +70,35 @@ def push_on_some(mesh: Mesh, device):
     return rows, (counters.table_accesses, counters.table_distinct)
 
 
-def test_ranks_need_not_push_the_same_routes(ranks):
-    found, expected = ranks.run(push_on_some, "cuda"), ranks.run(push_on_some, "cpu")
+def where(mesh, transport):
+    """A device that others can read, if they are to."""
+    return device_of(mesh) if transport == "one_sided" else "cuda"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_need_not_push_the_same_routes(ranks, transport):
+    found, expected = (ranks.run(push_on_some, transport, on_device) for on_device in (True, False))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-7)
-        assert mine[1] == theirs[1]
+        assert transport == "one_sided" or mine[1] == theirs[1]
 
 
-def test_an_evaluation_reads_copies_and_sends_no_rows(ranks):
-    """All rows are everywhere: only keys travel, which tell homes what gradients would be for."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_evaluation_reads_copies_and_sends_no_rows(ranks, transport):
+    """All rows are everywhere: only keys travel, if at all, which tell homes what gradients would be for."""
     tables = (table("a", 9, 64),)
     plan = make_plan(tables, 2, 2, lambda _: ("replicated", 0, 0, False))
-    found = ranks.run(look_up, tables, plan)
+    found = ranks.run(look_up, tables, plan, transport)
     for vectors, expected, _ in found:
         assert torch.equal(vectors, expected)
-    assert sorted(counters.bytes_received for *_, counters in found) == [4 * 3, 4 * 6]  # keys of each home
+    keys_of_homes = [0, 0] if transport == "one_sided" else [4 * 3, 4 * 6]
+    assert sorted(counters.bytes_received for *_, counters in found) == keys_of_homes
 
 
-def look_up(mesh, tables, plan):
+def look_up(mesh, tables, plan, transport):
     on_cpu, embeddings = (
-        EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, device=device)
-        for device in ("cpu", "cuda")
+        EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, device=device)
+        for device in ("cpu", where(mesh, transport))
     )
     batch = SparseBatch.from_bags({"a": [[row] for row in range(9)]})
     with torch.no_grad():

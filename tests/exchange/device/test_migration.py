@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.errors import ConfigurationError, IdRangeError
+from rowmesh.errors import IdRangeError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import AdaGrad, EmbeddingOptimizer
 from rowmesh.placement import Plan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
-from tests.support.devices import train_on_device
+from tests.support.devices import train_again, train_on_device
 from tests.support.plans import RULES, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -48,7 +48,7 @@ def test_migrations_change_no_bit(ranks):
 def test_rows_that_others_read_migrate_too(ranks):
     plain = Scenario(tables=TABLES[:1], batch_sizes=(2, 2), num_steps=2)
     shifted = make_plan(TABLES[:1], 2, 2, lambda number: (("dealt", "fixed")[number % 2], 1, number, False))
-    moved = train_on_device(ranks, replace(plain, migrations=((1, shifted),)), "one_sided")
+    moved = train_again(ranks, replace(plain, migrations=((0, with_copies(TABLES[:1], 2)), (1, shifted))))
     assert_equal(plain, moved, merged(plain, train_on_device(ranks, plain)))
 
 
@@ -60,22 +60,8 @@ def test_migrations_of_replicas(ranks, mode):
         synchronization=Synchronization(mode),
     )  # fmt: skip
     plan = Plan(tuple(replace(of, replicas=2) for of in mixed(2).tables[:1]), 4, 4)
-    moved = train_on_device(ranks, replace(scenario, migrations=((1, plan),)))
+    moved = train_again(ranks, replace(scenario, migrations=((1, plan),)))
     assert_equal(scenario, moved, merged(scenario, train_on_device(ranks, scenario)))
-
-
-def refuse(mesh):
-    """What the old plan still does after a plan that devices cannot run."""
-    tables = [TableSpec(name="a", num_rows=9, dim=3)]
-    embeddings = EmbeddingCollection(tables, mesh=mesh, device="cuda", transport="one_sided")
-    with pytest.raises(ConfigurationError, match="table 'a' has replicated rows"):
-        embeddings.migrate(with_copies(tables, 2))
-    assert embeddings.num_migrations == 0
-    return embeddings(SparseBatch.from_bags({"a": [[1, 2]]})).values.shape
-
-
-def test_a_plan_that_devices_cannot_run_is_refused(ranks):
-    assert ranks.run(refuse) == [torch.Size([1, 3])] * 2
 
 
 def test_one_rank_migrates_and_says_what_was_wrong_before():

@@ -9,21 +9,16 @@ import torch
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
-from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from tests.support.devices import batch, push_on_some, two_tables
+from tests.support.devices import READ, batch, device_of, push_on_some, train_on_own, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
-from tests.support.training import train
 from tests.support.triton import kernels_of
 from tests.test_equivalence import assert_same_bits
 from tests.test_tensor_train_tables import cored
 
-NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(0 < NUM_GPUS < 3, reason="each of three ranks needs a GPU of its own, or all are interpreted"),
-]
+pytestmark = [pytest.mark.triton, READ]
 kernels_of("pool")  # or all are skipped
 
 SCENARIOS = {
@@ -41,18 +36,12 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def device_of(mesh):
-    return f"cuda:{mesh.rank}" if NUM_GPUS else "cuda"
-
-
-def train_on(mesh, scenario, transport):
-    return train(mesh, scenario, transport, device_of(mesh))
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_trains_the_same_bits_as_messages(ranks, name):
     scenario = SCENARIOS[name]
-    runs = [ranks.run(train_on, scenario, how, world_size=scenario.world_size) for how in ("one_sided", "collective")]
+    runs = [
+        ranks.run(train_on_own, scenario, how, world_size=scenario.world_size) for how in ("one_sided", "collective")
+    ]
     for mine, theirs in zip(*runs, strict=True):
         assert mine.transport == ("one_sided+collective" if "cores" in name else "one_sided")
         assert_same_bits(mine, theirs)
@@ -90,16 +79,27 @@ def test_ranks_need_not_push_the_same_routes(ranks):
         assert reason.startswith("asked for; ")
 
 
-def order_of_calls(mesh):
-    """Interpreted kernels are done when a call returns, and hosts wait for each other: only GPUs need both barriers."""
-    embeddings, calls = collect(mesh), []
-    transport = embeddings._parts.parts[0].transport
-    (group,) = transport._groups
-    for owner, name in ((transport._memory, "barrier"), (group, "put"), (group, "update"), (group, "fetch")):
+def order_of_calls(mesh, replicas=1, mode="exact"):
+    """Interpreted kernels are done when a call returns, and hosts wait for each other: only GPUs need the barriers."""
+    embeddings, calls = collect(mesh, replicas=replicas, synchronization=Synchronization(mode)), []
+    part = embeddings._parts.parts[0]
+    (group,) = part.transport._groups
+    noted = [
+        (part.transport._memory, "barrier"),
+        (part.transport, "_open"),
+        *((group, n) for n in ("put", "update", "fetch")),
+    ]
+    for owner, name in [*noted, *([(part.synchronizer._way, "finish")] if replicas > 1 else [])]:
         setattr(owner, name, noting(calls, name, getattr(owner, name)))
     for _ in range(2):
         embeddings(batch()).values.sum().backward()
         embeddings.push_pending([0.1])
+    if replicas > 1:
+        embeddings.synchronize()
+    with torch.no_grad():
+        embeddings(batch())
+        embeddings(batch())
+    embeddings.barrier()
     return calls
 
 
@@ -108,7 +108,17 @@ def noting(calls, name, call):
 
 
 def test_barriers_stand_where_memory_changes_hands(ranks):
-    assert ranks.run(order_of_calls) == [["fetch", "put", "barrier", "update", "barrier"] * 2] * 2
+    step = ["_open", "fetch", "_open", "put", "barrier", "update", "barrier"]
+    assert ranks.run(order_of_calls) == [[*step, *step, "_open", "fetch", "_open", "fetch"]] * 2
+
+
+@pytest.mark.parametrize(("mode", "synchronized"), [("exact", []), ("average", ["finish"])])
+def test_a_barrier_follows_when_replicas_settle(ranks, mode, synchronized):
+    """It stands behind the message by which hosts know that all come."""
+    step = ["fetch", "_open", "put", "barrier", "update", "barrier", "finish"]
+    after = ["_open", "barrier"]
+    found = ranks.run(order_of_calls, 2, mode, world_size=4)
+    assert found == [["_open", *step, *after, *step, *synchronized, *after, "fetch", "_open", "fetch"]] * 4
 
 
 def refuse_on_rank_1(mesh, how):
@@ -179,27 +189,16 @@ def test_no_room_for_gradients_is_said_on_all_ranks(ranks):
     ranks.run(no_room)
 
 
-def on_two_hosts(mesh):
-    with pytest.raises(
-        ConfigurationError, match=r"'one_sided' cannot work between devices: the 2 ranks are on 2 hosts"
-    ):
-        collect(replace(mesh, hosts=(0, 1)))
+def on_two_hosts(mesh, hosts, replicas):
+    pattern = "'one_sided' cannot work between devices: the 2 ranks are on 2 hosts"
+    with pytest.raises(ConfigurationError, match=pattern):
+        collect(replace(mesh, hosts=hosts), replicas=replicas)
 
 
-def test_devices_of_two_hosts_are_refused(ranks):
-    ranks.run(on_two_hosts)
-
-
-def with_copies(mesh):
-    plan = Plan(
-        tuple(TablePlan(s, (RowRange(0, s.num_rows, "replicated"),)) for s in map(TableShape.of, two_tables())), 2, 2
-    )
-    with pytest.raises(ConfigurationError, match=r"cannot do this yet: table 'a' has replicated rows; .*'collective'"):
-        collect(mesh, plan=plan)
-
-
-def test_copied_rows_are_refused(ranks):
-    ranks.run(with_copies)
+@pytest.mark.parametrize(("hosts", "replicas"), [((0, 1), 1), ((0, 0, 0, 1), 2)])
+def test_devices_of_two_hosts_are_refused(ranks, hosts, replicas):
+    """On all ranks, also where another replica group is on two hosts."""
+    ranks.run(on_two_hosts, hosts, replicas, world_size=len(hosts))
 
 
 def test_one_rank_has_nobody_to_read():

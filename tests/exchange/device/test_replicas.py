@@ -16,7 +16,7 @@ from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Constant, TableSpec, Uniform
-from tests.support.devices import train_on_device
+from tests.support.devices import train_again, train_on_device
 from tests.support.plans import in_groups, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
@@ -77,11 +77,24 @@ def test_copies_within_averaged_groups(ranks, together):
     check(ranks, replace(scenario, plan=replace(scenario.plan, together=together)))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.slow), "average"])
-def test_replays_are_equal_to_the_bit(ranks, mode):
-    scenario = in_groups(replace(PAIR, tables=SMALL), 2, mode=mode)
-    for mine, again in zip(train_on_device(ranks, scenario), train_on_device(ranks, scenario), strict=True):
+TWICE = {
+    "exact, accumulation": copied(replace(FOUR, accumulate=2, evaluates=True), "exact"),
+    "average, evaluations": copied(replace(FOUR, evaluates=True), "average"),
+    "average, now and then": averaged(in_groups(replace(FOUR, num_steps=3), 2), 2),
+    "average, tables differ": averaged(in_groups(replace(FOUR, tables=DOUBLE), {"a": 2, "b": 1}), 1),
+    "whole tables": replace(in_groups(FOUR, 2), synchronization=Synchronization("average", dense=True)),
+}
+
+
+SLOW = ("average, now and then", "average, tables differ")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TWICE])
+def test_trains_the_same_bits_again(ranks, name):
+    for mine, again in zip(train_on_device(ranks, TWICE[name]), train_again(ranks, TWICE[name]), strict=True):
         assert_same_bits(mine, again)
+        told, told_again = (list(part.counters.values()) for part in (mine, again))
+        assert [counters.synchronization for counters in told] == [counters.synchronization for counters in told_again]
 
 
 @pytest.mark.slow
