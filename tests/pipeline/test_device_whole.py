@@ -4,7 +4,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.mesh import Mesh
@@ -12,7 +11,8 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.tables import TableSpec, Tiers
 from tests.pipeline.test_device import IN_TURN
-from tests.support.plans import in_groups, make_plan
+from tests.support.devices import READ, device_of
+from tests.support.plans import in_groups, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
@@ -21,7 +21,6 @@ from tests.support.triton import kernels_of
 from tests.test_equivalence import assert_close, assert_same_bits
 from tests.test_tensor_train_tables import cored
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.triton
 kernels_of("tensor_train")  # or all are skipped
 
@@ -39,8 +38,12 @@ JOBS = {
     "replicas of one rank": in_groups(JOB, 2),
     "replicas of one rank, averaged": in_groups(JOB, 2, mode="average"),
 }
-ONE_SIDED = replace(JOB, batch_sizes=(3, 2), evaluates=True)
 GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
+ONE_SIDED = {
+    "copied rows, evaluations": replace(JOB, plan=with_copies(TABLES, 2), evaluates=True),
+    "replicas": GROUPS,
+    "replicas, averaged": in_groups(GROUPS, 2, mode="average"),
+}
 SLOW = {
     "replicas of two ranks": GROUPS,
     "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
@@ -50,7 +53,7 @@ SLOW = {
 
 
 def on_device(mesh, scenario, options, transport="auto"):
-    device = f"cuda:{mesh.rank}" if transport == "one_sided" and NUM_GPUS else "cuda"
+    device = device_of(mesh) if transport == "one_sided" else "cuda"
     return train(mesh, replace(scenario, pipeline=options), transport, device)
 
 
@@ -75,9 +78,12 @@ def test_more_of_it(ranks, name):
     ranks.run(compare, SLOW[name], world_size=SLOW[name].world_size)
 
 
-@pytest.mark.skipif(NUM_GPUS == 1, reason="ranks that share a GPU have no one-sided transport")
-def test_ranks_that_read_each_other(ranks):
-    ranks.run(compare, ONE_SIDED, "one_sided", world_size=2)
+@READ
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "replicas" in name else ()) for name in ONE_SIDED]
+)
+def test_ranks_that_read_each_other(ranks, name):
+    ranks.run(compare, ONE_SIDED[name], "one_sided", world_size=ONE_SIDED[name].world_size)
 
 
 def train_late(mesh, scenario):
