@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rowmesh.cli.printing import say, table_of_numbers
 from rowmesh.data.manifest import why_stale
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
@@ -30,14 +31,9 @@ def is_current(console: Console, folder: Path, kind: str, request: Mapping[str, 
     return False
 
 
-def say(console: Console, text: str) -> None:
-    """Prints a line as it is, whatever its length and characters."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, float]]) -> None:
     """What was drawn, and the scores that no model can beat."""
-    table = _table("split", "samples", "positive rate", "best AUC", "best log-loss")
+    table = table_of_numbers("split", "samples", "positive rate", "best AUC", "best log-loss")
     for split, values in optimum.items():
         table.add_row(split, f"{values['samples']:,.0f}", f"{values['positive_rate']:.4f}", *_best(values))
     say(console, f"drawn into {out}")
@@ -58,7 +54,7 @@ def print_reordered(console: Console, reordered: Prepared) -> None:
     """What came of reordering: which rows changed places, what that gives, and how long it took."""
     assert reordered.reordering is not None
     say(console, f"reordered {reordered.folder}; prefixes that a held out batch reads before and after")
-    table = _table("table", "rows", "reordered", "pairs", "communities", "before", "after", "seconds")
+    table = table_of_numbers("table", "rows", "reordered", "pairs", "communities", "before", "after", "seconds")
     for name, facts in reordered.reordering["tables"].items():
         rows = reordered.unordered_rows(name)
         table.add_row(
@@ -91,7 +87,7 @@ def _unchanged(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _splits(prepared: Prepared) -> Table:
     is_known = any(split.optimum for split in prepared.splits.values())
-    table = _table("split", "samples", "positive rate", *(("best AUC", "best log-loss") if is_known else ()))
+    table = table_of_numbers("split", "samples", "positive rate", *(("best AUC", "best log-loss") if is_known else ()))
     for name, split in prepared.splits.items():
         best = _best(split.optimum or {}) if is_known else ()
         table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *best)
@@ -100,7 +96,7 @@ def _splits(prepared: Prepared) -> Table:
 
 def _tables(prepared: Prepared) -> Table:
     names = [split for split in SPLITS if split in prepared.splits]
-    table = _table("table", "rows", "distinct ids", *(f"rare, {split}" for split in names))
+    table = table_of_numbers("table", "rows", "distinct ids", *(f"rare, {split}" for split in names))
     for entry in prepared.tables:
         table.add_row(
             Text(f"{entry.name} (multi-hot)" if entry.multi_hot else entry.name),
@@ -108,15 +104,6 @@ def _tables(prepared: Prepared) -> Table:
             f"{entry.num_distinct:,}",
             *(f"{entry.rare_share[split]:.2%}" for split in names),
         )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    """A table whose first column is words and whose other columns are numbers."""
-    table = Table()
-    table.add_column(first, no_wrap=True)
-    for column in others:
-        table.add_column(column, justify="right")
     return table
 
 

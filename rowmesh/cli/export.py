@@ -35,16 +35,16 @@ def export(
         Replace a folder that an earlier call of this command wrote.
     """
     from rich.console import Console
-    from rich.table import Column, Table
 
+    from rowmesh.cli.printing import say, table_of_numbers
     from rowmesh.observe.progress import PartsProgress
     from rowmesh.train.export import export as write
 
     console = Console()
     with PartsProgress(console) as show:
         exported = write(run, out, data=data, tables=tables or (), overwrite=overwrite, progress=show)
-    shown = Table("table", *(Column(name, justify="right") for name in ("rows", "dim", "MB")))
+    shown = table_of_numbers("table", "rows", "dim", "MB")
     for each in exported:
         shown.add_row(each.table, f"{each.num_rows:,}", str(each.dim), f"{each.num_bytes / 1e6:,.1f}")
-    console.print(f"exported {out}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"exported {out}")
     console.print(shown)

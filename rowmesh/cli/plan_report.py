@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from rich import box
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rowmesh.placement.comparison import EQUAL, Candidate, Comparison
+from rowmesh.cli.printing import say, table_of_numbers
+from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.strategies.problem import Problem
@@ -30,8 +31,7 @@ class Printer:
 
     def say(self, *lines: str) -> None:
         """Prints lines as they are."""
-        for line in lines:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, *lines)
 
     def print(self, comparison: Comparison, title: str) -> None:
         """Everything about a comparison."""
@@ -96,11 +96,7 @@ class Printer:
 
     def table(self, first: str, *others: str) -> Table:
         """A table without rows yet, whose other columns are numbers."""
-        table = Table(box=box.HEAVY_HEAD if self.console.is_terminal else None)
-        table.add_column(first, no_wrap=True)
-        for column in others:
-            table.add_column(column, justify="right")
-        return table
+        return table_of_numbers(first, *others, box=HEAVY_HEAD if self.console.is_terminal else None)
 
 
 def _column(values: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
@@ -143,15 +139,5 @@ def _numbers(comparison: Comparison, candidate: Candidate) -> list[str]:
         bytes_text(cost.total_bytes),
         f"{bytes_text(cost.link_bytes.max())} ({cost.link_balance():.3f})",
         comparison.cost_text(candidate.objective),
-        _verdict(comparison, candidate),
+        "too big" if candidate.over_bytes else comparison.more_text(candidate),
     ]
-
-
-def _verdict(comparison: Comparison, candidate: Candidate) -> str:
-    if candidate.over_bytes:
-        return "too big"
-    best = comparison.chosen.objective
-    if candidate is comparison.chosen or not best:
-        return ""
-    more = candidate.objective / best - 1
-    return "the same" if abs(more) < EQUAL else f"{more:+.1%}"

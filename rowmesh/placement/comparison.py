@@ -100,6 +100,14 @@ class Comparison:
         """An objective with its unit."""
         return bytes_text(objective) if self.is_relative else seconds_text(objective)
 
+    def more_text(self, candidate: Candidate) -> str:
+        """How much more a candidate costs than the chosen one, about which nothing is said."""
+        best = self.chosen.objective
+        if candidate is self.chosen or not best:
+            return ""
+        more = candidate.objective / best - 1
+        return "the same" if abs(more) < EQUAL else f"{more:+.1%}"
+
     def _slowest(self, best: Candidate, second: Candidate) -> str:
         """What distinguishes two plans whose objectives are equal."""
         ours, theirs = (self.slowest_link(candidate) for candidate in (best, second))

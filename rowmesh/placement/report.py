@@ -16,7 +16,7 @@ import numpy as np
 
 import rowmesh
 from rowmesh.placement.charts import bars, frequency_curve, heatmap
-from rowmesh.placement.comparison import EQUAL, Candidate, Comparison
+from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import TablePlan
 from rowmesh.placement.profile import TableProfile
@@ -130,7 +130,7 @@ def _comparison_row(comparison: Comparison, candidate: Candidate) -> str:
         (bytes_text(cost.gradient_bytes.sum()), ""),
         (bytes_text(cost.total_bytes), ""),
         (bytes_text(cost.link_bytes.max()), _balance_text(cost.link_balance())),
-        (comparison.cost_text(candidate.objective), _more_text(comparison, candidate)),
+        (comparison.cost_text(candidate.objective), comparison.more_text(candidate).replace("%", " %")),
     ]
     bad = [bool(candidate.complaint)] + [False] * (len(cells) - 1)
     filled = "".join(
@@ -143,15 +143,6 @@ def _comparison_row(comparison: Comparison, candidate: Candidate) -> str:
 
 def _balance_text(balance: float) -> str:
     return f"balance {balance:.4f}"
-
-
-def _more_text(comparison: Comparison, candidate: Candidate) -> str:
-    """How much more a candidate costs than the chosen one."""
-    best = comparison.chosen.objective
-    if candidate is comparison.chosen or not best:
-        return ""
-    more = candidate.objective / best - 1
-    return "the same" if abs(more) < EQUAL else f"{more:+.1%}".replace("%", " %")
 
 
 def _badge(chosen: bool) -> str:
