@@ -13,16 +13,13 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.waiting import barrier, gather_objects
-from rowmesh.ops.memory import HUGE_PAGE, advise_huge_pages, collapse_huge_pages, round_up, tensor_of
+from rowmesh.ops.memory import HUGE_PAGE, Memory, advise_huge_pages, collapse_huge_pages, round_up
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -43,8 +40,8 @@ def is_supported() -> bool:
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-class SharedBuffer:
-    """Memory that the ranks of a host share; has the interface of `rowmesh.ops.memory.Buffer`.
+class SharedBuffer(Memory):
+    """Memory that the ranks of a host share.
 
     Make one with `create`, hand (os.getpid(), buffer.descriptor, buffer.num_bytes) to a peer, and `attach` there.
     """
@@ -98,15 +95,6 @@ class SharedBuffer:
     def settle(self) -> None:
         """Touches all pages and moves them to huge pages where the system allows; worth it for what lives long."""
         collapse_huge_pages(self.address, self._mapped)
-
-    def array(self, dtype: Any, *shape: int, offset: int = 0) -> np.ndarray:
-        """A NumPy view; `offset` in bytes."""
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.bytes[offset : offset + num_bytes].view(dtype).reshape(shape)
-
-    def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
-        """A torch view; `offset` in bytes."""
-        return tensor_of(self.bytes, dtype, shape, offset)
 
     def close(self) -> None:
         """No further rank can attach; the memory is freed with its last view on the last rank."""

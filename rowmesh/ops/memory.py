@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def collapse_huge_pages(address: int, num_bytes: int) -> None:
         _libc.madvise(address, num_bytes, _MADV_COLLAPSE)
 
 
-class Memory(Protocol):
+class Memory:
     """A buffer, private or shared.
 
     Attributes:
@@ -64,21 +64,17 @@ class Memory(Protocol):
 
     def array(self, dtype: Any, *shape: int, offset: int = 0) -> np.ndarray:
         """A NumPy view; `offset` in bytes."""
-        ...
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.bytes[offset : offset + num_bytes].view(dtype).reshape(shape)
 
     def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
-        """A torch view; `offset` in bytes."""
-        ...
+        """A torch view, of none of its bytes where the shape has no elements; `offset` in bytes."""
+        if not (count := math.prod(shape)):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(self.bytes, dtype=dtype, offset=offset, count=count).view(shape)
 
 
-def tensor_of(memory: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-    """A torch view of bytes; of none of them where the shape has no elements."""
-    if not (count := math.prod(shape)):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=dtype, offset=offset, count=count).view(shape)
-
-
-class Buffer:
+class Buffer(Memory):
     """Private memory with a stable address, aligned to 64 bytes (to 2 MiB where it is that big).
 
     Example:
@@ -99,15 +95,6 @@ class Buffer:
         self.bytes = whole[start : start + self.num_bytes]
         self.address: int = self.bytes.ctypes.data
         advise_huge_pages(self.address, self.num_bytes)
-
-    def array(self, dtype: Any, *shape: int, offset: int = 0) -> np.ndarray:
-        """A NumPy view; `offset` in bytes."""
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.bytes[offset : offset + num_bytes].view(dtype).reshape(shape)
-
-    def tensor(self, dtype: torch.dtype, *shape: int, offset: int = 0) -> Tensor:
-        """A torch view; `offset` in bytes."""
-        return tensor_of(self.bytes, dtype, shape, offset)
 
 
 class Scratch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -19,9 +18,6 @@ from rowmesh.exchange.device.lane import Lane, Requests
 from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.nodes import NodeLane
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, places_in
-
-if TYPE_CHECKING:
-    pass
 
 
 class DeviceGroup:
