@@ -18,7 +18,7 @@ rule, instead of an array as long as the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,12 +143,12 @@ class AddressMap:
         node, place = divmod(home, plan.ranks_per_node)
         return self.rank // plan.ranks_per_node * plan.ranks_per_node + place, node * self.key_stride + slot, kind
 
-    def held(self, table: int) -> Iterator[Piece]:
-        """All rows of a table that this rank holds, copies included, range by range."""
+    def held(self, table: int, without: Container[str] = ()) -> Iterator[Piece]:
+        """All rows of a table that this rank holds, copies included, range by range; without those of some kinds."""
         world_size, per_node = self.plan.world_size, self.plan.ranks_per_node
         for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
             stride = self._divisor(part)
-            if part.rule == "fixed" and part.rank != self.rank:
+            if (part.rule == "fixed" and part.rank != self.rank) or self._kind(part) in without:
                 continue
             first = 0
             if part.rule in ("dealt", "node"):

@@ -5,7 +5,7 @@ The device adds these up where they are merged. Nobody waits for them until some
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,19 +48,20 @@ class SlotTables:
     Args:
         address_map: of the group.
         device: of this rank.
+        without: kinds of rows that are not counted here.
     """
 
-    def __init__(self, address_map: AddressMap, device: torch.device) -> None:
-        from rowmesh.ops.merge_update.cuda import count_by_range
+    def __init__(self, address_map: AddressMap, device: torch.device, without: Container[str] = ()) -> None:
+        from rowmesh.ops.merge_update.cuda import NO_KIND, count_by_range
 
         self._num_tables, self._count = address_map.num_tables, count_by_range
-        pieces = sorted(
-            (piece.slots.start, table)
-            for table in range(self._num_tables)
-            for piece in address_map.held(table)
-            if len(piece.slots)
-        )
-        self._starts, self._tables = np.array(pieces, np.int64).reshape(-1, 2).T.copy()
+        bounds = [(0, NO_KIND)]  # where ranges begin, in the order of the slots, and of which table they are
+        for table in range(self._num_tables):
+            for piece in address_map.held(table, without):
+                if len(piece.slots):
+                    bounds += [(piece.slots.start, table), (piece.slots.stop, NO_KIND)]
+        bounds.sort()
+        self._starts, self._tables = np.array(bounds, np.int64).T.copy()
         ends = np.append(self._starts, address_map.num_slots[address_map.rank])
         self._on_device = torch.from_numpy(ends).to(device), torch.from_numpy(self._tables).to(device)
 
@@ -71,4 +72,4 @@ class SlotTables:
     def count_here(self, slots: NDArray[np.uint32], counters: DeviceCounters) -> None:
         """Counts distinct slots that the host knows."""
         tables = self._tables[np.searchsorted(self._starts, slots, "right") - 1]
-        counters.add_distinct(np.bincount(tables, minlength=self._num_tables))
+        counters.add_distinct(np.bincount(tables[tables >= 0], minlength=self._num_tables))

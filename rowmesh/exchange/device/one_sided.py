@@ -58,8 +58,9 @@ from rowmesh.tables import TableGroup
 from rowmesh.tables.arena import compute_dtype
 
 _REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then some for each group:
-# Where the entries for a rank begin in the outbox, how many; entries in all, of which the last so many are for all.
-_BEGIN, _COUNT, _TOTAL, _COPIES = range(4)
+# Where the entries for a rank begin in the outbox, how many; entries in all, of which the last so many are for all;
+# then of how many ids of each table its entries are.
+_BEGIN, _COUNT, _TOTAL, _COPIES, _IDS = range(5)
 _ALIGNMENT = 256
 
 
@@ -81,7 +82,7 @@ class DeviceOneSided:
         self.common, self.reason = CommonCounters(), reason
         self._mesh, self._device, self._memory = mesh, device, memory
         self._arenas: list[PeerBuffer] = []
-        self._unread = Unread(mesh.name(mesh.rank), _by_owner, self._take_sizes)
+        self._unread = Unread(mesh.name(mesh.rank), _numbers, self._take_numbers)
         self._num_fetches = self._num_pushes = 0
         self._has_changed = False  # rows, since the last barrier; on all ranks alike
 
@@ -102,7 +103,8 @@ class DeviceOneSided:
         pairs = zip(exchanges, self._arenas, strict=True)
         self._groups = [OneSidedGroup(exchange, arena, self._mesh) for exchange, arena in pairs]
         hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
-        self._opening = Opening(self._mesh, hosts, _GROUPS + 4 * len(exchanges), self.common)
+        *self._cuts, width = accumulate(_IDS + len(exchange.group.tables) for exchange in exchanges)
+        self._opening = Opening(self._mesh, hosts, _GROUPS + width, self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -133,15 +135,15 @@ class DeviceOneSided:
         told = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
         self._opening.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
         theirs = self._open(-self._num_pushes, error)
-        most, found = int(theirs[:, _ROUTES].max()), theirs[:, _GROUPS:].reshape(-1, len(self._groups), 4)
+        most, found = int(theirs[:, _ROUTES].max()), np.split(theirs[:, _GROUPS:], self._cuts, 1)
         if most == 0:
             return
-        self._make_room(found[:, :, _TOTAL].max(0).tolist())
+        self._make_room([int(part[:, _TOTAL].max()) for part in found])
         for group, entries in zip(self._groups, pushed, strict=True):
             group.put(entries)
         self._pass_barrier()
-        for i, (group, update) in enumerate(zip(self._groups, updates, strict=True)):
-            group.update(found[:, i], most, update)
+        for group, part, update in zip(self._groups, found, updates, strict=True):
+            group.update(part, most, update)
         self._pass_barrier()
 
     def publish(self) -> None:
@@ -170,11 +172,14 @@ class DeviceOneSided:
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())
         return theirs
 
-    def _take_sizes(self, group: DeviceRouteGroup, sizes: list[int]) -> None:
-        """Notes how many rows of each owner a batch needed, which were read."""
+    def _take_numbers(self, group: DeviceRouteGroup, numbers: list[int]) -> None:
+        """Notes how many rows of each owner a batch needed, which were read, and for how many ids of each table."""
+        stops, num_tables = group.exchange.num_stops, len(group.exchange.group.tables)
+        rows, ids = np.array(numbers).reshape(2, stops, -1, num_tables).sum(2)
+        sizes = rows.sum(1).tolist()
         count_unique(group, sizes)
         keys = group.routed.keys[: sum(sizes)]
-        group.lanes = [Requests(keys, sizes, [], keys[:0])]
+        group.lanes = [Requests(keys, sizes, [], keys[:0], ids)]
         remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
         group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
 
@@ -292,15 +297,20 @@ class OneSidedGroup:
             own_gradients.copy_(by_rank(in_order, sizes))
 
     def where(self, groups: Sequence[DeviceRouteGroup]) -> np.ndarray:
-        """What each rank is told of the outbox that has some routes: int64 `[W, 4]`."""
+        """What each rank is told of the outbox that has some routes: int64 `[W, 4 + S]`."""
         sizes = [sum(group.sent[stop] for group in groups) for stop in range(self._exchange.num_stops)]
-        return _where(sizes, self._mesh.world_size)
+        ids = np.zeros((len(sizes), len(self._exchange.group.tables)), np.int64)
+        for group in groups:
+            ids += group.lanes[0].ids_sent
+        ids, of_all = np.split(ids, [self._mesh.world_size])
+        ids[0] += of_all.sum(0)  # one rank counts rows that all have
+        return np.hstack([_where(sizes, self._mesh.world_size), ids])
 
     def update(self, found: np.ndarray, most: int, update: Update) -> None:
         """Merges what every rank laid out for this one, and for all, in their order, and updates.
 
         Args:
-            found: int64 `[W, 4]`: where that is, as each rank told.
+            found: int64 `[W, 4 + S]`: where that is, as each rank told.
             most: routes that a rank pushed, at most.
             update: how.
         """
@@ -309,7 +319,7 @@ class OneSidedGroup:
             return
         pairs = [
             (box, part)
-            for box, (begin, count, total, copies) in zip(self._boxes, found.tolist(), strict=True)
+            for box, (begin, count, total, copies) in zip(self._boxes, found[:, :_IDS].tolist(), strict=True)
             for part in (slice(begin, begin + count), slice(total - copies, total))
         ]
         # Copied here once: the kernels of an update go over keys several times.
@@ -318,6 +328,7 @@ class OneSidedGroup:
         ends = node_ends(counts, self._mesh.ranks_per_node, slots.device)
         merged = self._merge(slots, most=most * self._mesh.world_size, node_ends=ends)
         self._exchange.apply(merged, gradients, update)
+        self._exchange.count(found[:, _IDS:].sum(0), merged, ())
         remote = sum(counts) - counts[self._mesh.rank]
         self._exchange.counters.bytes_received += remote * (4 + gradients[:1].nbytes)
 
@@ -330,6 +341,11 @@ class OneSidedGroup:
 def _by_owner(group: DeviceRouteGroup) -> Tensor:
     """int64, one for each stop: unique ids of each owner, then those of rows that all ranks have."""
     return group.routed.counts.sum(1)
+
+
+def _numbers(group: DeviceRouteGroup) -> Tensor:
+    """int64: unique ids by stop and segment, and ids."""
+    return group.routed.sizes[1:]
 
 
 def _where(sizes: Sequence[int], world_size: int) -> np.ndarray:

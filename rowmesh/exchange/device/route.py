@@ -326,7 +326,8 @@ class DeviceExchange(DeviceGroupExchange):
             ranks_per_node=address_map.plan.ranks_per_node, key_stride=address_map.key_stride,
         )  # fmt: skip
         self._flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
-        self._slot_tables = SlotTables(address_map, device)
+        # One rank counts rows that all have, where they have no homes.
+        self._slot_tables = SlotTables(address_map, device, without={"replicated"} if is_apart and self.rank else ())
 
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that rows of a rank without others are in the device's memory: all are there."""

@@ -37,6 +37,7 @@ MOST_COLUMNS = 4096
 # float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
 _TILE = 1024
 _RANGES = 128  # of a program that counts
+NO_KIND = -1  # of a range that is not counted
 _UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
 _CHUNK_UNROLL = tl.constexpr(8)
 _NO_SLOT = tl.constexpr(0x7FFFFFFF)  # the key of slot 2³² − 1, which no arena has; sorted last
@@ -179,7 +180,7 @@ def _count_ranges(slots, num, starts, kinds, totals, num_ranges, num_steps, BLOC
     begin = _num_below(slots, count, tl.load(starts + r, mask=inside, other=0), num_steps)
     end = _num_below(slots, count, tl.load(starts + r + 1, mask=inside, other=0), num_steps)
     kind = tl.load(kinds + r, mask=inside, other=0)
-    tl.atomic_add(totals + kind, end - begin, mask=inside)  # of whole numbers: in any order the same
+    tl.atomic_add(totals + kind, end - begin, mask=inside & (kind >= 0))  # of whole numbers: in any order the same
 
 
 def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor) -> None:
@@ -188,7 +189,7 @@ def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor
     Args:
         merged: what `merge` returned, with slots in ascending order.
         starts: int64 `[R + 1]`: the first slot of each range, ascending, and one past the last one's.
-        kinds: int64 `[R]`: of each range.
+        kinds: int64 `[R]`: of each range; NO_KIND: not counted.
         totals: int64, one a kind, to which the counts are added.
 
     Example:

@@ -11,7 +11,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
-from tests.support.devices import READ, batch, device_of, push_on_some, train_on_own, two_tables
+from tests.support.devices import READ, assert_same_counts, batch, device_of, push_on_some, train_on_own, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.triton import kernels_of
@@ -45,6 +45,7 @@ def test_trains_the_same_bits_as_messages(ranks, name):
     for mine, theirs in zip(*runs, strict=True):
         assert mine.transport == ("one_sided+collective" if "cores" in name else "one_sided")
         assert_same_bits(mine, theirs)
+        assert_same_counts(mine, theirs)
         assert mine.owned == theirs.owned
         for group, counters in mine.counters.items():
             assert counters.unique_ids == theirs.counters[group].unique_ids
@@ -69,13 +70,15 @@ def push_unlike(mesh, transport):
     optimizer.step()
     assert (embeddings.memory_bytes["buffers"] > 0) == (transport == "one_sided")
     embeddings.close()
-    return rows_of(embeddings), embeddings.transport_reason
+    (counters,) = embeddings.counters
+    return rows_of(embeddings), embeddings.transport_reason, (counters.table_accesses, counters.table_distinct)
 
 
 def test_ranks_need_not_push_the_same_routes(ranks):
     runs = [ranks.run(push_unlike, how) for how in ("one_sided", "collective")]
-    for (mine, reason), (theirs, _) in zip(*runs, strict=True):
+    for (mine, reason, *counted), (theirs, _, *expected) in zip(*runs, strict=True):
         assert torch.equal(mine, theirs)
+        assert counted == expected
         assert reason.startswith("asked for; ")
 
 
