@@ -7,6 +7,7 @@ import pytest
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.tables import TableSpec, Tiers
@@ -47,6 +48,9 @@ ONE_SIDED = {
 SLOW = {
     "replicas of two ranks": GROUPS,
     "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
+    "replicas of one rank, whole tables averaged": replace(
+        in_groups(JOB, 2), synchronization=Synchronization("average", every=2, dense=True)
+    ),
     "replicas of some tables": in_groups(GROUPS, {"tag": 2, "item": 1}, together="replicas"),
     "tensor-train tables alone": replace(JOB, tables=CORED[:1], plain=(1,), breaks=(2,)),
 }
