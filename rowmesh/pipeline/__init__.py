@@ -12,7 +12,8 @@ Samples are clustered by `rowmesh.ops.cluster` and batches cut by `rowmesh.spars
 - `cutter`: which samples are in which micro-batch;
 - `schedule`: the stages of a batch, what each uses and waits for; a value that `play` plays and `runner` runs;
 - `pipeline`: batches of a loader, one after the other, while the next are on their way;
-- `recorder` and `auto`: what the stages took, and what depth and how many micro-batches that advises.
+- `recorder`, `device_recorder`: when the stages were done, by the clock of the host or of a device;
+- `auto`: what depth and how many micro-batches the measured stages advise.
 
 Sources: NestPipe §III–VI; EL-Rec §V.
 """

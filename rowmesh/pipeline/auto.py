@@ -14,11 +14,11 @@ gain LEAST_GAIN; the simplest of those that gain about as much is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rowmesh.pipeline.cutter import Sizes, sizes_of
-from rowmesh.pipeline.schedule import Task, make_schedule, play, step_s
+from rowmesh.pipeline.schedule import Schedule, Task, make_schedule, play, step_s
 from rowmesh.pipeline.sizes import WindowWork, new_rows
 
 DEPTHS, COUNTS = (0, 1), (1, 2, 4, 8)
@@ -68,17 +68,19 @@ def work_of(stages: Mapping[str, float]) -> WindowWork:
 def choose(
     stages: Mapping[str, float], cpu: Mapping[str, float], *, cores: float, can_split: bool, sizes: Sizes = "even",
     depths: tuple[int, ...] = DEPTHS, counts: tuple[int, ...] = COUNTS,
+    schedule: Callable[..., Schedule] = make_schedule,
 ) -> Choice:  # fmt: skip
     """The best depth and number of micro-batches.
 
     Args:
         stages: seconds of each stage of a step that was done in turn, "compute" among them.
-        cpu: of that, processor time; of "compute" all.
+        cpu: of that, processor time; of a device none, whose host may spin while it waits.
         cores: of this rank.
         can_split: whether rows can travel by micro-batch.
         sizes: of micro-batches.
         depths: to choose from, the simplest first.
         counts: to choose from, the simplest first.
+        schedule: makes that of a choice, from depth, number of micro-batches and `fetches_final`.
 
     Example:
         >>> stages = {"compute": 0.06, "rows": 0.02, "gradients": 0.02}
@@ -91,7 +93,7 @@ def choose(
         Choice(
             depth,
             count,
-            predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split, sizes=sizes),
+            predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split, sizes=sizes, schedule=schedule),
             in_turn,
         )
         for depth in depths
@@ -105,7 +107,7 @@ def choose(
 
 def predicted_s(
     stages: Mapping[str, float], cpu: Mapping[str, float], depth: int, count: int, *, cores: float, can_split: bool,
-    sizes: Sizes = "even",
+    sizes: Sizes = "even", schedule: Callable[..., Schedule] = make_schedule,
 ) -> float:  # fmt: skip
     """Seconds of a step by the model."""
     if depth == 0 and count == 1:
@@ -126,6 +128,6 @@ def predicted_s(
             return whole * leave[task.part]
         return final * stages.get("rows", 0.0) if task.stage == "final" else whole
 
-    schedule = make_schedule(depth, count, fetches_final=finds_final)
-    processor = sum(cpu.values()) + stages.get("compute", 0.0) + COST_S * (count if count > 1 else 0)
-    return max(step_s(play(schedule, seconds, _NUM_BATCHES), _NUM_BATCHES), processor / max(cores, 1e-9))
+    played = play(schedule(depth, count, fetches_final=finds_final), seconds, _NUM_BATCHES)
+    processor = sum(cpu.values()) + COST_S * (count if count > 1 else 0)
+    return max(step_s(played, _NUM_BATCHES), processor / max(cores, 1e-9))

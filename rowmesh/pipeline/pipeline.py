@@ -17,7 +17,6 @@ Source: NestPipe §III–VI; EL-Rec §V.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Protocol, Self, TypeVar
@@ -31,12 +30,14 @@ from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.window import Form, Window
 from rowmesh.ops.window import MAX_PARTS
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
-from rowmesh.pipeline.recorder import Recorder
+from rowmesh.pipeline.device_recorder import DeviceRecorder
+from rowmesh.pipeline.recorder import WAIT, Recorder
 from rowmesh.pipeline.runner import Runner
-from rowmesh.pipeline.schedule import Task, make_schedule
+from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
+from rowmesh.tables.streams import Mark, Stream
 
 
 class Samples(Protocol):
@@ -83,7 +84,7 @@ class Flight(Generic[T]):
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[float] | None = None
-        self.stepped_s = 0.0  # when its learning rates came; 0 before, and once what follows is noted
+        self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
         self._is_begun = False
         self._num_computed = 0
 
@@ -93,15 +94,14 @@ class Flight(Generic[T]):
         self._is_begun, bounds = True, self.window.bounds
         for part, samples in enumerate(map(slice, bounds, bounds[1:])):
             task = Task("compute", self.batch, part)
-            self._pipeline.await_rows(self, task)
-            start_s = time.perf_counter()
+            start = self._pipeline.await_rows(self, task)
             yield Part(samples, self._pipeline.pool(self, part))
             if self._num_computed != part + 1:
                 raise RowmeshError(
                     f"micro-batch {part} of batch {self.batch} had no backward; call loss.backward() for each before "
                     "the next one"
                 )
-            self._pipeline.record_compute(task, start_s)
+            self._pipeline.record_compute(task, start)
 
     def take_gradients(self, part: int) -> None:
         """Says that the gradients of a micro-batch are there."""
@@ -132,11 +132,14 @@ class Pipeline(Generic[T]):
         work: what a window has to do, for uneven sizes.
         verify: whether every row that is read must be the one that steps in turn would read.
         overlap: whether communication has threads of its own; without, everything is done in turn.
+        trace: whether all that a device does is timed, for `recorder`; without, only what the program computes and
+            waits for. What a host does is timed anyway.
         disturb: is called before every task in its thread, for tests.
 
     Attributes:
         schedule: what is done when.
-        recorder: when tasks were done; of a device, when it was asked for them.
+        make_schedule: makes one for another depth and number of micro-batches.
+        recorder: when tasks were done, by the clock of what did them.
 
     Raises:
         ConfigurationError: these do not go together.
@@ -169,6 +172,7 @@ class Pipeline(Generic[T]):
         work: WindowWork | None = None,
         verify: bool = False,
         overlap: bool = True,
+        trace: bool = False,
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, exchange)
@@ -180,13 +184,13 @@ class Pipeline(Generic[T]):
         self._windows, self._num_migrations = self._make_windows(), embeddings.num_migrations
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
-        self.schedule = make_schedule(
-            depth, micro_batches, fetches_final=finds_final, is_tiered=is_tiered, is_on_device=is_on_device
-        )
-        self._streams: Streams = HostStreams()
+        self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
+        self.schedule = self.make_schedule(depth, micro_batches, fetches_final=finds_final)
+        device = embeddings.device
+        self.recorder = DeviceRecorder(partial(Stream.current, device)) if is_on_device else Recorder()
+        self._streams: Streams = HostStreams(self.schedule, self.recorder)
         if is_on_device and overlap:
-            self._streams = DeviceStreams(self.schedule, embeddings.device)
-        self.recorder, self._is_on_device = Recorder(), is_on_device
+            self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
@@ -206,13 +210,12 @@ class Pipeline(Generic[T]):
         """Whether the rows of all tables can travel by micro-batch."""
         return all(windows.is_phased for windows in self._windows)
 
-    def take_exposed_share(self) -> float | None:
+    def take_exposed_share(self) -> float:
         """The share of the time that computation waited for rows, since this was asked last; begins the totals anew.
 
-        None on a device whose kernels are interpreted, or that does everything in turn.
+        On a device, of what it has done by now, and by its clock.
         """
-        share = self.recorder.take().exposed_share
-        return self._streams.take_exposed_share() if self._is_on_device else share
+        return self.recorder.take().exposed_share
 
     def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
@@ -247,8 +250,8 @@ class Pipeline(Generic[T]):
         self._streams.meet()  # what set rows was before, and whoever used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
-            self.schedule, on_streams, rank=self._embeddings.mesh.rank, threads=self._overlap,
-            recorded=self.recorder.add, disturb=self._disturb, cancelled=cancelled,
+            self.schedule, on_streams, rank=self._embeddings.mesh.rank, threads=self._overlap, disturb=self._disturb,
+            cancelled=cancelled,
         )  # fmt: skip
         return runner
 
@@ -273,9 +276,9 @@ class Pipeline(Generic[T]):
 
     def _note_dense(self, flight: Flight[T]) -> None:
         """Notes when the dense network was updated: what the driver does after it settles is not of the step."""
-        if flight.stepped_s:
-            self.recorder.add_dense(Task("dense", flight.batch), flight.stepped_s, time.perf_counter())
-            flight.stepped_s = 0.0
+        if flight.stepped is not None:
+            self.recorder.note(Task("dense", flight.batch), COMPUTE, flight.stepped, self.recorder.now())
+            flight.stepped = None
 
     def _end_turn(self, runner: Runner, turn: int) -> None:
         """Passes over a batch that does not exist."""
@@ -353,12 +356,18 @@ class Pipeline(Generic[T]):
 
     # What the driver asks for
 
-    def await_rows(self, flight: Flight[T], task: Task) -> None:
-        """Waits until a micro-batch can be looked up; the time is exposed."""
-        runner, start_s = self._runner_of(flight), time.perf_counter()
+    def await_rows(self, flight: Flight[T], task: Task) -> Mark:
+        """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
+
+        The stream of a device comes to the first mark when it has nothing else to do, and to the second when rows are
+        there: what the host waits meanwhile for other threads, who ask for them, is exposed where the device is idle.
+        """
+        runner, start = self._runner_of(flight), self.recorder.now()
         runner.wait(task)
         self._streams.begin(task)
-        self.recorder.add_exposed(task, start_s, time.perf_counter())
+        end = self.recorder.now()
+        self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
+        return end
 
     def pool(self, flight: Flight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
@@ -381,9 +390,9 @@ class Pipeline(Generic[T]):
             raise RowmeshError(f"batch {flight.batch} is not under way any more: its loop was left")
         return self._runner
 
-    def record_compute(self, task: Task, start_s: float) -> None:
+    def record_compute(self, task: Task, start: Mark) -> None:
         """Notes when a micro-batch was computed."""
-        self.recorder.add_compute(task, start_s, time.perf_counter())
+        self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
 
     def _step(self, lrs: Sequence[float]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
@@ -391,7 +400,7 @@ class Pipeline(Generic[T]):
         flight = self._current
         if flight is None or not flight.is_computed or flight.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
-        flight.lrs, flight.stepped_s = lrs, time.perf_counter()
+        flight.lrs, flight.stepped = lrs, self.recorder.now()
         self._runner.done(Task("step", flight.batch))
 
     # What other threads do, a stage each

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from rowmesh.pipeline.schedule import COMPUTE, Span, Task
+from rowmesh.tables.streams import Mark
 
 KEPT = 20_000
 """Spans, the last ones."""
@@ -17,63 +20,68 @@ class Totals:
     """Seconds since the start, or since they were last taken.
 
     Attributes:
-        exposed_s: the driver waited for rows.
-        compute_s: from looking a micro-batch up to the next.
-        dense_s: from the step of the rows' optimizer to the end of a batch: the dense network is averaged and updated.
-        stages: by stage, how long its tasks took.
+        stages: by stage, how long its tasks took; "compute" from looking a micro-batch up to the next, "dense" from the
+            step of the rows' optimizer to the end of a batch, "wait" what the driver waited for rows.
         cpu: of that, by stage, the processor time.
     """
 
-    exposed_s: float = 0.0
-    compute_s: float = 0.0
-    dense_s: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
 
     @property
     def exposed_share(self) -> float:
         """The share of the driver's time that it waited; 0 before it did anything."""
-        return self.exposed_s / max(self.exposed_s + self.compute_s, 1e-9)
+        waited_s, computed_s = (self.stages.get(name, 0.0) for name in (WAIT, COMPUTE))
+        return waited_s / max(waited_s + computed_s, 1e-9)
 
 
 class Recorder:
-    """Keeps spans. Each stage is added to by one thread.
+    """Keeps spans, by the host's clock. Any thread may add to it.
 
-    Attributes:
-        totals: since they were last taken.
+    Example:
+        >>> recorder = Recorder()
+        >>> recorder.note(Task("compute", 0), COMPUTE, Mark(time_s=1.0), Mark(time_s=4.0))
+        >>> recorder.note(Task("wait", 1), COMPUTE, Mark(time_s=4.0), Mark(time_s=5.0))
+        >>> recorder.take().exposed_share
+        0.25
     """
 
     def __init__(self) -> None:
-        self.totals = Totals()
+        self._lock = threading.RLock()
+        self._totals = Totals()
         self._spans: deque[Span] = deque(maxlen=KEPT)
 
+    def now(self) -> Mark:
+        """Where the driver is."""
+        return Mark(time_s=time.perf_counter())
+
+    def note(self, task: Task, resource: str, start: Mark, end: Mark, cpu_s: float | None = 0.0) -> None:
+        """A task that was done between two marks; `cpu_s` None: with a processor all the time."""
+        seconds = start.seconds_until(end)
+        self.add(Span(task, resource, start.time_s, end.time_s, seconds if cpu_s is None else cpu_s))
+
     def add(self, span: Span) -> None:
-        """A task that was done."""
-        totals, stage = self.totals, span.task.stage
+        """A task that was done, by the host's clock."""
+        with self._lock:
+            self._count(span)
+            self._spans.append(span)
+
+    def _count(self, span: Span) -> None:
+        totals, stage = self._totals, span.task.stage
         totals.stages[stage] = totals.stages.get(stage, 0.0) + span.end_s - span.start_s
         totals.cpu[stage] = totals.cpu.get(stage, 0.0) + span.cpu_s
-        self._spans.append(span)
 
-    def add_compute(self, task: Task, start_s: float, end_s: float) -> None:
-        """A micro-batch that was computed."""
-        self.totals.compute_s += end_s - start_s
-        self._spans.append(Span(task, COMPUTE, start_s, end_s))
-
-    def add_dense(self, task: Task, start_s: float, end_s: float) -> None:
-        """What the driver did after the step of a batch."""
-        self.totals.dense_s += end_s - start_s
-        self._spans.append(Span(task, COMPUTE, start_s, end_s))
-
-    def add_exposed(self, task: Task, start_s: float, end_s: float) -> None:
-        """The driver waited before a task."""
-        self.totals.exposed_s += end_s - start_s
-        self._spans.append(Span(task._replace(stage=WAIT), COMPUTE, start_s, end_s))
+    def settle(self) -> None:
+        """Waits until all that was noted is known."""
 
     def take(self) -> Totals:
-        """The totals, which begin anew."""
-        taken, self.totals = self.totals, Totals()
-        return taken
+        """The totals of what is known, which begin anew."""
+        with self._lock:
+            taken, self._totals = self._totals, Totals()
+            return taken
 
     def spans(self) -> list[Span]:
-        """The last ones."""
-        return list(self._spans)
+        """The last ones, of all that was noted; waits until they are known."""
+        self.settle()
+        with self._lock:
+            return list(self._spans)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rowmesh.errors import RowmeshError
-from rowmesh.pipeline.schedule import COMPUTE, Schedule, Span, Task
+from rowmesh.pipeline.schedule import COMPUTE, Schedule, Task
 
 logger = logging.getLogger("rowmesh")
 
@@ -39,7 +39,6 @@ class Runner:
         actions: of every stage but those of the driver.
         rank: for messages.
         threads: whether resources have threads of their own.
-        recorded: takes when each task was done.
         disturb: is called before every task, in its thread: for tests that look for races.
         cancelled: the event to set when nobody should wait for others any more.
 
@@ -54,12 +53,11 @@ class Runner:
         *,
         rank: int = 0,
         threads: bool = True,
-        recorded: Callable[[Span], None] | None = None,
         disturb: Callable[[Task], None] | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
         self._schedule, self._actions, self._rank = schedule, actions, rank
-        self._recorded, self._disturb = recorded, disturb
+        self._disturb = disturb
         self._changed = threading.Condition()
         self._done: set[Task] = set()
         self._turn = -schedule.depth - 1  # the last one that was entered
@@ -194,7 +192,7 @@ class Runner:
         _, task = self._next[resource]
         try:
             if task is not None:
-                self._do(resource, task)
+                self._do(task)
         except Exception as error:
             self._fail(task, error)
             return False
@@ -208,13 +206,10 @@ class Runner:
             self._changed.notify_all()
         return True
 
-    def _do(self, resource: str, task: Task) -> None:
+    def _do(self, task: Task) -> None:
         if self._disturb:
             self._disturb(task)
-        start_s, cpu_s = time.perf_counter(), time.thread_time()
         self._actions[task.stage](task)
-        if self._recorded:
-            self._recorded(Span(task, resource, start_s, time.perf_counter(), time.thread_time() - cpu_s))
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
         with self._changed:

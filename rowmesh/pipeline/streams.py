@@ -57,22 +57,32 @@ is dropped. Three things are not the window's:
 
 At both ends of a loop, and before the program looks rows up, all streams meet (`meet`).
 
+*Time.* A task is timed by marks in its stream, one after what it waits for and one after what it asks (`recorder`, see
+[Note: clocks] in `rowmesh.pipeline.device_recorder`). An event with a time costs the host some µs, and the device a
+message to memory; a batch has a dozen tasks. So all of them are timed where somebody asked for that (a trace), and else
+only what the stream that computes does and waits for, three marks a micro-batch and two a batch, from which the exposed
+share comes. What is done in turn is always timed: nobody does so but to see what stages take.
+
 Source: NestPipe §V-B. Differs: batches have a stream of their own, and rows are updated on that of communication.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from rowmesh.pipeline.exposure import Exposure
-from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Schedule, Task
+from rowmesh.pipeline.recorder import Recorder
+from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Schedule, Span, Task
 from rowmesh.tables.streams import Mark, Stream
 
 Action = Callable[[Task], None]
+_OF_HOST = {"read": "reader", "retrieve": "tier"}
+"""Stages that the host does, whatever their stream does meanwhile; where a trace shows them."""
 
 
 class Streams(Protocol):
@@ -102,19 +112,27 @@ class Streams(Protocol):
         """Drops what is kept, when all have met."""
         ...
 
-    def take_exposed_share(self) -> float | None:
-        """The share of its time that the stream which computes waited for rows, since this was asked last; None where
-        there is no such stream.
-        """
-        ...
-
 
 class HostStreams:
-    """A CPU, or a device that does everything in turn: what is done is done."""
+    """A CPU, or a device that does everything in turn, on its current stream: what is done is done.
+
+    In turn, every task has its time between two marks of that one stream, also those that the host does: where the
+    device is busy meanwhile they take none of a step, and where it waits for them all of theirs.
+
+    Args:
+        schedule: of the tasks.
+        recorder: takes when each was done.
+    """
+
+    def __init__(self, schedule: Schedule, recorder: Recorder) -> None:
+        self._schedule, self._recorder = schedule, recorder
 
     def run(self, action: Action, task: Task) -> None:
         """Does a task."""
+        resource = self._schedule.stage(task.stage).resource
+        start, cpu_s = self._recorder.now(), time.thread_time()
         action(task)
+        self._recorder.note(task, resource, start, self._recorder.now(), time.thread_time() - cpu_s)
 
     def begin(self, task: Task) -> None:
         """The runner waited."""
@@ -131,9 +149,6 @@ class HostStreams:
     def forget(self) -> None:
         """Nothing is kept."""
 
-    def take_exposed_share(self) -> None:
-        """The host's clock tells."""
-
 
 class DeviceStreams:
     """A device. See [Note: streams].
@@ -141,11 +156,16 @@ class DeviceStreams:
     Args:
         schedule: of the tasks.
         device: where; on the CPU, where kernels are interpreted, all is done at once, and by the same code.
+        recorder: takes when tasks were done, where `is_traced`.
         streams: makes streams; tests have others.
     """
 
-    def __init__(self, schedule: Schedule, device: torch.device, streams: type[Stream] = Stream) -> None:
+    def __init__(
+        self, schedule: Schedule, device: torch.device, recorder: Recorder, *, is_traced: bool = False,
+        streams: type[Stream] = Stream,
+    ) -> None:  # fmt: skip
         self._schedule, self._device, self._make = schedule, device, streams
+        self._recorder, self._is_traced = recorder, is_traced
         # What others wait for goes first: a message that is gathered late is late on all ranks.
         self._streams = {
             resource: streams.new(device, is_urgent=resource == "communication")
@@ -155,26 +175,41 @@ class DeviceStreams:
         self._marks: dict[Task, Mark] = {}  # the event of every task that another one may still wait for
         self._kept: dict[int, list[object]] = {}  # by batch, what other streams may still use
         self._lock = threading.Lock()  # of both
-        self._exposure = Exposure(lambda: streams.current(device).mark(has_time=True))
 
     def run(self, action: Action, task: Task) -> None:
         """Does a task on the stream of its resource, which is the current one meanwhile, with its device."""
-        stream = self._streams[self._schedule.stage(task.stage).resource]
+        resource = self._schedule.stage(task.stage).resource
+        stream = self._streams[resource]
         stream.wait_for(self._before(task))
         if task.stage == "route":  # its stream waits for the update of the batch that is dropped
             self._drop(task.batch - self._schedule.depth - REUSED_AFTER)
-        stream.run(lambda: action(task))
-        self._done(task, stream.mark())
+        do = self._timed if self._is_traced else self._untimed
+        self._done(task, do(stream, resource, partial(action, task), task))
+
+    def _untimed(self, stream: Stream, resource: str, work: Callable[[], None], task: Task) -> Mark:
+        """Asks for a task; returns when it is done."""
+        stream.run(work)
+        return stream.mark()
+
+    def _timed(self, stream: Stream, resource: str, work: Callable[[], None], task: Task) -> Mark:
+        """The same, and notes when it is done."""
+        if host := _OF_HOST.get(task.stage):
+            start_s, end = time.perf_counter(), self._untimed(stream, resource, work, task)
+            self._recorder.add(Span(task, host, start_s, time.perf_counter()))
+            return end
+        start = stream.mark(has_time=True)
+        stream.run(work)
+        end = stream.mark(has_time=True)
+        self._recorder.note(task, resource, start, end)
+        return end
 
     def begin(self, task: Task) -> None:
         """Has the current stream wait for what a task comes after."""
-        before = self._before(task)
-        self._exposure.begin(lambda: self._make.current(self._device).wait_for(before))
+        self._make.current(self._device).wait_for(self._before(task))
 
     def end(self, task: Task) -> None:
         """Records the event that others wait for."""
         self._done(task, self._make.current(self._device).mark())
-        self._exposure.end()
 
     def _before(self, task: Task) -> list[Mark]:
         with self._lock:
@@ -211,7 +246,3 @@ class DeviceStreams:
         with self._lock:
             self._marks.clear()
             self._kept.clear()
-
-    def take_exposed_share(self) -> float | None:
-        """By the device's clock."""
-        return None if self._device.type == "cpu" else self._exposure.take_share()

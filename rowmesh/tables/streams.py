@@ -38,6 +38,7 @@ and with rules left out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -48,10 +49,11 @@ class Mark:
 
     Args:
         event: recorded there; None where everything is done at once.
+        time_s: when that was, by the host's clock, where everything is done at once.
     """
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event | None = None, time_s: float = 0.0) -> None:
+        self.event, self.time_s = event, time_s
 
     @property
     def has_passed(self) -> bool:
@@ -64,9 +66,11 @@ class Mark:
             self.event.synchronize()
 
     def seconds_until(self, later: Mark) -> float:
-        """Between two marks with a time that have passed, by the device's clock; 0 where everything is done at once."""
+        """Between two marks with a time that have passed: by the device's clock, in 24 bits, or by the host's where
+        everything is done at once.
+        """
         if self.event is None or later.event is None:
-            return 0.0
+            return later.time_s - self.time_s
         return self.event.elapsed_time(later.event) / 1e3
 
 
@@ -105,7 +109,7 @@ class Stream:
     def mark(self, *, has_time: bool = False) -> Mark:
         """What was asked so far; `has_time`: whether it is to be known when that was done."""
         if self._stream is None:
-            return Mark()
+            return Mark(time_s=time.perf_counter())
         # Whoever waits sleeps: the thread that writes back often does.
         event = torch.cuda.Event(enable_timing=has_time, blocking=True)
         event.record(self._stream)

@@ -315,7 +315,8 @@ class PipelineConfig(Section):
         clustering: of samples into micro-batches: off, greedy (those that share rows meet) or light_ends (and those
             whose rows most others have are in the first and the last).
         verify: whether every row that is read must be the one that steps in turn would read.
-        trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto.
+        trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto; what a
+            device does by its own clock.
     """
 
     depth: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 0

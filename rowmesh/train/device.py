@@ -25,14 +25,9 @@ def check_device(config: Config) -> None:
 
 
 def _pipeline_obstacles(config: PipelineConfig) -> list[str]:
-    """What a pipeline needs rows in the host's memory for, or tasks that are done when their thread says so."""
-    obstacles = []
-    if config.is_measured:
-        obstacles.append("a pipeline that is chosen by measured steps (give pipeline.depth and micro_batches, no auto)")
-    if config.exchange == "naive":
-        obstacles.append("pipeline.exchange=naive (use delta or unsplit)")
-    obstacles += [f"pipeline.{name}" for name in ("verify", "trace") if getattr(config, name)]
-    return obstacles
+    """What a pipeline needs rows in the host's memory for."""
+    obstacles = ["pipeline.exchange=naive (use delta or unsplit)"] if config.exchange == "naive" else []
+    return [*obstacles, "pipeline.verify"] if config.verify else obstacles
 
 
 def use_device(config: Config) -> str:

@@ -14,7 +14,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.trace import Event, write_trace
 from rowmesh.pipeline import Flight, Pipeline
 from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose, work_of
-from rowmesh.pipeline.recorder import Totals
+from rowmesh.pipeline.recorder import WAIT, Totals
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.train.config import PipelineConfig
 from rowmesh.train.job import Job
@@ -106,6 +106,7 @@ class PipelinedSteps:
         if config.is_measured:
             in_turn = self._make(0, 1, overlap=False)
             yield from self._run(in_turn, batches, min(WARM_UP_STEPS, left))
+            in_turn.recorder.settle()
             in_turn.recorder.take()
             left -= min(WARM_UP_STEPS, left)
             yield from self._run(in_turn, batches, min(MEASURED_STEPS, left))
@@ -126,10 +127,9 @@ class PipelinedSteps:
             self._pipeline.settle()
 
     def record(self) -> dict[str, float]:
-        """The share of the time that computation waited for rows, where there is a clock for that."""
+        """The share of the time that computation waited for rows."""
         assert self._pipeline
-        share = self._pipeline.take_exposed_share()
-        return {} if share is None else {"exposed_share": share}
+        return {"exposed_share": self._pipeline.take_exposed_share()}
 
     def finish(self, trace: Path) -> None:
         """Writes the trace of all ranks, where that was asked for. Collective."""
@@ -150,7 +150,7 @@ class PipelinedSteps:
         pipeline = Pipeline[Batch](
             self._job.embeddings, depth=depth, micro_batches=micro_batches, exchange=config.exchange,
             final_rows=config.final_rows, sizes=config.sizes, clustering=config.clustering, work=self._work,
-            verify=config.verify, overlap=overlap,
+            verify=config.verify, overlap=overlap, trace=config.trace,
         )  # fmt: skip
         self._pipelines.append(pipeline)
         return pipeline
@@ -170,8 +170,9 @@ class PipelinedSteps:
     def _chosen(self, config: PipelineConfig) -> PipelineConfig:
         """The configuration with what the measured steps advise; the same on all ranks."""
         assert self._pipeline
-        pipeline, totals = self._pipeline, self._pipeline.recorder.take()
-        mine = _per_step(totals, MEASURED_STEPS)
+        pipeline = self._pipeline
+        pipeline.recorder.settle()
+        mine = _per_step(pipeline.recorder.take(), MEASURED_STEPS)
         everyone = gather_objects(self._job.mesh, mine, "comparing measured stages")
         stages, cpu = ({name: max(rank[k].get(name, 0.0) for rank in everyone) for name in mine[k]} for k in (0, 1))
         mesh = self._job.mesh
@@ -180,6 +181,7 @@ class PipelinedSteps:
             stages, cpu, cores=cores, can_split=pipeline.can_split, sizes=config.sizes,
             depths=DEPTHS if config.depth == "auto" else (config.depth,),
             counts=COUNTS if config.micro_batches == "auto" else (config.micro_batches,),
+            schedule=pipeline.make_schedule,
         )  # fmt: skip
         self._say(f"pipeline  {choice}")
         if config.communication_share == "auto":
@@ -189,6 +191,8 @@ class PipelinedSteps:
 
 def _per_step(totals: Totals, steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each stage of a step, and of them those of the processor."""
-    stages = {name: seconds / steps for name, seconds in totals.stages.items()}
-    stages |= {"compute": totals.compute_s / steps, "dense": totals.dense_s / steps}
-    return stages, {name: s / steps for name, s in totals.cpu.items()}
+    stages, cpu = (
+        {name: seconds / steps for name, seconds in each.items() if name != WAIT}  # in turn, for the other stages
+        for each in (totals.stages, totals.cpu)
+    )
+    return stages, cpu

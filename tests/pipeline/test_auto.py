@@ -1,10 +1,13 @@
 """Auto: what measured stages advise, and the model by which."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from rowmesh.pipeline.auto import COST_S, LEAST_GAIN, choose, predicted_s, work_of
+from rowmesh.pipeline.schedule import make_schedule
 
 STAGES = {"read": 1e-4, "route": 1e-3, "open": 2e-3, "rows": 0.02, "compute": 0.06, "gradients": 0.02, "update": 1e-3}
 
@@ -36,9 +39,16 @@ def test_nothing_to_gain_leaves_it_off():
 
 
 def test_threads_that_need_the_same_core_gain_nothing():
-    cpu = {name: seconds for name, seconds in STAGES.items() if name != "compute"}
-    assert choose(STAGES, cpu, cores=1.0, can_split=True).is_off
-    assert not choose(STAGES, cpu, cores=2.0, can_split=True).is_off
+    assert choose(STAGES, STAGES, cores=1.0, can_split=True).is_off
+    assert not choose(STAGES, STAGES, cores=2.0, can_split=True).is_off
+
+
+def test_rows_and_gradients_share_what_brings_them_on_a_device():
+    """Where two threads bring more in the time of one, it gains less."""
+    busy = {"rows": 0.05, "compute": 0.06, "gradients": 0.05}
+    on_device = partial(make_schedule, is_on_device=True)
+    apart, shared = (choose(busy, {}, cores=1.0, can_split=True, schedule=each) for each in (make_schedule, on_device))
+    assert apart.step_s < 0.1 <= shared.step_s
 
 
 @given(

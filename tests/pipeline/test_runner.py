@@ -155,19 +155,6 @@ def test_without_threads_the_driver_does_everything():
     ]  # fmt: skip
 
 
-def test_what_is_recorded():
-    spans = []
-    schedule = make_schedule(1, 1)
-    runner = make(schedule, Log(), recorded=spans.append)
-    drive(runner, schedule, 2)
-    runner.settle()
-    runner.close()
-    by_task = {span.task: span for span in spans}
-    assert by_task[Task("update", 1)].resource == "gradients"
-    assert all(span.start_s <= span.end_s for span in spans)
-    assert by_task[Task("read", 1)].end_s <= by_task[Task("route", 1)].start_s
-
-
 def fail_with(error):
     def fail():
         raise error

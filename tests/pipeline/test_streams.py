@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from rowmesh.pipeline.recorder import Recorder
 from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Task, make_schedule
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams
@@ -60,7 +61,7 @@ class Drive:
     def __init__(self, schedule):
         Clock.compute = Clock()
         self.schedule, self.past, self.dropped, self.kept = schedule, {}, {}, {}
-        self.streams = DeviceStreams(schedule, CPU, Clock)
+        self.streams = DeviceStreams(schedule, CPU, Recorder(), streams=Clock)
         self.by_resource = {**self.streams._streams, COMPUTE: Clock.compute}
         actions = {stage.name: lambda task: self.streams.run(self.act, task) for stage in schedule.stages}
         runner = Runner(schedule, actions, threads=False)
@@ -175,6 +176,11 @@ def test_messages_have_one_order(depth):
 
 
 def test_a_host_has_done_what_was_asked():
-    streams, done = HostStreams(), []
+    recorder, done = Recorder(), []
+    streams = HostStreams(make_schedule(0, 1), recorder)
     streams.run(done.append, Task("route", 3))
     assert done == [Task("route", 3)]
+    ((task, resource, start_s, end_s, cpu_s),) = recorder.spans()
+    assert (task, resource) == (Task("route", 3), "worker")
+    assert cpu_s >= 0
+    assert start_s < end_s

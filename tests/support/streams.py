@@ -145,13 +145,13 @@ class LateDeviceStreams(DeviceStreams):
         num_late: windows and items that were spoilt.
     """
 
-    def __init__(self, schedule, device, seed, waits):
-        super().__init__(schedule, device, _Pipelined(seed, waits))
+    def __init__(self, schedule, device, recorder, seed, waits):
+        super().__init__(schedule, device, recorder, streams=_Pipelined(seed, waits))
 
     @classmethod
     def with_seed(cls, seed, *, waits=True):
         """A stand-in for the class; `waits`: whether the stream that computes waits for rows."""
-        make = lambda schedule, device: cls(schedule, device, seed, waits)  # noqa: E731
+        make = lambda *args, is_traced: cls(*args, seed, waits)  # noqa: E731
         made = mock.Mock(side_effect=make, num_late=0)
         cls.made = made
         return made

@@ -1,6 +1,8 @@
 """Training on a GPU, or where its kernels are interpreted, by configuration."""
 
+import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from rowmesh.placement.drift import Planner
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.tables import TableSpec
+from rowmesh.train import steps
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.drift import Drift
 from rowmesh.train.resolve import resolve
@@ -68,12 +71,53 @@ def test_a_pipeline_on_a_device_trains_the_same_model(config_file, tmp_path):
     assert found[1].log_loss == pytest.approx(found[0].log_loss, rel=1e-5)
 
 
+def test_a_device_is_timed_for_a_trace_and_for_a_choice(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(steps, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(steps, "MEASURED_STEPS", 1)
+    own = ["train.steps=4", "data.batch_size=64", "train.device=cuda", f"run.folder={tmp_path / 'run'}"]
+    choice = ['pipeline.depth="auto"', "pipeline.micro_batches=2", "pipeline.sizes=light_ends"]
+    choice += ["pipeline.communication_share=auto", "pipeline.trace=true"]
+    run_training(resolve(config_file, own + choice))
+    assert "ms a step expected" in capsys.readouterr().out
+    check_trace(tmp_path / "run", num_batches=4)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(0 <= json.loads(line)["exposed_share"] <= 1 for line in lines if '"kind": "train"' in line)
+
+
+def check_trace(run, num_batches):
+    """Every stage of every batch is there, with an arrow, and each thread does one thing after the other."""
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert set(threads.values()) == {"worker", "communication", "compute", "reader"}
+    spans = [each for each in events if each["ph"] == "X"]
+    stages = {"read", "route", "open", "rows", "wait", "compute", "dense", "gradients", "update"}
+    for stage in stages:
+        found = [each["args"]["batch"] for each in spans if each["name"] == stage and each["dur"] >= 0]
+        assert len(found) >= num_batches, stage
+    for where in threads:
+        mine = sorted((each for each in spans if (each["pid"], each["tid"]) == where), key=lambda each: each["ts"])
+        for before, after in pairwise(mine):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3  # µs
+    assert {(each["ts"], each["tid"]) for each in events if each["ph"] in "st"} == {
+        (each["ts"], each["tid"]) for each in spans
+    }
+
+
+@pytest.mark.slow
+def test_ranks_choose_alike(train, tmp_path):
+    """Or they would send each other different messages."""
+    options = ["train.device=cuda", "data.batch_size=64", "pipeline.depth=auto", "pipeline.micro_batches=auto"]
+    run = train("auto", *options, "pipeline.trace=true", "parallel.transport=collective")
+    assert "pipeline  off: " in run.out or "ms a step expected" in run.out
+    events = json.loads((tmp_path / "auto" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ('pipeline.depth="auto"', "cannot be combined with a pipeline that is chosen by measured steps"),
         ('pipeline.exchange="naive"', "cannot be combined with pipeline.exchange=naive"),
-        ("pipeline.trace=true", "cannot be combined with pipeline.trace yet"),
+        ("pipeline.verify=true", "cannot be combined with pipeline.verify yet"),
     ],
 )
 def test_what_needs_the_cpu_is_refused_before_a_run_begins(config_file, tmp_path, override, message):
