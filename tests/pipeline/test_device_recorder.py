@@ -33,9 +33,9 @@ class Moment(Mark):
         self.device.seconds = max(self.device.seconds, self._seconds)
 
     def seconds_until(self, later):
-        """As CUDA: an error where one has not passed; the device's clock was read in µs."""
-        assert self.device.seconds >= max(self._seconds, later._seconds), "the device is not there yet"
-        self.device.longest = max(self.device.longest, abs(later._seconds - self._seconds))
+        """As CUDA: refused where one has not passed. That a time may be negative is not promised."""
+        assert self._seconds <= later._seconds <= self.device.seconds, "the device is not there yet, or not any more"
+        self.device.longest = max(self.device.longest, later._seconds - self._seconds)
         return later._seconds - self._seconds
 
 
@@ -55,6 +55,8 @@ class Lane(Stream):
 
     def work(self, seconds):
         self.until = max(self.until, self.device.seconds) + seconds
+        if self.device.is_quick:
+            self.device.seconds = min(lane.until for lane in (*self.device.lanes, self.device.compute))
 
 
 class Device:
@@ -62,13 +64,16 @@ class Device:
 
     Attributes:
         seconds: where it is.
+        is_quick: whether it has done what it was asked for before any of its streams has nothing to do; else nothing.
         ahead_s: of the host's clock over its own.
         look_s: what it costs to look at it, the next times; a µs after that.
     """
 
-    def __init__(self, seconds=0.0, ahead_s=0.0):
-        self.seconds, self.ahead_s, self.may_wait, self.longest, self.look_s = seconds, ahead_s, True, 0.0, []
+    def __init__(self, seconds=0.0, ahead_s=0.0, is_quick=False, busy_s=0.0):
+        self.seconds, self.ahead_s, self.is_quick = seconds, ahead_s, is_quick
+        self.may_wait, self.longest, self.look_s = True, 0.0, []
         self.lanes, self.compute = [], Lane(self)
+        self.compute.until = busy_s
         self.recorder = DeviceRecorder(lambda: self.compute)
         self.may_wait = False
 
@@ -153,12 +158,12 @@ class Drive:
         self.device.recorder.note(Task("dense", turn), COMPUTE, start, self.device.recorder.now())
 
 
-@given(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()))
-def test_spans_are_those_of_the_schedule(shape):
-    """Whatever the device finishes first: as if each resource did its tasks as soon as it can."""
+@given(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), st.booleans())
+def test_spans_are_those_of_the_schedule(shape, is_quick):
+    """Whatever the device finishes first, and when it is seen: as if each resource did its tasks as soon as it can."""
     depth, parts, fetches_final = shape
     schedule = make_schedule(depth, parts, fetches_final=fetches_final and depth > 0, is_on_device=True)
-    drive = Drive(schedule, Device())
+    drive = Drive(schedule, Device(is_quick=is_quick))
     found = drive.device.spans()
     played = play(schedule, seconds_of, NUM_BATCHES + depth)  # batches are routed ahead, some for nobody
     expected = {span.task: span for span in played if span.task in found and span.task.stage not in ("read", "step")}
@@ -231,7 +236,7 @@ def test_spans_are_in_the_hosts_clock(clock, ahead_s):
     """Within what the shortest try took, although others took long."""
     clock.device = device = Device(seconds=5.0, ahead_s=ahead_s)
     device.note("rows", device.compute, 2.0)
-    device.look_s = [3e-3, 2e-6, 5e-3, 1.0]
+    device.look_s = [4e-3, 3e-3, 2e-6, 5e-3, 1.0, 1e-6, 1e-6]  # the last ones first: at both marks of the task
     span = device.spans()[Task("rows", 0)]
     assert (span.start_s, span.end_s) == pytest.approx((5.0 + ahead_s, 7.0 + ahead_s), abs=2e-6)
 
@@ -258,3 +263,16 @@ def test_marks_are_timed_from_one_that_passed_not_long_ago():
     found = device.spans()
     assert device.longest < 3.0
     assert found[Task("rows", 199)].end_s - found[Task("rows", 0)].start_s == pytest.approx(60.0)
+
+
+def test_marks_are_timed_from_one_that_was_before_them():
+    """Whatever other threads learn between the second mark of a task and its being noted, and from the first on."""
+    device = Device(busy_s=3.0)
+    lane = device.new(None)
+    for number in range(40):
+        start, end = lane.mark(has_time=True), lane.mark(has_time=True)
+        for task in range(3 * number, 3 * number + 3):
+            device.note("rows", device.compute, 0.3, task)
+            device.seconds += 0.3
+        device.recorder.note(Task("route", number), "worker", start, end)
+    assert len(device.spans()) == 160
