@@ -90,6 +90,9 @@ class Traffic:
     def add_on_device(self, address_map: AddressMap, sizes: Tensor) -> None:
         """As `add`, of numbers on a device, which are added up there and copied to the host by `take`.
 
+        That is between two steps, when no batch is ahead: what the stream that routes has added by then comes before
+        all that the caller's stream still has to do.
+
         Args:
             address_map: of the group.
             sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses.

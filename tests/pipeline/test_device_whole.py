@@ -12,7 +12,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.tables import TableSpec, Tiers
 from tests.pipeline.test_device import IN_TURN
-from tests.support.devices import READ, device_of
+from tests.support.devices import READ, assert_same_counts, device_of
 from tests.support.plans import in_groups, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.streams import LateDeviceStreams
@@ -67,7 +67,9 @@ def compare(mesh, scenario, transport="auto"):
     assert_same_bits(on_device(mesh, scenario, {"depth": 1}, transport), plain)
     options = {"depth": 2, "micro_batches": 2}
     in_turn = on_device(mesh, scenario, options | IN_TURN, transport)
-    assert_same_bits(on_device(mesh, scenario, options, transport), in_turn)
+    found = on_device(mesh, scenario, options, transport)
+    assert_same_bits(found, in_turn)
+    assert_same_counts(found, plain)
     assert_close(scenario, in_turn, plain)
 
 

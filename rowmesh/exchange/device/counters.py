@@ -1,6 +1,7 @@
 """Counters of a group on a device: how many ids are asked for the host knows, how many distinct rows the device alone.
 
-The device adds these up where they are merged. Nobody waits for them until somebody reads them.
+The device adds these up where they are merged, on the stream that updates rows, so that what orders updates of
+different streams orders them too. Nobody waits for them until somebody reads them.
 """
 
 from __future__ import annotations
