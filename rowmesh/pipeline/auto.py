@@ -8,8 +8,8 @@ The schedule is played with durations that a model derives from those of steps d
     gradients   the same, from the end
     all others  as measured
 
-Threads share the cores of a rank, so that no step takes less than its processor time over its cores. A choice has to
-gain LEAST_GAIN; the simplest of those that gain about as much is taken.
+Threads share the cores of a rank, so that no step takes less than its processor time over its cores; what is done on a
+device has none. A choice has to gain LEAST_GAIN; the simplest of those that gain about as much is taken.
 """
 
 from __future__ import annotations
