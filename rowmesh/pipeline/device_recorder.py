@@ -11,8 +11,8 @@ passed a second before the next took its place is before everything that is aske
 *The host's seconds.* Ranks, and what only hosts do, have no other clock in common. To read spans (`settle`) the host
 waits for all that was noted, then asks an idle device for a mark and has it in its own clock to within the few µs that
 this takes; of several tries the shortest counts. Spans since the last reading are moved by that one difference. Two
-crystals part by some 10 µs a second: a trace is right to that where it ends, which is where it is read, and to some
-0.1 ms for each ten seconds before. Within a device spans are exact.
+crystals may part by some 10 µs a second: a trace is right to a few µs where it ends, which is where it is read, and to
+some 0.1 ms ten seconds before. Within a device spans are exact.
 """
 
 from __future__ import annotations
