@@ -20,6 +20,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support import sanitizer
+
 
 def find_obstacle() -> str | None:
     """Why kernels cannot be tested here, or None."""
@@ -46,7 +48,10 @@ def kernels_of(op: str) -> ModuleType:
     """The GPU kernels of an op; where they cannot be tested, the module that asks for them is skipped."""
     if obstacle := find_obstacle():
         pytest.skip(obstacle, allow_module_level=True)
-    return importlib.import_module(f"rowmesh.ops.{op}.cuda")
+    kernels = importlib.import_module(f"rowmesh.ops.{op}.cuda")
+    if find_device().type == "cpu":
+        sanitizer.install()
+    return kernels
 
 
 @contextmanager
