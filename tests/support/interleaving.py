@@ -3,9 +3,9 @@
     with interleaved(seed):
         kernel[(8,)](…)
 
-Each program of a launch has a thread, of which one runs at a time. Memory is that of a GPU whose every access is seen by
-all at once; a GPU may show plain writes later, and no kernel reads what another program writes (the sanitizer sees to
-it), but for atomics, which are seen at once there as well.
+Each program of a launch has a thread, of which one runs at a time. Every access is seen by all at once. On a GPU plain
+writes may be seen later, but no kernel reads what another of its programs writes (the sanitizer sees to it); what
+atomics change is seen at once there as well.
 """
 
 from __future__ import annotations
