@@ -478,6 +478,8 @@ class EmbeddingCollection(nn.Module):
         try:
             parts.allocate("; the old plan goes on")
             mine = parts.fill_from(self._parts)
+            for old, new in zip(self._exchanges, parts.exchanges, strict=True):
+                new.counters = old.counters  # now: what keeps replicas together goes on with those that it finds
             parts.connect()
         except BaseException:
             parts.close()
@@ -488,8 +490,6 @@ class EmbeddingCollection(nn.Module):
         return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
 
     def _replace(self, plan: Plan, parts: Parts) -> None:
-        for old, new in zip(self._exchanges, parts.exchanges, strict=True):
-            new.counters = old.counters
         self._parts.close()
         self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
         self._window_maker = self._backend.make_window_maker()  # the memory of windows knows where rows were

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from tests.support import behaviour
 from tests.support.plans import RULES, make_plan, random_plans
@@ -119,6 +120,29 @@ def test_nothing_is_left_of_old_plans(ranks, transport):
         assert after["resident"] - before["resident"] < 4 * 2**20
         assert counted == [(14, 14 * 20)] * 2
         assert common == (0 if transport == "one_sided" else 28)
+
+
+def count_replicas(mesh, mode, dense):
+    """Rows that this rank told other replicas, after one step, and after a migration and another one."""
+    collection = EmbeddingCollection(
+        behaviour.TABLES, mesh=mesh, replicas=2, synchronization=Synchronization(mode, dense=dense)
+    )
+    optimizer, told = EmbeddingOptimizer(collection), []
+    for _ in range(2):
+        behaviour.one_step(collection, optimizer, behaviour.batch_of(mesh.rank, 0))
+        collection.barrier()
+        told.append([counters.synchronization.rows for counters in collection.counters])
+        collection.migrate(collection.plan)
+    collection.close()
+    return told
+
+
+@pytest.mark.parametrize(("mode", "dense"), [("exact", False), ("average", False), ("average", True)])
+def test_counters_of_replicas_go_on(ranks, mode, dense):
+    """Whole tables are averaged once more before rows migrate."""
+    for before, after in ranks.run(count_replicas, mode, dense, world_size=2):
+        assert all(before)
+        assert after == [(3 if dense else 2) * count for count in before]
 
 
 def refuse(mesh, transport):
