@@ -57,7 +57,7 @@ class WholeTables:
 
     def parts(self) -> Iterator[slice]:
         """All rows, some at a time."""
-        step = max(CHUNK_BYTES // sum(table[:1].nbytes for table in self._tables), 1)
+        step = max(CHUNK_BYTES // sum(table.shape[1] * table.itemsize for table in self._tables), 1)
         num_rows = len(self._tables[0])
         return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
 

@@ -13,7 +13,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.exchange.device import replicas, whole_tables
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
-from rowmesh.placement import Plan
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Constant, TableSpec, Uniform
 from tests.support.devices import train_again, train_on_device
@@ -140,6 +140,12 @@ def test_whole_tables_are_averaged_as_touched_rows_are(ranks):
         told = {name: counters.synchronization.rows for name, counters in mine.counters.items()}
         assert told == {name: counters.synchronization.rows for name, counters in expected.counters.items()}
         assert sorted(set(told.values())) == [2 * 7, 2 * 20]
+
+
+def test_whole_tables_of_ranks_without_rows(ranks):
+    """One rank of each group holds them all."""
+    held = TablePlan(TableShape.of(SMALL[0]), (RowRange(0, 9, "fixed", rank=1),), replicas=2)
+    check(ranks, dense(replace(FOUR, plan=Plan((held,), 4, 4)), 1))
 
 
 @pytest.mark.slow
