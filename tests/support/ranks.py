@@ -29,6 +29,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 WORLD_SIZE = 4
 GRACE_S = 3.0  # what the other ranks get once one has failed
 START_TIMEOUT_S = 120.0
@@ -78,8 +80,9 @@ class RankPool:
         """
         if not self._processes:
             self._start()
+        request = pickle.dumps((function, args, world_size, torch.are_deterministic_algorithms_enabled()))
         for pipe in self._pipes[:world_size]:
-            pipe.send_bytes(pickle.dumps((function, args, world_size)))
+            pipe.send_bytes(request)
         results = self._collect(world_size, timeout_s)
         failed = {rank: value for rank, (is_good, value) in results.items() if not is_good}
         returned = {rank: value for rank, (is_good, value) in results.items() if is_good}
@@ -164,7 +167,8 @@ def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float) -> None:
         except EOFError:
             os._exit(0)  # without the process group's farewell, which could wait for the others
         try:
-            function, args, world_size = pickle.loads(request)
+            function, args, world_size, is_deterministic = pickle.loads(request)
+            torch.use_deterministic_algorithms(is_deterministic)  # as where the test runs
             result = function(meshes[world_size], *args)
         except BaseException:
             _answer(pipe, False, traceback.format_exc())
@@ -178,7 +182,6 @@ def _answer(pipe: Any, is_good: bool, value: Any) -> None:
 
 
 def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
-    import torch
     import torch.distributed as dist
 
     from rowmesh.mesh import Mesh

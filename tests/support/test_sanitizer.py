@@ -88,3 +88,13 @@ def test_values_that_one_store_writes_over_each_other():
 def test_claims_that_are_wrong():
     with pytest.raises(Exception, match="_claim: not all are multiples of 4"):
         _claim[(1,)](numbers(4), BLOCK=4)
+
+
+def fresh_memory(mesh):
+    return torch.empty(3), torch.empty(3, dtype=torch.int32)
+
+
+def test_fresh_memory_is_filled_on_all_ranks(ranks):
+    for floats, integers in [fresh_memory(None), *ranks.run(fresh_memory)]:
+        assert floats.isnan().all()
+        assert (integers == torch.iinfo(torch.int32).max).all()

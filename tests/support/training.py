@@ -22,6 +22,7 @@ from rowmesh.pipeline import Flight, Pipeline
 from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
+from tests.support import sanitizer
 from tests.support.cores import ReferenceCores, joined_cores
 from tests.support.scenario import Scenario
 
@@ -82,6 +83,8 @@ def sum_sequence(values: Tensor, offsets: Tensor) -> Tensor:
 
 def train(mesh: Mesh, scenario: Scenario, transport: str = "auto", device: str = "cpu") -> Trained:
     """Runs a job through rowmesh; every rank of the mesh calls it."""
+    if device != "cpu" and not torch.cuda.is_available():
+        sanitizer.install()  # in this process: ranks import no test of kernels before
     if scenario.ranks_per_node:
         hosts = tuple(rank // scenario.ranks_per_node for rank in range(mesh.world_size))
         mesh = replace(mesh, hosts=hosts)
