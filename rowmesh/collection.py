@@ -562,6 +562,7 @@ class EmbeddingCollection(nn.Module):
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""
+        self.settle()
         self._parts.barrier()
 
     def close(self) -> None:

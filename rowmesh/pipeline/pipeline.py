@@ -195,6 +195,7 @@ class Pipeline(Generic[T]):
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
         self._untold: RowmeshError | None = None  # what failed after a loop was left
+        self._has_settled = False  # since the last turn was entered
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
@@ -258,6 +259,9 @@ class Pipeline(Generic[T]):
     def _turns(self, runner: Runner) -> Iterator[Flight[T]]:
         turn = -self.schedule.depth
         while True:
+            if self._has_settled:  # and the program may have brought rows up to date, on its own stream
+                self._streams.meet()
+                self._has_settled = False
             runner.enter(turn)
             if turn >= 0:
                 runner.wait(Task("compute", turn))
@@ -303,6 +307,7 @@ class Pipeline(Generic[T]):
             self._note_dense(self._current)
         self._runner.settle()
         self._streams.meet()
+        self._has_settled = True
 
     def close(self) -> None:
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.

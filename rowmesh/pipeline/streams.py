@@ -55,7 +55,9 @@ is dropped. Three things are not the window's:
   reads them (`DeviceWindowGroup.gradients`).
 - Pinned memory is kept by torch until it is copied.
 
-At both ends of a loop, and before the program looks rows up, all streams meet (`meet`).
+At both ends of a loop, and before the program looks rows up, all streams meet (`meet`), and once more before the next
+turn: the program's stream, which looked rows up, may have updated them by what replicas told the one that communicates,
+whose memory that is, and have passed the barrier after which other ranks' rows can be read.
 
 *Time.* A task is timed by marks in its stream, one after what it waits for and one after what it asks (`recorder`, see
 [Note: clocks] in `rowmesh.pipeline.device_recorder`). An event with a time costs the host some µs, and the device a

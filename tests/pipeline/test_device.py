@@ -3,6 +3,7 @@ interpreted, where streams that are late stand in for those of a GPU."""
 
 import threading
 from dataclasses import replace
+from typing import ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -18,6 +19,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
+from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 from tests.support.devices import assert_same_counts
@@ -176,6 +178,38 @@ def test_streams_may_be_late_often(ranks, depth, world_size):
     if depth == 1 and world_size == 2:
         scenario = replace(scenario, plan=with_copies(TABLES, world_size=2))
     ranks.run(train_late, scenario, {"depth": depth, "micro_batches": 2}, range(8), world_size=world_size)
+
+
+class NotedStreams(DeviceStreams):
+    """Note what they are asked for."""
+
+    noted: ClassVar[list[str]] = []
+
+    def run(self, action, task):
+        self.noted.append(task.stage)
+        super().run(action, task)
+
+    def meet(self):
+        self.noted.append("meet")
+        super().meet()
+
+
+def test_streams_meet_before_the_program_looks_rows_up_and_after():
+    """What it does then, on its own stream, may update rows that replicas told of, and ends their use of memory."""
+    collection = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)], device="cuda")
+    optimizer, noted = EmbeddingOptimizer(collection), NotedStreams.noted
+    noted.clear()
+    with mock.patch.object(pipelines, "DeviceStreams", NotedStreams):
+        for window in Pipeline(collection, depth=1).windows(items([[1]], [[2]], [[3]])):
+            for part in window:
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+            if window.batch == 1:
+                collection(SparseBatch.from_bags({"a": [[4]]}))
+                noted.append("look-up")
+    assert noted.count("meet") == 2 + 2 + 1  # at both ends; before it is routed, and fetched; and after
+    place = noted.index("look-up")
+    assert noted[place - 1] == noted[place + 1] == "meet"
 
 
 def test_a_stream_that_does_not_wait_is_found():

@@ -143,7 +143,15 @@ def test_what_is_read_between_windows_is_after_the_step():
             assert torch.equal(values(collection), values(plain))
 
 
-@pytest.mark.parametrize("read", [look_up, values, lambda collection: collection.synchronize()])
+READS = {
+    "look up": look_up,
+    "values": values,
+    "synchronize": EmbeddingCollection.synchronize,
+    "barrier": EmbeddingCollection.barrier,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_nothing_is_read_within_a_window(read):
     collection, optimizer = make()
     with Pipeline(collection, micro_batches=2) as pipeline:
