@@ -62,19 +62,30 @@ class SymmetricPeerMemory:
         return SymmetricBuffer(max(num_bytes, 16), self._device)
 
     def share(self, buffers: Sequence[SymmetricBuffer]) -> None:
-        """As `PeerMemory`."""
+        """As `PeerMemory`.
+
+        Raises:
+            ConfigurationError: a rank cannot map the memory of another one; on all ranks, so that all go on alike.
+        """
+        obstacle = None
+        try:
+            for buffer in (self._signals, *buffers):
+                self._map(buffer)
+        except RuntimeError as error:
+            obstacle = str(error)
+        for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, "mapping the memory of GPUs")):
+            if theirs is not None:
+                raise ConfigurationError(
+                    f"rank {self._mesh.name(rank)}: GPUs cannot map each other's memory, use transport 'collective': "
+                    f"{theirs}"
+                )
+
+    def _map(self, buffer: SymmetricBuffer) -> None:
+        """Maps the memory of all ranks, once."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        for buffer in (self._signals, *buffers):
-            if buffer.handle is not None:
-                continue
-            try:
-                buffer.handle = symmetric.rendezvous(buffer.own, self._mesh.group.group_name)
-            except RuntimeError as error:
-                raise ConfigurationError(
-                    f"rank {self._mesh.name(self._mesh.rank)}: GPUs cannot map each other's memory, use transport "
-                    f"'collective': {error}"
-                ) from error
+        if buffer.handle is None:
+            buffer.handle = symmetric.rendezvous(buffer.own, self._mesh.group.group_name)
             ranks = range(self._mesh.world_size)
             buffer.parts = [buffer.handle.get_buffer(rank, buffer.own.shape, torch.uint8) for rank in ranks]
 

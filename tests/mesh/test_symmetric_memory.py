@@ -97,6 +97,7 @@ def handles(monkeypatch):
 
     monkeypatch.setattr(_distributed_c10d._SymmetricMemory, "empty_strided_p2p", empty)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(module, "gather_objects", lambda mesh, mine, doing: [None, mine, None])
     return made
 
 
@@ -123,3 +124,11 @@ def test_no_room_and_no_link_are_said(handles, monkeypatch):
     monkeypatch.setattr(_symmetric_memory, "rendezvous", fail)
     with pytest.raises(ConfigurationError, match=r"rank 1: GPUs cannot map .* transport 'collective': invalid device"):
         memory.share([])
+
+
+def test_ranks_refuse_memory_that_another_one_cannot_map(handles, monkeypatch):
+    """This one can; all go on alike."""
+    memory = SymmetricPeerMemory(MESH, CUDA)
+    monkeypatch.setattr(module, "gather_objects", lambda mesh, mine, doing: [None, mine, "too many open files"])
+    with pytest.raises(ConfigurationError, match=r"rank 2: GPUs cannot map .* 'collective': too many open files"):
+        memory.share([memory.allocate(5)])
