@@ -126,7 +126,9 @@ class Drift:
         """Goes over to a plan; says what that took, or why the old one goes on."""
         try:
             moved = self._collection.migrate(plan)
-        except ConfigurationError as error:  # who made the plan does not know what tables or devices cannot do
+        # On all ranks alike: who made the plan does not know what tables or devices cannot do, nor that there must be
+        # room for the rows of both plans.
+        except (ConfigurationError, MemoryError) as error:
             return f"not taken over, {error}"
         if self._planner is not None:
             self._planner.plan = plan

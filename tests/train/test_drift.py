@@ -10,6 +10,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.errors import RowmeshError
+from rowmesh.exchange.parts import Parts
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.drift import Planner, Proposal
@@ -91,13 +92,24 @@ def test_traffic_that_stays_moves_nothing(ranks):
         assert coverage > 0.75
 
 
-def test_a_plan_that_cannot_be_taken_over_is_told_and_left():
-    collection = EmbeddingCollection([replace(TABLES[0], storage="tiered")])
+@pytest.mark.parametrize(
+    ("storage", "why"),
+    [
+        ("tiered", "tables ['item'] are tiered, and rows of such cannot migrate"),
+        ("dense", "no room; the old plan goes on"),
+    ],
+)
+def test_a_plan_that_cannot_be_taken_over_is_told_and_left(monkeypatch, storage, why):
+    collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
     plan, drift = collection.plan, Drift(collection, None)
-    told = drift._follow(Proposal(plan, "a new plan"))
-    assert told.startswith("; a new plan: not taken over, tables ['item'] are tiered, and rows of such cannot migrate")
+    monkeypatch.setattr(Parts, "allocate", no_room)
+    assert drift._follow(Proposal(plan, "a new plan")).startswith(f"; a new plan: not taken over, {why}")
     assert collection.plan is plan
     drift.close()
+
+
+def no_room(parts, outcome):
+    raise MemoryError(f"no room{outcome}")
 
 
 def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
