@@ -133,7 +133,8 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
 def _obstacle_of(mesh: Mesh, links: Sequence[Any]) -> str | None:
     """What stands against the devices of one part."""
     if not mesh.is_one_host:
-        return f"the {mesh.world_size} ranks are on {len(set(mesh.hosts))} hosts (or in separate containers)"
+        other = next(rank for rank, host in enumerate(mesh.hosts) if host != mesh.hosts[0])
+        return f"ranks {mesh.name(0)} and {mesh.name(other)} are on different hosts (or in separate containers)"
     if None in links:
         return None if is_supported() else "this system has no memfd_create (Linux has)"
     return obstacle_between(links, [mesh.name(rank) for rank in range(mesh.world_size)])

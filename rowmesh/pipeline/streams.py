@@ -185,18 +185,13 @@ class DeviceStreams:
         stream.wait_for(self._before(task))
         if task.stage == "route":  # its stream waits for the update of the batch that is dropped
             self._drop(task.batch - self._schedule.depth - REUSED_AFTER)
-        do = self._timed if self._is_traced else self._untimed
-        self._done(task, do(stream, resource, partial(action, task), task))
-
-    def _untimed(self, stream: Stream, resource: str, work: Callable[[], None], task: Task) -> Mark:
-        """Asks for a task; returns when it is done."""
-        stream.run(work)
-        return stream.mark()
+        work = partial(action, task)
+        self._done(task, self._timed(stream, resource, work, task) if self._is_traced else _asked(stream, work))
 
     def _timed(self, stream: Stream, resource: str, work: Callable[[], None], task: Task) -> Mark:
-        """The same, and notes when it is done."""
+        """Asks for a task, and notes when it is done; returns its end."""
         if host := _OF_HOST.get(task.stage):
-            start_s, end = time.perf_counter(), self._untimed(stream, resource, work, task)
+            start_s, end = time.perf_counter(), _asked(stream, work)
             self._recorder.add(Span(task, host, start_s, time.perf_counter()))
             return end
         start = stream.mark(has_time=True)
@@ -248,3 +243,9 @@ class DeviceStreams:
         with self._lock:
             self._marks.clear()
             self._kept.clear()
+
+
+def _asked(stream: Stream, work: Callable[[], None]) -> Mark:
+    """Asks for work; returns its end."""
+    stream.run(work)
+    return stream.mark()

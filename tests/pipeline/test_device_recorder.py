@@ -9,10 +9,10 @@ from hypothesis import given
 from rowmesh.pipeline import device_recorder
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.recorder import WAIT
-from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule, play
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
+from tests.support.streams import drive_all
 
 NUM_BATCHES = 6
 
@@ -131,14 +131,7 @@ class Drive:
         self.streams = DeviceStreams(schedule, None, device.recorder, is_traced=True, streams=device)
         lanes = dict(zip(self.streams._streams, device.lanes, strict=True))
         act = lambda task: lanes[schedule.stage(task.stage).resource].work(seconds_of(task))  # noqa: E731
-        actions = {stage.name: lambda task: self.streams.run(act, task) for stage in schedule.stages}
-        runner = Runner(schedule, actions, threads=False)
-        for turn in range(-schedule.depth, NUM_BATCHES):
-            runner.enter(turn)
-            if turn >= 0:
-                self.compute(runner, turn)
-        runner.settle()
-        runner.close()
+        drive_all(schedule, lambda task: self.streams.run(act, task), self.compute, NUM_BATCHES)
 
     def compute(self, runner, turn):
         for part in range(self.schedule.num_parts):

@@ -32,7 +32,6 @@ TIERED = tuple(replace(each, storage="tiered") for each in TABLES)
 ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
 JOBS = {
     "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
-    "tensor-train tables alone, one rank": replace(JOB, tables=CORED[:1], batch_sizes=(3,)),
     "tensor-train tables, one rank": replace(JOB, tables=CORED, batch_sizes=(3,), is_weighted=True),
     "one copy a node": replace(JOB, plan=ONE_COPY_A_NODE, ranks_per_node=1),
     "tiered tables": replace(JOB, tables=TIERED, tiers=Tiers(fast_share=0.001, fast_rows=25, verify=True, poison=True)),
@@ -46,6 +45,7 @@ ONE_SIDED = {
     "replicas, averaged": in_groups(GROUPS, 2, mode="average"),
 }
 SLOW = {
+    "tensor-train tables alone, one rank": replace(JOB, tables=CORED[:1], batch_sizes=(3,)),
     "replicas of two ranks": GROUPS,
     "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
     "replicas of one rank, whole tables averaged": replace(
@@ -102,7 +102,9 @@ def train_late(mesh, scenario):
     assert late.num_late > 0
 
 
-@pytest.mark.parametrize("name", ["tensor-train tables beside dense ones", "one copy a node"])
+@pytest.mark.parametrize(
+    "name", ["tensor-train tables beside dense ones", pytest.param("one copy a node", marks=pytest.mark.slow)]
+)
 def test_streams_may_be_late(ranks, name):
     ranks.run(train_late, replace(JOBS[name], num_steps=5), world_size=2)
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 
 from rowmesh.pipeline.recorder import Recorder
-from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Task, make_schedule
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams
 from rowmesh.tables.streams import Mark, Stream
+from tests.support.streams import drive_all
 
 CPU = torch.device("cpu")
 NUM_BATCHES = 8
@@ -63,14 +63,7 @@ class Drive:
         self.schedule, self.past, self.dropped, self.kept = schedule, {}, {}, {}
         self.streams = DeviceStreams(schedule, CPU, Recorder(), streams=Clock)
         self.by_resource = {**self.streams._streams, COMPUTE: Clock.compute}
-        actions = {stage.name: lambda task: self.streams.run(self.act, task) for stage in schedule.stages}
-        runner = Runner(schedule, actions, threads=False)
-        for turn in range(-schedule.depth, NUM_BATCHES):
-            runner.enter(turn)
-            if turn >= 0:
-                self.compute(runner, turn)
-        runner.settle()
-        runner.close()
+        drive_all(schedule, lambda task: self.streams.run(self.act, task), self.compute, NUM_BATCHES)
 
     def compute(self, runner, turn):
         for part in range(self.schedule.num_parts):

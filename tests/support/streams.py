@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.device.window import DeviceWindow
+from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.tables.streams import Mark, Stream
 
@@ -175,6 +176,17 @@ def spoil(window):
             tensors += [part.recover, part.filed.cells, part.filed.pointers]
         for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+def drive_all(schedule, run, compute, num_batches):
+    """Does the tasks of a schedule in one thread: `compute` those of a turn's driver, `run` each of the others."""
+    runner = Runner(schedule, dict.fromkeys((stage.name for stage in schedule.stages), run), threads=False)
+    for turn in range(-schedule.depth, num_batches):
+        runner.enter(turn)
+        if turn >= 0:
+            compute(runner, turn)
+    runner.settle()
+    runner.close()
 
 
 class Real:

@@ -134,7 +134,7 @@ def _last_not_above(values, first, last, x, num_steps):
 
 
 @triton.jit
-def _find(ranges, index, num_ranges, num_tables, table, row, num_steps):
+def _find(ranges, index, num_tables, table, row, num_steps):
     """The number of the range that each row is in."""
     first = tl.load(index + table)
     return _last_not_above(ranges, first, first + tl.load(index + num_tables + table) - 1, row, num_steps)
@@ -155,7 +155,7 @@ def _locate(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + i, mask=i < num_ids, other=0)
-    part = _find(ranges, index, num_ranges, num_tables, table + tl.zeros_like(row), row, num_steps)
+    part = _find(ranges, index, num_tables, table + tl.zeros_like(row), row, num_steps)
     home, slot = _home(ranges, num_ranges, part, row)
     tl.store(homes + i, home.to(tl.int32), mask=i < num_ids)
     tl.store(slots + i, slot, mask=i < num_ids)
@@ -178,7 +178,7 @@ def _place_all(
     table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
     is_row = is_id & (row >= 0) & (row < tl.load(num_rows + table))
     row = tl.where(is_row, row, 0)
-    part = _find(ranges, index, num_ranges, num_tables, table, row, range_steps)
+    part = _find(ranges, index, num_tables, table, row, range_steps)
     stop, key = _home(ranges, num_ranges, part, row)
     segment = tl.load(ranges + 6 * num_ranges + part) * num_tables + table
     is_relayed = (tl.load(ranges + 7 * num_ranges + part) & _RELAY) != 0
