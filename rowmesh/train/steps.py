@@ -104,13 +104,16 @@ class PipelinedSteps:
         """Trains on so many batches."""
         config, left = self._job.config.pipeline, count
         if config.is_measured:
-            in_turn = self._make(0, 1, overlap=False)
-            yield from self._run(in_turn, batches, min(WARM_UP_STEPS, left))
+            in_turn, first_steps = self._make(0, 1, overlap=False), WARM_UP_STEPS + MEASURED_STEPS
+            if count <= first_steps:
+                self._say(f"pipeline  off: {count} steps are too few to measure the first {first_steps} and choose")
+                yield from self._run(in_turn, batches, count)
+                return
+            yield from self._run(in_turn, batches, WARM_UP_STEPS)
             in_turn.recorder.settle()
             in_turn.recorder.take()
-            left -= min(WARM_UP_STEPS, left)
-            yield from self._run(in_turn, batches, min(MEASURED_STEPS, left))
-            left -= min(MEASURED_STEPS, left)
+            yield from self._run(in_turn, batches, MEASURED_STEPS)
+            left -= first_steps
             config = self._chosen(config)
         assert config.depth != "auto"
         assert config.micro_batches != "auto"

@@ -29,6 +29,11 @@ def test_auto_says_what_it_chose(train):
     assert "pipeline  off: " in run.out or "ms a step expected" in run.out
 
 
+def test_a_run_that_is_too_short_to_measure_says_so(train):
+    run = train("short", *COLLECTIVE, "pipeline.depth=auto", "train.steps=5")
+    assert "pipeline  off: 5 steps are too few to measure the first 24 and choose" in run.out
+
+
 def test_light_ends_follow_what_was_measured(train):
     """Even sizes are never asked for; the model is the same."""
     plain = train("plain", *COLLECTIVE, "train.epochs=4")
