@@ -2,7 +2,7 @@
 
 A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. What a
 step has to tell is laid out in an outbox, sorted by owner, which the owners read between two barriers of the devices.
-Rows of which every rank has a copy are read at home; what is told of them stands at the end of the outbox, where
+Of a row that all ranks have each reads its own copy; what is told of such rows stands at the end of the outbox, where
 everybody reads it: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
 
 [Note: who may read what when]
