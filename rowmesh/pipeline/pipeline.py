@@ -130,7 +130,7 @@ class Pipeline(Generic[T]):
         sizes: of micro-batches, "even" or "light_ends".
         clustering: of samples into micro-batches: "off", "greedy" or "light_ends".
         work: what a window has to do, for uneven sizes.
-        verify: whether every row that is read must be the one that steps in turn would read.
+        verify: whether every row that is read must be the one that steps in turn would read; on a CPU.
         overlap: whether communication has threads of its own; without, everything is done in turn.
         trace: whether all that a device does is timed, for `recorder`; without, only what the program computes and
             waits for. What a host does is timed anyway.
@@ -142,7 +142,7 @@ class Pipeline(Generic[T]):
         recorder: when tasks were done, by the clock of what did them.
 
     Raises:
-        ConfigurationError: these do not go together.
+        ConfigurationError: these do not go together, or not with tables on a device.
 
     Example:
         >>> import torch

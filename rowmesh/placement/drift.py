@@ -95,7 +95,7 @@ class Traffic:
 
         Args:
             address_map: of the group.
-            sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses.
+            sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses; of a stop more where there is one.
         """
         if address_map in self._on_device:
             self._on_device[address_map] += sizes

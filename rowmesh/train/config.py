@@ -306,17 +306,17 @@ class PipelineConfig(Section):
         depth: batches that are read, routed and told to the owners of their rows ahead; auto: as measured first steps
             advise.
         micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
-        exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them) or unsplit (all
-            with the first, gradients with the last).
+        exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them; on a CPU) or
+            unsplit (all with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it.
         sizes: of micro-batches: even, or light_ends (small where nothing hides the exchange).
         communication_share: what light_ends suppose communication to take of a step done in turn; or auto: what it
             takes of measured first steps.
         clustering: of samples into micro-batches: off, greedy (those that share rows meet) or light_ends (and those
             whose rows most others have are in the first and the last).
-        verify: whether every row that is read must be the one that steps in turn would read.
-        trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto; what a
-            device does by its own clock.
+        verify: whether every row that is read must be the one that steps in turn would read; on a CPU.
+        trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto; what a device does by its
+            own clock.
     """
 
     depth: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 0
