@@ -4,12 +4,15 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.data import Batch
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
+from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, Tiers
 from tests.pipeline.test_device import IN_TURN
 from tests.support.devices import READ, assert_same_counts, device_of
@@ -107,6 +110,25 @@ def train_late(mesh, scenario):
 )
 def test_streams_may_be_late(ranks, name):
     ranks.run(train_late, replace(JOBS[name], num_steps=5), world_size=2)
+
+
+def leave(mesh):
+    """Leaves a loop amid a batch, which is kept, where half of all fast memory has its rows; then looks others up."""
+    tables, most = [TableSpec(name="a", num_rows=60, dim=3, storage="tiered")], 2 * 6
+    tiers = Tiers(fast_share=0.001, fast_rows=most // 2 + 3)
+    collection = EmbeddingCollection(tables, mesh=mesh, tiers=tiers, device="cuda")
+    first, second = (SparseBatch.from_bags({"a": [[row] for row in range(n, n + most)]}) for n in (0, 20))
+    loader = [Batch(torch.zeros(most, 0), first, torch.zeros(most))]
+    with Pipeline(collection, depth=0) as pipeline:
+        for window in pipeline.windows(loader):
+            assert len(next(iter(window)).embeddings.values) == most
+            break
+    with torch.no_grad():
+        return collection(second).values.shape, window.batch
+
+
+def test_a_loop_that_is_left_gives_tiered_rows_up(ranks):
+    assert ranks.run(leave, world_size=2) == [((12, 3), 0)] * 2
 
 
 def tell(mesh):

@@ -74,6 +74,9 @@ class DevicePooledGroup:
     def count_into(self, traffic: Traffic) -> None:
         """Adds what is asked of ranks to counted traffic: nothing, where rows are computed."""
 
+    def let_go(self) -> None:
+        """Rows that the current stream has read may leave fast memory: none is held."""
+
     def release(self) -> None:
         """The route is gone."""
         self.exchange.num_lent -= 1
@@ -113,12 +116,22 @@ class DeviceRouteGroup(DevicePooledGroup):
         """Adds what is asked for to counted traffic; the host learns it when that is taken."""
         traffic.add_on_device(self.exchange.address_map, self.routed.sizes[1:])
 
+    @property
+    def _all_held(self) -> list[HeldRows]:
+        """What keeps rows in fast memory: what this rank asked for, alone, or was asked for."""
+        return [held for held in (self.held, *(each.held for each in self.lanes)) if held is not None]
+
+    def let_go(self) -> None:
+        """Rows that the current stream has read may leave fast memory."""
+        for held in self._all_held:
+            held.note_use()
+            held.release()
+
     def release(self) -> None:
         """The route is gone; rows that it holds may leave fast memory."""
         super().release()
-        for held in (self.held, *(each.held for each in self.lanes)):
-            if held is not None:
-                held.release()
+        for held in self._all_held:
+            held.release()
 
     @property
     def sent(self) -> list[int]:

@@ -36,13 +36,6 @@ class TieredDeviceWindows(WholeDeviceWindows):
         for exchange, group in zip(self._exchanges, self._mine(window), strict=True):
             exchange.retrieve(group.group, may_wait)
 
-    def let_go(self, window: DeviceWindow) -> None:
-        """Gives rows up that the current stream has read and nobody will update."""
-        for group in self._mine(window):
-            if (held := group.group.held) is not None:
-                held.note_use()
-                held.release()
-
     def end(self) -> None:
         """What was opened and never updated is forgotten; rows may come as soon as a batch is routed."""
         super().end()

@@ -29,8 +29,14 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
 
     is_on_device = True
 
+    def __init__(self, part: DevicePart | DeviceCorePart, obstacle: str) -> None:
+        super().__init__(part, obstacle)
+        self._fetched: DeviceWindow | None = None  # and not updated
+
     def fetch(self, window: DeviceWindow, part: int) -> None:
         """Brings all rows with the first micro-batch. Collective."""
+        if part == 0:
+            self._fetched = window
         super().fetch(window, part)
         if part == 0:
             for group in self._mine(window):
@@ -45,6 +51,18 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
         for group in self._mine(window):
             group.hand_gradients_over()
         super().update(window, lrs, step)
+        self._fetched = None
+
+    def let_go(self, window: DeviceWindow) -> None:
+        """Gives rows up that the current stream has read and nobody will update, where they are held."""
+        for group in self._mine(window):
+            group.group.let_go()
+
+    def end(self) -> None:
+        """What was fetched and never updated may leave fast memory, though the program may keep the batch."""
+        if self._fetched is not None:
+            self.let_go(self._fetched)
+            self._fetched = None
 
     def _mine(self, window: DeviceWindow) -> list[DeviceWindowGroup]:
         return [window.groups[index] for index in self._part.indices]
