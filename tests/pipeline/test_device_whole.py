@@ -32,6 +32,7 @@ TABLES = (table("tag", 7, 3, "adam"), table("item", 20, 3, "adam", pooling="mean
 JOB = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=3, decay=0.9, sharing="hot")
 CORED = (cored("place", 30, 3, "adagrad", rank=2), table("user", 20, 3, "adagrad"))
 TIERED = tuple(replace(each, storage="tiered") for each in TABLES)
+GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
 ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
 JOBS = {
     "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
@@ -39,9 +40,8 @@ JOBS = {
     "one copy a node": replace(JOB, plan=ONE_COPY_A_NODE, ranks_per_node=1),
     "tiered tables": replace(JOB, tables=TIERED, tiers=Tiers(fast_share=0.001, fast_rows=25, verify=True, poison=True)),
     "replicas of one rank": in_groups(JOB, 2),
-    "replicas of one rank, averaged": in_groups(JOB, 2, mode="average"),
+    "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
 }
-GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
 ONE_SIDED = {
     "copied rows, evaluations": replace(JOB, plan=with_copies(TABLES, 2), evaluates=True),
     "replicas": GROUPS,
@@ -50,7 +50,7 @@ ONE_SIDED = {
 SLOW = {
     "tensor-train tables alone, one rank": replace(JOB, tables=CORED[:1], batch_sizes=(3,)),
     "replicas of two ranks": GROUPS,
-    "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
+    "replicas of one rank, averaged": in_groups(JOB, 2, mode="average"),
     "replicas of one rank, whole tables averaged": replace(
         in_groups(JOB, 2), synchronization=Synchronization("average", every=2, dense=True)
     ),
