@@ -49,7 +49,7 @@ class _Noted(NamedTuple):
     before: _Known
 
     @property
-    def is_done(self) -> bool:
+    def is_done(self) -> bool:  # the program may have changed its stream between the two
         return self.end.has_passed and self.start.has_passed
 
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from rowmesh.pipeline.recorder import Totals
+from rowmesh.train import steps
 from rowmesh.train.commands import run_evaluation
 
 COLLECTIVE = ["parallel.transport=collective", "tables.dtype=float64"]
@@ -27,6 +29,12 @@ def test_a_pipeline_trains_the_same_model(train, tmp_path):
 def test_auto_says_what_it_chose(train):
     run = train("auto", *COLLECTIVE, "pipeline.depth=auto", "pipeline.micro_batches=auto", "train.epochs=5")
     assert "pipeline  off: " in run.out or "ms a step expected" in run.out
+
+
+def test_what_is_waited_for_in_turn_is_counted_once():
+    """By the stages that do it."""
+    totals = Totals({"compute": 4.0, "rows": 2.0, "wait": 2.0}, {"compute": 3.0, "rows": 1.0, "wait": 0.5})
+    assert steps._per_step(totals, 2) == ({"compute": 2.0, "rows": 1.0}, {"compute": 1.5, "rows": 0.5})
 
 
 def test_a_run_that_is_too_short_to_measure_says_so(train):
