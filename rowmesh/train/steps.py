@@ -119,10 +119,7 @@ class PipelinedSteps:
         assert config.micro_batches != "auto"
         pipeline = self._make(config.depth, config.micro_batches)
         self._say(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
-        while left:
-            steps = min([left, *(every - self._trainer.step % every for every in self._pauses)])
-            yield from self._run(pipeline, batches, steps)
-            left -= steps
+        yield from self._run(pipeline, batches, left)
 
     def settle(self) -> None:
         """Waits until the steps so far are done."""
@@ -159,6 +156,13 @@ class PipelinedSteps:
         return pipeline
 
     def _run(self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+        """So many batches, with pauses."""
+        while count:
+            steps = min([count, *(every - self._trainer.step % every for every in self._pauses)])
+            yield from self._run_on(pipeline, batches, steps)
+            count -= steps
+
+    def _run_on(self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
         """So many batches; the last is given when nothing is under way any more."""
         self._pipeline, last = pipeline, None
         for number, window in enumerate(pipeline.windows(islice(batches, count)), 1):
