@@ -49,8 +49,8 @@ def read_manifest(folder: Path) -> Manifest:
 def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -> dict[str, Any]:
     """Fills the rows of `embeddings` that live on this rank; returns what was saved as `dense`.
 
-    Ranks read independently, whatever number of them wrote; look rows up only after all have
-    (`EmbeddingCollection.barrier`).
+    Ranks read independently, whatever number of them wrote: look rows up only after all have, and have all done with
+    look-ups of before (`EmbeddingCollection.barrier`, both times), since ranks may read each other's rows.
 
     Args:
         folder: the checkpoint.

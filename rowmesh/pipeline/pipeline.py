@@ -241,6 +241,13 @@ class Pipeline(Generic[T]):
     def _begin(self, items: Iterable[T]) -> Runner:
         reader, cancelled = iter(items), threading.Event()
         self._embeddings.take_over(Driver(self._step, self.settle, cancelled))
+        try:
+            return self._start(reader, cancelled)
+        except BaseException:  # or nobody could look rows up any more
+            self._embeddings.take_back()
+            raise
+
+    def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._embeddings.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._embeddings.num_migrations
         self._reader, self._end = reader, None

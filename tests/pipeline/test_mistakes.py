@@ -56,6 +56,22 @@ def test_micro_batches_are_given_once():
             optimizer.step()
 
 
+def test_a_loop_that_cannot_begin_leaves_the_collection_free(monkeypatch):
+    collection, optimizer = make()
+    pipeline = Pipeline(collection)
+    with monkeypatch.context() as patch, pytest.raises(RowmeshError, match="nothing begins"):
+        patch.setattr(pipeline._windows[0], "begin", failing)
+        next(pipeline.windows(items(2)))
+    look_up(collection)
+    for window in pipeline.windows(items(2)):
+        train(window, optimizer)
+    assert collection.step_count == 2
+
+
+def failing(number):
+    raise RowmeshError("nothing begins")
+
+
 def test_a_loop_that_was_closed_ends_no_other():
     collection, optimizer = make()
     pipeline = Pipeline(collection)
