@@ -14,7 +14,7 @@ WAITING = {
 }  # fmt: skip
 OF_WHOLE_NUMBERS = {
     "segment_unique": {"atomic_cas", "atomic_min", "atomic_add"}, "route": {"atomic_min"}, "prefixes": {"atomic_min"},
-    "bound_ids": {"atomic_add"},
+    "bound_ids": {"atomic_add"}, "merge_update": {"atomic_add"},
 }  # fmt: skip
 
 
