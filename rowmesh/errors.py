@@ -13,6 +13,10 @@ class DataError(RowmeshError, ValueError):
     """Input data is malformed: names the file and line, or the feature, and the values."""
 
 
+class DamagedFileError(RowmeshError):
+    """A file does not hold what was written: names the file and the bytes."""
+
+
 class IdRangeError(DataError):
     """Ids lie outside their table: names the features, how many ids, and the range."""
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rowmesh.cli.printing import say, table_of_numbers
-from rowmesh.data.manifest import why_stale
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
+from rowmesh.files.manifest import why_stale
 
 MAX_REASONS = 5
 

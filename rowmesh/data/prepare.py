@@ -17,7 +17,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 import rowmesh
-from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
 from rowmesh.data.parquet import multi_hot_columns
 from rowmesh.data.prepared import (
@@ -40,6 +39,7 @@ from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.files.folder import replacing_folder
 
 QUARANTINE = "quarantine.jsonl"
 

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-
-@contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Gives an OSError of a write, which does not know the file, its name."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
+from rowmesh.files.atomic import naming
 
 
 class JsonLines:

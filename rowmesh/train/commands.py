@@ -12,6 +12,7 @@ from typing import Any
 from rowmesh import checkpoint
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
+from rowmesh.files.atomic import write_text
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
@@ -28,7 +29,7 @@ from rowmesh.train.placement import Placement, configured_placement, evaluation_
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
-from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json, write_text
+from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.splits import check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0

@@ -27,10 +27,10 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.read import load_dense
 from rowmesh.checkpoint.rows import SavedRows, as_float
 from rowmesh.data import Prepared
-from rowmesh.data.atomic import replacing_folder
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.progress import Progress, silent
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.files.folder import replacing_folder
 from rowmesh.suggest import hint
 from rowmesh.train.fingerprint import mismatch
 from rowmesh.train.resolve import resolve

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rowmesh.data.lock import exclusive
-from rowmesh.data.manifest import MANIFEST, Manifest
 from rowmesh.errors import RowmeshError
-from rowmesh.observe.json_lines import naming
+from rowmesh.files.atomic import naming, write_text
+from rowmesh.files.lock import exclusive
+from rowmesh.files.manifest import MANIFEST, Manifest
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
@@ -128,22 +127,6 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that it is whole or as it was before, whatever happens; makes its folder if need be."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
 def _check_free(folder: Path, overwrite: bool) -> None:
     """Raises RowmeshError where something would be lost that no run wrote, or a run that may not be overwritten."""
     if not {path.name for path in folder.iterdir()} - {LOCK}:
@@ -184,4 +167,4 @@ def _clear(folder: Path) -> None:
 
 def _is_partial(path: Path) -> bool:
     """Whether a crash left it in the middle of a write."""
-    return path.name == f"{MANIFEST}.new" or bool(re.fullmatch(_PARTIAL, path.name))
+    return bool(re.fullmatch(_PARTIAL, path.name))

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 
 from rowmesh.data import Loader, Prepared, ReorderOptions, reorder
-from rowmesh.data.manifest import Manifest
 from rowmesh.data.reorder import order as order_module
 from rowmesh.data.reorder.groups import count_prefixes
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.files.manifest import Manifest
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
 
 OPTIONS = ReorderOptions(batch_size=BATCH, max_edges=200_000)

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowmesh.data.lock import exclusive
-from rowmesh.data.manifest import MANIFEST, Manifest, contents
 from rowmesh.errors import RowmeshError
+from rowmesh.faults import reach
+from rowmesh.files.atomic import sync_file, sync_folder
+from rowmesh.files.lock import exclusive
+from rowmesh.files.manifest import MANIFEST, Manifest, contents
 
 
 @contextlib.contextmanager
@@ -50,10 +52,13 @@ def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], ove
             Manifest(kind=kind).write(partial)
             yield partial
             Manifest(kind=kind, request=request, files=tuple(contents(partial))).write(partial)
+            _sync(partial)
             _check_free(target, kind, overwrite)  # much time may have passed
             if target.exists():
                 target.rename(old)
+            reach("files.folder.renamed_old", target)
             partial.rename(target)
+            sync_folder(target.parent)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -62,6 +67,16 @@ def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], ove
         finally:
             _restore(old, target)
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until a folder and its files are on disk, so that no crash leaves a renamed folder of empty files."""
+    reach("files.folder.sync", folder)
+    for root, _, files in os.walk(folder):
+        for name in files:
+            if not (Path(root) / name).is_symlink():
+                sync_file(Path(root) / name)
+        sync_folder(Path(root))
 
 
 def _restore(old: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rowmesh.data.manifest import Manifest, contents, differences, why_stale
+from rowmesh.files.manifest import Manifest, contents, differences, why_stale
 
 REQUEST = {"files": {"train": ["a.csv, 3 bytes"]}, "min_count": 2}
 

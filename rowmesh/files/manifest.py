@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rowmesh.files.atomic import write_text
+
 MANIFEST = "manifest.json"
 _SIGNATURE = "rowmesh"
 MAX_SHOWN = 200
@@ -43,9 +45,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""
         values = {"written_by": _SIGNATURE, "kind": self.kind, "request": self.request, "files": self.files}
-        written = folder / f"{MANIFEST}.new"
-        written.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        written.replace(folder / MANIFEST)
+        write_text(folder / MANIFEST, json.dumps(values, indent=1) + "\n")
 
 
 def contents(folder: Path) -> list[str]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rowmesh.data.atomic import replacing_folder
-from rowmesh.data.manifest import Manifest
 from rowmesh.errors import RowmeshError
+from rowmesh.files.folder import replacing_folder
+from rowmesh.files.manifest import Manifest
 
 
 def names(folder):

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from rowmesh.data.lock import exclusive
 from rowmesh.errors import RowmeshError
+from rowmesh.files.lock import exclusive
 
 
 def test_the_second_is_refused(tmp_path):

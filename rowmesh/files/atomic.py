@@ -1,0 +1,83 @@
+"""Writing one file so that it is whole or as it was before, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from rowmesh.faults import reach
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Adds the path to an OSError of a write, which does not know its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the place of `path` when the block ends without an error.
+
+    Content and name are on disk (`fsync`) before this returns. On any error the partial file is removed and what
+    stood at `path` stays; the folder of `path` must exist. Where `path` is a link, the link stays and its target
+    is replaced.
+
+    Raises:
+        OSError: the file cannot be written; it names `path`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing_file(Path(folder) / "plan.json") as file:
+        ...         _ = file.write(b"{}")
+        ...     (Path(folder) / "plan.json").read_text()
+        '{}'
+    """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(path):
+            with partial.open("wb") as file:
+                yield file
+                reach("files.write", path)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file, whole or not at all; makes its folder, but not those above it, if need be."""
+    path.parent.mkdir(exist_ok=True)
+    with replacing_file(path) as file:
+        file.write(text.encode())
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file's content is on disk."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on disk: a new or renamed file is safe only after that."""
+    _sync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""Checksums of files by block, so that a flipped bit is noticed, and located, when the block is first read."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+import xxhash
+
+from rowmesh.errors import DamagedFileError
+
+BLOCK_BYTES = 4 << 20
+"""One checksum a block: 16 hexadecimal digits for 4 MiB, 4 KB of manifest for a GiB."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a file is to hold: its size, and the XXH3 (64 bits) of each of its blocks.
+
+    These find what disks, memory and interrupted copies do. They are no defence against somebody who changes a file on
+    purpose and its checksums with it.
+
+    Attributes:
+        size_bytes: of the whole file.
+        blocks: checksums in hexadecimal, one for every `block_bytes` bytes; the last block may be shorter.
+        block_bytes: the size of a block.
+    """
+
+    size_bytes: int
+    blocks: tuple[str, ...]
+    block_bytes: int = BLOCK_BYTES
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for a manifest."""
+        return {"size_bytes": self.size_bytes, "block_bytes": self.block_bytes, "xxh3_64": list(self.blocks)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """From the values in a manifest.
+
+        Raises:
+            ValueError, KeyError, TypeError: they are none.
+        """
+        size, block, blocks = values["size_bytes"], values["block_bytes"], tuple(values["xxh3_64"])
+        if not (isinstance(size, int) and isinstance(block, int) and size >= 0 and block > 0):
+            raise ValueError("sizes of a file and its blocks are positive whole numbers")
+        if len(blocks) != -(-size // block) or not all(isinstance(each, str) for each in blocks):
+            raise ValueError(f"{len(blocks)} checksums for {size} bytes in blocks of {block}")
+        return cls(size, blocks, block)
+
+
+class ChecksumWriter:
+    """Passes bytes on to a file and keeps their checksums: what is written need not be read again for them.
+
+    Args:
+        file: open for writing, in binary mode; it is written from here on in order, without seeks.
+
+    Example:
+        >>> import io
+        >>> writer = ChecksumWriter(io.BytesIO())
+        >>> _ = writer.write(b"rows")
+        >>> writer.checksums().size_bytes
+        4
+    """
+
+    def __init__(self, file: IO[bytes], block_bytes: int = BLOCK_BYTES) -> None:
+        self._file, self._block_bytes = file, block_bytes
+        self._done: list[str] = []
+        self._open, self._open_bytes = xxhash.xxh3_64(), 0
+
+    def write(self, data: Any) -> int:
+        """Writes the bytes of any contiguous buffer; returns how many."""
+        view = memoryview(data).cast("B")
+        begin = 0
+        while begin < len(view):
+            part = view[begin : begin + self._block_bytes - self._open_bytes]
+            self._open.update(part)
+            self._open_bytes += len(part)
+            begin += len(part)
+            if self._open_bytes == self._block_bytes:
+                self._close_block()
+        self._file.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Flushes the file."""
+        self._file.flush()
+
+    def checksums(self) -> Checksums:
+        """Of all that was written so far."""
+        rest = (self._open.hexdigest(),) if self._open_bytes else ()
+        size = len(self._done) * self._block_bytes + self._open_bytes
+        return Checksums(size, (*self._done, *rest), self._block_bytes)
+
+    def _close_block(self) -> None:
+        self._done.append(self._open.hexdigest())
+        self._open, self._open_bytes = xxhash.xxh3_64(), 0
+
+
+def checksums_of(path: Path, block_bytes: int = BLOCK_BYTES) -> Checksums:
+    """Reads a file for its checksums."""
+    with path.open("rb") as file:
+        blocks = tuple(xxhash.xxh3_64_hexdigest(block) for block in iter(lambda: file.read(block_bytes), b""))
+        return Checksums(file.tell(), blocks, block_bytes)
+
+
+class VerifiedBytes:
+    """The bytes of a mapped or loaded file, compared with their checksums when they are first used.
+
+    Safe from several threads: two that use a new block at once may both verify it.
+
+    Args:
+        path: the file, for messages.
+        data: all its bytes.
+        expected: what they are to be; None verifies nothing.
+        advice: what a user does about a damaged file, for the message.
+
+    Raises:
+        DamagedFileError: the file has another size.
+    """
+
+    def __init__(
+        self, path: Path, data: bytes | memoryview | mmap.mmap, expected: Checksums | None, advice: str
+    ) -> None:
+        self._path, self._data, self._expected, self._advice = path, memoryview(data).cast("B"), expected, advice
+        self._verified: set[int] = set()
+        self._lock = threading.Lock()
+        if expected is not None and len(self._data) != expected.size_bytes:
+            raise DamagedFileError(
+                f"{path} has {len(self._data):,} bytes where {expected.size_bytes:,} were written; {advice}"
+            )
+
+    def verify(self, begin: int = 0, end: int | None = None) -> None:
+        """Verifies the blocks of bytes `begin` to `end` that were not verified before.
+
+        Raises:
+            DamagedFileError: a block is not what was written; names its bytes.
+        """
+        if self._expected is None:
+            return
+        size = self._expected.block_bytes
+        for number in range(begin // size, -(-(len(self._data) if end is None else end) // size)):
+            if number not in self._verified:
+                block = self._data[number * size : (number + 1) * size]
+                if xxhash.xxh3_64_hexdigest(block) != self._expected.blocks[number]:
+                    raise DamagedFileError(
+                        f"{self._path} is damaged: bytes {number * size:,} to {number * size + len(block) - 1:,} are "
+                        f"not what was written; {self._advice}"
+                    )
+                with self._lock:
+                    self._verified.add(number)
+
+
+def damaged_blocks(path: Path, expected: Checksums) -> Iterator[int]:
+    """The numbers of the blocks of a file that differ from their checksums, missing ones too."""
+    found = checksums_of(path, expected.block_bytes)
+    for number in range(max(len(found.blocks), len(expected.blocks))):
+        if found.blocks[number : number + 1] != expected.blocks[number : number + 1]:
+            yield number

@@ -1,0 +1,33 @@
+import errno
+
+import pytest
+
+from rowmesh.faults import arm
+from rowmesh.files.atomic import replacing_file, write_text
+
+
+def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
+    path = tmp_path / "plan.json"
+    write_text(path, "first")
+    with pytest.raises(KeyError), replacing_file(path) as file:
+        file.write(b"second, in part" + {}["no such key"])
+    assert path.read_text() == "first"
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_former(tmp_path):
+    path = tmp_path / "plan.json"
+    write_text(path, "first")
+    with arm("files.write=ENOSPC"), pytest.raises(OSError) as caught:
+        write_text(path, "second")
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "first"
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"
