@@ -1,0 +1,302 @@
+"""Faults that the tests must find: each mutation breaks one line of the exchange, and some test has to fail.
+
+    python -m tests.mutations                 # all of them, a few minutes each on a busy machine
+    python -m tests.mutations --only relay    # those whose name contains a word
+    python -m tests.mutations --list
+
+Prints one JSON line a mutation, and a summary at the end: {"summary": {"killed": 26, "survived": []}}. A mutation whose
+line is not in its file any more is an error: move it along with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 1200
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: what goes wrong.
+        file: where.
+        old, new: the text, which the file has once, and what it becomes.
+        tests: what pytest runs.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+PLAIN = "tests/test_collection.py tests/test_equivalence.py"
+PLANS = "tests/test_plans.py"
+RANKS = "tests/exchange tests/test_collection.py"
+REPLICAS = "tests/test_two_dimensional.py"
+PIPELINE = "tests/pipeline/test_pipeline.py tests/pipeline/test_mistakes.py tests/ops/test_window.py"
+TIERS = "tests/tables tests/pipeline/test_tiers.py"
+CORES = "tests/exchange tests/test_tensor_train_tables.py"
+DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.py"
+
+GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/cpu.py"
+WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
+
+MUTATIONS = [
+    Mutation(
+        "reply: rows of the wrong slot",
+        GATHER,
+        "row = load_row(arena + load_u32(slots + 4 * m) * ROW_BYTES, DIM, STORAGE)",
+        "row = load_row(arena + load_u32(slots + 4 * max(m - 1, 0)) * ROW_BYTES, DIM, STORAGE)",
+        PLAIN,
+    ),
+    Mutation(
+        "reply: one entry of a chain is skipped",
+        GATHER,
+        "                if rank == own:\n",
+        "                if rank == own or entry == 3:\n",
+        PLANS,
+    ),
+    Mutation(
+        "route: a row of another owner", ROUTE, "stop = row + shift & mask", "stop = row + shift + 1 & mask", PLAIN
+    ),
+    Mutation("route: slots of other rows", ROUTE, "home, base + quotient(x, per_divisor)", "home, base", PLANS),
+    Mutation(
+        "route: the last id is not refused",
+        ROUTE,
+        "if np.uint64(row) >= limit:\n                    return u\n                stop",
+        "if np.uint64(row) > limit:\n                    return u\n                stop",
+        PLAIN,
+    ),
+    Mutation(
+        "merge: a request is chained to the head",
+        MERGE,
+        "store_u32(nexts + 4 * load_u32(tails + 4 * m), entry)",
+        "store_u32(nexts + 4 * load_u32(heads + 4 * m), entry)",
+        PLAIN,
+    ),
+    Mutation(
+        "merge: nodes are not summed apart",
+        f"{EXCHANGE}/collective_group.py",
+        "                sources.end_node()\n",
+        "                pass\n",
+        PLANS,
+    ),
+    Mutation(
+        "push: gradients of one rank are dropped",
+        f"{EXCHANGE}/transport.py",
+        "        self._lists.append((slots, offsets.ctypes.data, gradients))\n",
+        "        if len(self._lists) != 1:\n            self._lists.append((slots, offsets.ctypes.data, gradients))\n",
+        PLAIN,
+    ),
+    Mutation(
+        "one-sided: gradients of a copy are dropped",
+        f"{EXCHANGE}/transport.py",
+        "for stop in np.flatnonzero(sizes).tolist()]",
+        "for stop in np.flatnonzero(sizes).tolist()[1:]]",
+        PLANS,
+    ),
+    Mutation(
+        "one-sided: ranks do not wait for updates",
+        f"{EXCHANGE}/one_sided.py",
+        "exchange.copies.start)\n        self._barrier.wait()\n",
+        "exchange.copies.start)\n",
+        RANKS,
+    ),
+    Mutation(
+        "one-sided: an outbox that moved is read where it was",
+        f"{EXCHANGE}/one_sided.py",
+        "if mapped is None or mapped.generation != generation:",
+        "if mapped is None:",
+        RANKS,
+    ),
+    Mutation(
+        "copies: the sums of one member are not applied",
+        f"{EXCHANGE}/replicas.py",
+        "        for sums in everyone:\n",
+        "        for sums in everyone[1:]:\n",
+        PLANS,
+    ),
+    Mutation(
+        "copies: what is passed on is applied twice",
+        f"{EXCHANGE}/replicas.py",
+        "if member != channel.member:",
+        "if True:",
+        PLANS,
+    ),
+    Mutation(
+        "two hops: rows of a node begin one later",
+        f"{EXCHANGE}/relay.py",
+        "into = replies + reply_bounds[node] * exchange.row_bytes",
+        "into = replies + max(reply_bounds[node] - 1, 0) * exchange.row_bytes",
+        PLANS,
+    ),
+    Mutation(
+        "two hops: forwarding is skipped",
+        f"{EXCHANGE}/collective_group.py",
+        "            self._replicas.pass_on(received, self._node, update)\n",
+        "            pass\n",
+        PLANS,
+    ),
+    Mutation(
+        "exact replicas: only what this replica summed is applied",
+        f"{EXCHANGE}/summed.py",
+        '        """Adds what all groups told, in their order, and updates."""\n        self._merge(told)\n',
+        '        """Adds what all groups told, in their order, and updates."""\n        self._merge(told[:1])\n',
+        REPLICAS,
+    ),
+    Mutation(
+        "exact replicas: sums are added in another order",
+        f"{EXCHANGE}/telling.py",
+        "group.replicated.combine(self._column.receive(group, [0, 0]), update)",
+        "group.replicated.combine(self._column.receive(group, [0, 0])[::-1], update)",
+        REPLICAS,
+    ),
+    Mutation(
+        "averages: rows stay marked",
+        f"{EXCHANGE}/averaged.py",
+        "        self._marks[self._slots.array(np.uint32, self._slots.used // 4)] = 0\n",
+        "",
+        REPLICAS,
+    ),
+    Mutation(
+        "averages: moments are not averaged",
+        f"{EXCHANGE}/averaged.py",
+        "        for kind, (column, out) in enumerate(zip(self._columns, means, strict=True)):\n",
+        "        for kind, (column, out) in list(enumerate(zip(self._columns, means, strict=True)))[:1]:\n",
+        REPLICAS,
+    ),
+    Mutation(
+        "window: a row that is not final is fetched early",
+        WINDOW,
+        "if load_u32(before + 4 * m) == number - 1:",
+        "if load_u32(before + 4 * m) == number - 2:",
+        PIPELINE,
+    ),
+    Mutation(
+        "window: a gradient goes before its last micro-batch",
+        WINDOW,
+        "            push = last\n",
+        "            push = last >> 1 if last > 1 else last\n",
+        PIPELINE,
+    ),
+    Mutation(
+        "window: gradients of a phase come twice",
+        f"{EXCHANGE}/phased_group.py",
+        "return int(travel.gradients_out[:phase].sum()) * self.exchange.gradient_bytes",
+        "return 0",
+        PIPELINE,
+    ),
+    Mutation(
+        "tiers: a failed write counts as done",
+        "rowmesh/tables/write_back.py",
+        "tier.freed(tier.table.written(frames, failure is None, tier.retain))",
+        "tier.freed(tier.table.written(frames, True, tier.retain))",
+        TIERS,
+    ),
+    Mutation(
+        "tiers: an updated row counts as clean",
+        "rowmesh/tables/leased_rows.py",
+        "tier.freed(tier.table.release(lease.frames, changed, tier.retain))",
+        "tier.freed(tier.table.release(lease.frames, False, tier.retain))",
+        TIERS,
+    ),
+    Mutation(
+        "migration: states stay behind",
+        f"{EXCHANGE}/migration.py",
+        "        target[torch.from_numpy(moves.kept_to)] = source[torch.from_numpy(moves.kept_from)]\n",
+        "        if target.shape == new.rows.shape:\n"
+        "            target[torch.from_numpy(moves.kept_to)] = source[torch.from_numpy(moves.kept_from)]\n",
+        "tests/exchange/test_migration.py tests/test_migrations.py",
+    ),
+    Mutation(
+        "cores: sums leave one rank out",
+        f"{EXCHANGE}/core_sums.py",
+        "    for vector in vectors[2:]:\n",
+        "    for vector in vectors[3:]:\n",
+        CORES,
+    ),
+    Mutation(
+        "device: rows of the wrong request",
+        f"{EXCHANGE}/device/phased.py",
+        "slots = requests[out] if packing.order is None else requests.index_select(0, packing.order[out])",
+        "slots = requests[out]",
+        DEVICE,
+    ),
+    Mutation(
+        "device: routes are merged in another order",
+        f"{EXCHANGE}/device/lane.py",
+        "return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])",
+        "return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank[::-1]])",
+        DEVICE,
+    ),
+    Mutation(
+        "device: a final row is stale",
+        f"{EXCHANGE}/device/phased.py",
+        "is_final = (places < 0)",
+        "is_final = (places < 1)",
+        DEVICE,
+    ),
+]
+
+
+def outcome(mutation: Mutation, folder: Path) -> str:
+    """ "killed", "survived", or what went wrong; `folder` has a copy of the repository."""
+    path = folder / mutation.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        return f"error: {mutation.file} has the line {text.count(mutation.old)} times"
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    try:
+        done = subprocess.run(
+            [*command, *mutation.tests.split()], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "killed"
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return {0: "survived", 1: "killed"}.get(done.returncode, f"error: pytest ended with {done.returncode}")
+
+
+def main() -> int:
+    """Runs the mutations that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a word of the names of those to run")
+    parser.add_argument("--list", action="store_true", help="print their names")
+    options = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
+    if options.list:
+        print(*(mutation.name for mutation in chosen), sep="\n")
+        return 0
+    results: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="rowmesh-mutations-") as scratch:
+        folder = Path(scratch) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", "runs", "data/generated", ".hypothesis")
+        shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)  # with the kernels that were compiled
+        for mutation in chosen:
+            began = time.perf_counter()
+            results[mutation.name] = outcome(mutation, folder)
+            elapsed_s = round(time.perf_counter() - began, 1)
+            print(
+                json.dumps({"mutation": mutation.name, "outcome": results[mutation.name], "s": elapsed_s}), flush=True
+            )
+    others = {name: result for name, result in results.items() if result != "killed"}
+    print(json.dumps({"summary": {"killed": len(results) - len(others), "of": len(results), "others": others}}))
+    return bool(others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
