@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from rowmesh.cli.data_report import is_current, print_drawn, print_prepared, print_reordered
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
@@ -22,6 +21,7 @@ from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
 from rowmesh.observe import PartsProgress
+from rowmesh.report.data_text import is_current, print_drawn, print_prepared, print_reordered
 from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()

@@ -36,8 +36,8 @@ def export(
     """
     from rich.console import Console
 
-    from rowmesh.cli.printing import say, table_of_numbers
     from rowmesh.observe.progress import PartsProgress
+    from rowmesh.report.printing import say, table_of_numbers
     from rowmesh.train.export import export as write
 
     console = Console()

@@ -8,22 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rowmesh.cli.plan_replicas import Replication, explain_replicas, print_replicas
-from rowmesh.cli.plan_report import Printer
+from rowmesh.cli.plan_replicas import Replication
 from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.placement.comparison import Comparison, compare
-from rowmesh.placement.explain import explain
 from rowmesh.placement.measure import measure_topology
-from rowmesh.placement.report import write_report
 from rowmesh.placement.request import Mode, Objective, Request
 from rowmesh.placement.text import bytes_text, parse_bytes
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import ReplicaComparison, compare_replicas
-from rowmesh.placement.two_dimensional_report import write_replica_report
+from rowmesh.report.explanation import explain
+from rowmesh.report.plan_page import write_report
+from rowmesh.report.plan_text import Printer
+from rowmesh.report.replica_page import write_replica_report
+from rowmesh.report.replica_text import explain_replicas, print_replicas
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
 from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of

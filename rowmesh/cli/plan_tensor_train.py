@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from rowmesh.cli.plan_report import Printer
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim import AdaGrad, UpdateRule
 from rowmesh.placement import Profile, TableShape
 from rowmesh.placement.text import bytes_text
+from rowmesh.report.plan_text import Printer
 from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tensor_train.cost import step_seconds
 from rowmesh.train.config import Config, TablesConfig

@@ -45,16 +45,16 @@ class Strategy(Protocol):
 
 # Imported at first use: some need Numba or scipy.
 STRATEGIES = {
-    "auto": "auto.search",
-    "dealt": "dealt.search",
-    "partitioned": "partitioned.search",
-    "memory_greedy": "baselines.memory_greedy",
-    "access_greedy": "baselines.access_greedy",
-    "table_wise": "baselines.table_wise",
-    "row_wise": "baselines.row_wise",
-    "torchrec_like": "baselines.torchrec_like",
-    "exact": "exact.search",
-    "exact_partitions": "exact_partitions.search",
+    "auto": "strategies.auto.search",
+    "dealt": "strategies.dealt.search",
+    "partitioned": "baselines.partitioned.search",
+    "memory_greedy": "baselines.heuristics.memory_greedy",
+    "access_greedy": "baselines.heuristics.access_greedy",
+    "table_wise": "baselines.heuristics.table_wise",
+    "row_wise": "baselines.heuristics.row_wise",
+    "torchrec_like": "baselines.heuristics.torchrec_like",
+    "exact": "baselines.exact.search",
+    "exact_partitions": "baselines.exact_partitions.search",
 }
 BASELINES = ("memory_greedy", "access_greedy", "table_wise", "row_wise", "torchrec_like")
 QUICK = ("dealt", "partitioned", *BASELINES)
@@ -68,8 +68,8 @@ def find(name: str) -> Strategy:
     """
     if name not in STRATEGIES:
         raise ConfigurationError(f"no placement strategy {name!r}; there are {', '.join(STRATEGIES)}")
-    module, function = STRATEGIES[name].split(".")
-    return getattr(importlib.import_module(f"rowmesh.placement.strategies.{module}"), function)
+    module, function = STRATEGIES[name].rsplit(".", 1)
+    return getattr(importlib.import_module(f"rowmesh.placement.{module}"), function)
 
 
 def search(name: str, profile: Profile, topology: Topology, request: Request) -> Plan:

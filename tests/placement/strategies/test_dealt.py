@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rowmesh.placement import TableShape
+from rowmesh.placement.baselines import partitioned
+from rowmesh.placement.baselines.heuristics import access_greedy, memory_greedy, row_wise
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies import partitioned
-from rowmesh.placement.strategies.baselines import access_greedy, memory_greedy, row_wise
 from rowmesh.placement.strategies.dealing import MAX_HEAD_ROWS
 from rowmesh.placement.strategies.dealt import search
 from rowmesh.placement.strategies.problem import Problem

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 import rowmesh
-from rowmesh.placement.charts import bars, frequency_curve, heatmap
 from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import TablePlan
 from rowmesh.placement.profile import TableProfile
 from rowmesh.placement.summary import LEVEL_OF, Level, accesses_before, levels_of, stretches
 from rowmesh.placement.text import bytes_text, rows_text, share_text
+from rowmesh.report.charts import bars, frequency_curve, heatmap
 
 MAX_STRETCHES = 400
 FIRST_TABLES = 12
@@ -46,7 +46,7 @@ def report(comparison: Comparison, title: str) -> str:
 
 def page(title: str, parts: Iterable[str]) -> str:
     """An HTML file that needs nothing beside it."""
-    style = (resources.files("rowmesh.placement") / "assets" / "report.css").read_text(encoding="utf-8")
+    style = (resources.files("rowmesh.report") / "assets" / "report.css").read_text(encoding="utf-8")
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

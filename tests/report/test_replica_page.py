@@ -3,14 +3,14 @@
 import re
 
 import pytest
+from tests.report.test_plan_page import Page
 
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
-from rowmesh.placement.two_dimensional_report import replica_report, write_replica_report
+from rowmesh.report.replica_page import replica_report, write_replica_report
 from tests.placement.problems import problem
-from tests.placement.test_report import Page
 from tests.placement.test_two_dimensional import AVERAGE, hot_and_cold
 
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rowmesh.cli.printing import say, table_of_numbers
 from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import LEVELS, levels_of
 from rowmesh.placement.text import bytes_text, share_text
+from rowmesh.report.printing import say, table_of_numbers
 
 MAX_RANKS = 16
 PLAIN_WIDTH = 160

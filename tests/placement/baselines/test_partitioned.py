@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import TableShape
+from rowmesh.placement.baselines.duplication import duplicate_for_inference, pays_in_training
+from rowmesh.placement.baselines.partitioned import judge, search
+from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.duplication import duplicate_for_inference, pays_in_training
-from rowmesh.placement.strategies.partitioned import judge, search
-from rowmesh.placement.strategies.partitions import Partitions
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 from tests.placement.strategies.problems import power_law, small

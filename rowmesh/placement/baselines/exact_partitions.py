@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement.baselines.partitioned import judge
+from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.partitioned import judge
-from rowmesh.placement.strategies.partitions import Partitions
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 

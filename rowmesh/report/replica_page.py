@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from rowmesh.placement.report import footer, heading, page, sections
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
 from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
+from rowmesh.report.plan_page import footer, heading, page, sections
 
 HEADS = (
     "replicas", "tables", "next to each other", "memory, fullest rank", "look-ups, busiest rank", "all-to-all",

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import TableShape
+from rowmesh.placement.baselines import exact, exact_partitions
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies import dealt, exact, exact_partitions
+from rowmesh.placement.strategies import dealt
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from rowmesh.placement import RowRange, TablePlan, TableShape
-from rowmesh.placement.charts import bars, frequency_curve, heatmap
 from rowmesh.placement.profile import TableProfile
+from rowmesh.report.charts import bars, frequency_curve, heatmap
 
 
 def planned(counts, *ranges):

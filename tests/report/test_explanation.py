@@ -4,8 +4,8 @@ import pytest
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.comparison import compare
-from rowmesh.placement.explain import explain
 from rowmesh.placement.topology import Topology
+from rowmesh.report.explanation import explain
 from tests.placement.problems import NAMES, NUM_ROWS, problem
 
 

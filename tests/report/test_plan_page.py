@@ -5,10 +5,10 @@ from html.parser import HTMLParser
 import pytest
 
 from rowmesh.placement.comparison import Candidate, compare
-from rowmesh.placement.report import report, write_report
 from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
+from rowmesh.report.plan_page import report, write_report
 from tests.placement.problems import problem
 
 VOID = {"meta", "br", "link", "img", "input"}

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rowmesh.cli.printing import say, table_of_numbers
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
 from rowmesh.files.manifest import why_stale
+from rowmesh.report.printing import say, table_of_numbers
 
 MAX_REASONS = 5
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import equations
+from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.cost import degree_of_balance
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.partitions import Partitions
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
@@ -94,7 +94,7 @@ def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarra
 
 
 def _paths(problem: Problem, parts: Partitions, home: np.ndarray) -> np.ndarray:
-    from rowmesh.placement.strategies.duplication import duplicate_for_inference, pays_in_training
+    from rowmesh.placement.baselines.duplication import duplicate_for_inference, pays_in_training
 
     W, request = problem.topology.world_size, problem.request
     spare = (problem.limit_bytes - np.bincount(home, parts.stored_bytes, W)) * problem.allows_copies

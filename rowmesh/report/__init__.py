@@ -1,0 +1,1 @@
+"""What people read: pages, charts, tables and explanations of plans and data."""
