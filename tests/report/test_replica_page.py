@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from tests.report.test_plan_page import Page
 
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.text import bytes_text
@@ -12,6 +11,7 @@ from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.report.replica_page import replica_report, write_replica_report
 from tests.placement.problems import problem
 from tests.placement.test_two_dimensional import AVERAGE, hot_and_cold
+from tests.report.test_plan_page import Page
 
 
 @pytest.fixture(scope="module", params=["mixed", "alike", "one"])
