@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
+from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.files.atomic import write_text
@@ -63,7 +64,12 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
 
 
 def run_evaluation(
-    folder: Path, overrides: Sequence[str] = (), split: str | None = None, *, other_vocabulary: bool = False
+    folder: Path,
+    overrides: Sequence[str] = (),
+    split: str | None = None,
+    *,
+    other_vocabulary: bool = False,
+    verify: bool = True,
 ) -> Metrics:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
@@ -74,9 +80,10 @@ def run_evaluation(
         overrides: keys of the configuration that differ from the run's.
         split: which split.
         other_vocabulary: accept data whose ids have another meaning than those of the training.
+        verify: compare what is read of the model with its checksums.
 
     Raises:
-        RowmeshError: there is no model, no such data or split, or the data have another vocabulary.
+        RowmeshError: there is no model, it is damaged, no such data or split, or the data have another vocabulary.
     """
     run = RunFolder(folder)
     if not run.config.exists():
@@ -92,7 +99,8 @@ def run_evaluation(
         with _job(
             config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
         ) as job:
-            _load(job, run)
+            _load(job, run, verify)
+            _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
             return _evaluate(job, run, split)
 
@@ -124,9 +132,9 @@ def _record_plan(job: Job, run: RunFolder) -> None:
         write_text(run.plan, job.embeddings.plan.to_json())
 
 
-def _load(job: Job, run: RunFolder) -> None:
+def _load(job: Job, run: RunFolder, verify: bool) -> None:
     """Reads the rows of this rank and the network."""
-    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False)
+    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
     try:
         job.network.load_state_dict(state["network"])
     except RuntimeError as error:
