@@ -153,7 +153,7 @@ def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -
     if spoilt:
         raise RowmeshError(
             f"table {saved.table!r}: {spoilt:,} of {saved.num_rows:,} rows are not finite, the first of them that of "
-            f"id {first}: nothing is exported. Train again with smaller learning rates, or restore the model from a copy"
+            f"id {first}: nothing is exported; train again with smaller learning rates, or restore the model"
         )
     return Exported(saved.table, saved.num_rows, saved.dim, path.stat().st_size)
 
