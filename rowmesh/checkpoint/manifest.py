@@ -16,38 +16,56 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import numpy.typing as npt
 import torch
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
 from rowmesh.errors import RowmeshError
+from rowmesh.files.checksums import Checksums
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
+FOLDER_PATTERN = "[0-9a-f]{16}"
+_PRIME = 2**61 - 1
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class CheckpointError(RowmeshError, RuntimeError):
     """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
 
 
+class CheckpointWriteError(CheckpointError):
+    """The system refused to write a checkpoint (a full disk, say): another place, or another time, may do."""
+
+
 @dataclass(frozen=True)
 class RowRange:
     """The rows start, start + stride, … , count of them: what a placement deals to a rank."""
 
-    start: int
-    stride: int
-    count: int
+    start: Count
+    stride: Positive
+    count: Count
 
     @classmethod
     def of(cls, rows: range) -> RowRange:
         """The same rows."""
         return cls(rows.start, rows.step, len(rows))
+
+    @property
+    def stop(self) -> int:
+        """One past the last of the rows."""
+        return self.start + (self.count - 1) * self.stride + 1 if self.count else self.start
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ class Part:
         files: "values" and the names of optimizer states → file name.
     """
 
-    rank: int
+    rank: Count
     ranges: tuple[RowRange, ...]
     files: dict[str, str]
 
@@ -79,9 +97,9 @@ class CoresEntry:
         files: "core1" … "core3", and "core1.sum" for a state → file name.
     """
 
-    row_factors: tuple[int, ...]
-    dim_factors: tuple[int, ...]
-    ranks: tuple[int, ...]
+    row_factors: tuple[Positive, ...]
+    dim_factors: tuple[Positive, ...]
+    ranks: tuple[Positive, ...]
     files: dict[str, str]
 
 
@@ -89,39 +107,84 @@ class CoresEntry:
 class TableEntry:
     """One table: its shape, its update rule, and its parts, or its cores where it is a tensor-train table."""
 
-    num_rows: int
-    dim: int
+    num_rows: Positive
+    dim: Positive
     dtype: str
     optimizer: str
     parts: tuple[Part, ...]
     cores: CoresEntry | None = None
 
+    @property
+    def files(self) -> list[str]:
+        """The names of all its files."""
+        owners: list[Part | CoresEntry] = [*self.parts, *([self.cores] if self.cores else [])]
+        return [name for owner in owners for name in owner.files.values()]
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything in a checkpoint except the numbers."""
+    """Everything in a checkpoint except the numbers.
+
+    Attributes:
+        folder: of the files, beside the manifest.
+        world_size: how many ranks wrote it.
+        tables: by name.
+        metadata: of the caller.
+        checksums: by file name; none where an earlier version wrote it.
+    """
 
     folder: str
-    world_size: int
+    world_size: Positive
     tables: dict[str, TableEntry]
     metadata: dict[str, Any]
+    checksums: dict[str, Annotated[Checksums, PlainValidator(Checksums.from_json)]] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps(asdict(self), indent=1)
+        checksums = {name: each.to_json() for name, each in self.checksums.items()}
+        return json.dumps({**asdict(self), "checksums": checksums}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Manifest:
-        """From the text of the file at `path`, which errors name."""
+        """From the text of the file at `path`, which errors name.
+
+        Raises:
+            CheckpointError: it is none, or describes what cannot be: rows in no file or in two, a file elsewhere.
+        """
         try:
             values = json.loads(text)
             if values["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {values['format']}; this rowmesh reads {FORMAT}")
-            tables = {name: _table_entry(entry) for name, entry in values["tables"].items()}
-            return cls(values["folder"], values["world_size"], tables, values["metadata"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{path} has format {values['format']!r}; this rowmesh reads {FORMAT}")
+            manifest = _ADAPTER.validate_json(text, strict=True)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            where = ".".join(str(part) for part in detail["loc"])
+            reason = f"{where}: {detail['msg']}" if where else detail["msg"]
+            raise CheckpointError(f"{path} is no checkpoint manifest: {reason}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no checkpoint manifest: {type(error).__name__} {error}") from None
+        try:
+            manifest.check()
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+        return manifest
+
+    def check(self) -> None:
+        """Raises ValueError where it describes what no writer wrote."""
+        if not re.fullmatch(FOLDER_PATTERN, self.folder):
+            raise ValueError(f"folder {self.folder!r} is no name that rowmesh gives")
+        for name, table in self.tables.items():
+            if strangers := [file for file in table.files if not _is_plain(file)]:
+                raise ValueError(f"table {name!r} has a file {strangers[0]!r}, which is no name of a file beside it")
+            if not isinstance(dtype := getattr(torch, table.dtype, None), torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
+            if table.cores is None:
+                _check_rows(name, table)
+        if self.checksums:
+            names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
+            if lacking := [name for name in names if name not in self.checksums]:
+                raise ValueError(f"there is no checksum of {lacking[0]}")
 
 
 def file_name(table: str, rank: int, kind: str) -> str:
@@ -140,12 +203,46 @@ def as_numpy(values: Tensor) -> npt.NDArray[Any]:
     return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def _table_entry(values: dict[str, Any]) -> TableEntry:
-    parts = tuple(
-        Part(part["rank"], tuple(RowRange(**bounds) for bounds in part["ranges"]), part["files"])
-        for part in values.pop("parts")
-    )
-    if (cores := values.pop("cores", None)) is not None:
-        files = cores.pop("files")
-        cores = CoresEntry(**{name: tuple(numbers) for name, numbers in cores.items()}, files=files)
-    return TableEntry(**values, parts=parts, cores=cores)
+def _is_plain(name: str) -> bool:
+    """Whether it names a file of the folder itself."""
+    return bool(name) and "/" not in name and "\0" not in name and not name.startswith(".")
+
+
+def _check_rows(name: str, table: TableEntry) -> None:
+    """Raises ValueError where a row is in no file, in two, or past the table."""
+    if not all("values" in part.files for part in table.parts):
+        raise ValueError(f"table {name!r} has a part without values")
+    ranges = [bounds for part in table.parts for bounds in part.ranges]
+    if outside := [bounds for bounds in ranges if bounds.stop > table.num_rows]:
+        raise ValueError(f"table {name!r} has {table.num_rows} rows, and a file those up to {outside[0].stop - 1}")
+    found = sum(bounds.count for bounds in ranges)
+    if found != table.num_rows or not _are_all_rows(ranges, table.num_rows):
+        raise ValueError(
+            f"table {name!r}: files hold {found} rows where each of {table.num_rows} must be in exactly one"
+        )
+
+
+def _are_all_rows(ranges: Sequence[RowRange], num_rows: int) -> bool:
+    """Whether ranges have each of the rows 0 … num_rows − 1 once.
+
+    Compares Σ x^row over the ranges with that over all rows, at a random x modulo a prime: unequal sets of rows agree
+    with a probability of num_rows / 2⁶¹. Each range is a geometric series, so it takes no time by row.
+
+    >>> _are_all_rows([RowRange(0, 2, 5), RowRange(1, 2, 5)], 10)
+    True
+    >>> _are_all_rows([RowRange(0, 2, 5), RowRange(2, 2, 4), RowRange(1, 1, 1)], 10)
+    False
+    """
+    x = 2 + secrets.randbelow(_PRIME - 3)
+    return sum(_series(x, bounds) for bounds in ranges) % _PRIME == _series(x, RowRange(0, 1, num_rows))
+
+
+def _series(x: int, rows: RowRange) -> int:
+    """Σ x^row modulo the prime."""
+    ratio, first = pow(x, rows.stride, _PRIME), pow(x, rows.start, _PRIME)
+    if ratio == 1:
+        return first * rows.count % _PRIME
+    return first * (pow(ratio, rows.count, _PRIME) - 1) * pow(ratio - 1, -1, _PRIME) % _PRIME
+
+
+_ADAPTER = TypeAdapter(Manifest)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from rowmesh.checkpoint.files import UNVERIFIABLE, SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import (
-    DENSE,
     MANIFEST,
     CheckpointError,
     CoresEntry,
@@ -26,6 +25,8 @@ from rowmesh.checkpoint.write import CHUNK_ROWS, Cores, LocalRows, RowHolder
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
+
+logger = logging.getLogger("rowmesh")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -46,7 +47,9 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, path)
 
 
-def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -> dict[str, Any]:
+def load(
+    folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, verify: bool = True
+) -> dict[str, Any]:  # fmt: skip
     """Fills the rows of `embeddings` that live on this rank; returns what was saved as `dense`.
 
     Ranks read independently, whatever number of them wrote: look rows up only after all have, and have all done with
@@ -56,12 +59,16 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
         folder: the checkpoint.
         embeddings: tables of the same names, rows, dims and dtypes as were saved.
         optimizer_state: False reads only the rows, whatever their optimizer is.
+        verify: compare what is read with the checksums in the manifest; False reads damaged files as they are.
 
     Raises:
-        CheckpointError: a table or file is missing or has another shape, dtype or optimizer.
+        CheckpointError: a table or file is missing, is damaged, or has another shape, dtype or optimizer. Rows of
+            `embeddings` may have been set by then.
     """
     manifest = read_manifest(folder)
-    files = folder / manifest.folder
+    if verify and not manifest.checksums:
+        logger.info("the model in %s %s", folder, UNVERIFIABLE)
+    files = SavedFiles(folder, manifest, verify=verify)
     _check_names(manifest, embeddings, folder)
     embeddings.forget_differences()
     for table in embeddings.tables:
@@ -71,34 +78,34 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True) -
             _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files, optimizer_state)
         else:
             _fill(table.name, embeddings.held_rows(table.name), entry, files, optimizer_state)
-    return load_dense(files)
+    return files.dense()
 
 
-def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: Path, optimizer_state: bool) -> None:
+def _fill(table: str, pieces: Sequence[LocalRows], entry: TableEntry, files: SavedFiles, optimizer_state: bool) -> None:
     missing = wanted = sum(len(piece.rows) for piece in pieces)
-    sources: list[dict[str, npt.NDArray[Any]]] = [{} for _ in entry.parts]
+    sources: list[dict[str, SavedArray]] = [{} for _ in entry.parts]
     for piece in pieces:
         targets = {"values": piece.values, **(piece.state if optimizer_state else {})}
         for part, mapped in zip(entry.parts, sources, strict=True):
             for kind, target in targets.items():
                 if kind not in mapped:
-                    mapped[kind] = map_file(files, table, kind, part.files, target, (part.count, *target.shape[1:]))
+                    mapped[kind] = files.array(table, kind, part.files, target, (part.count, *target.shape[1:]))
             missing -= fill_piece(piece.rows, targets, part, mapped)
         piece.commit()
     if missing:
-        raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files}")
+        raise CheckpointError(f"table {table!r}: {missing} of {wanted} rows are in no file of {files.folder}")
 
 
-def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: Path, optimizer_state: bool) -> None:
+def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: SavedFiles, optimizer_state: bool) -> None:
     for name, target in cores.tensors.items():
         if optimizer_state or "." not in name:
             own = target.cpu()  # a copy where cores are on a device
-            as_numpy(own)[:] = map_file(files, table, name, entry.files, own, tuple(own.shape))
+            as_numpy(own)[:] = files.array(table, name, entry.files, own, tuple(own.shape))[:]
             target.copy_(own)
 
 
 def fill_piece(
-    numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, npt.NDArray[Any]]
+    numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, SavedArray]
 ) -> int:  # fmt: skip
     """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
     found, before = 0, 0
@@ -145,27 +152,6 @@ def _intersect(saved: range, wanted: range) -> tuple[range, range] | None:
     )
 
 
-def map_file(
-    files: Path, table: str, kind: str, names: Mapping[str, str], target: torch.Tensor, shape: tuple[int, ...]
-) -> npt.NDArray[Any]:
-    """The file of one kind, mapped; its shape and dtype checked against where it goes."""
-    if kind not in names:
-        raise CheckpointError(f"table {table!r}: the checkpoint in {files.parent} has no state {kind!r}")
-    path = files / names[kind]
-    try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise CheckpointError(f"table {table!r}: {path} is missing; the checkpoint is incomplete") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"table {table!r}: {path} cannot be read ({error})") from None
-    wanted = as_numpy(target)
-    if values.shape != shape or values.dtype != wanted.dtype:
-        raise CheckpointError(
-            f"table {table!r}: {path} holds {values.dtype} {values.shape}, expected {wanted.dtype} {shape}"
-        )
-    return values
-
-
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
     saved, wanted = set(manifest.tables), {table.name for table in embeddings.tables}
     if saved != wanted:
@@ -209,14 +195,3 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
                 f"table {table.name!r}: {name} is {saved} in the checkpoint and {wanted} here; "
                 "use the configuration it was trained with"
             )
-
-
-def load_dense(files: Path) -> dict[str, Any]:
-    """What was saved as `dense`, from the folder that the manifest names."""
-    path = files / DENSE
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from None
-    except Exception as error:  # torch raises many kinds on damaged files
-        raise CheckpointError(f"{path} cannot be read: {error}") from None

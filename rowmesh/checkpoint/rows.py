@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh.checkpoint.files import SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import CheckpointError, Manifest, as_numpy
-from rowmesh.checkpoint.read import fill_piece, map_file
+from rowmesh.checkpoint.read import fill_piece
 from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train.lookup import Lookup, Workspace
 
@@ -23,16 +24,18 @@ class SavedRows:
         folder: the checkpoint.
         manifest: of the checkpoint.
         table: its name.
+        verify: compare what is read with the checksums in the manifest.
 
     Raises:
         CheckpointError: there is no such table.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, table: str) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, table: str, *, verify: bool = True) -> None:
         if table not in manifest.tables:
             raise CheckpointError(f"the model in {folder} has no table {table!r}, only: {', '.join(manifest.tables)}")
-        self._files, self._entry, self.table = folder / manifest.folder, manifest.tables[table], table
-        self._mapped: list[dict[str, npt.NDArray[Any]]] = [{} for _ in self._entry.parts]
+        self._files = SavedFiles(folder, manifest, verify=verify)
+        self._entry, self.table = manifest.tables[table], table
+        self._mapped: list[dict[str, SavedArray]] = [{} for _ in self._entry.parts]
         self.num_rows, self.dim = self._entry.num_rows, self._entry.dim
         self.dtype: torch.dtype = getattr(torch, self._entry.dtype)
 
@@ -55,13 +58,13 @@ class SavedRows:
         missing = len(rows)
         for part, mapped in zip(self._entry.parts, self._mapped, strict=True):
             if "values" not in mapped:
-                mapped["values"] = map_file(
-                    self._files, self.table, "values", part.files, values, (part.count, self.dim)
+                mapped["values"] = self._files.array(
+                    self.table, "values", part.files, values, (part.count, self.dim)
                 )  # fmt: skip
             missing -= fill_piece(rows, {"values": values}, part, mapped)
         if missing:
             raise CheckpointError(
-                f"table {self.table!r}: {missing} of {len(rows)} rows are in no file of {self._files}"
+                f"table {self.table!r}: {missing} of {len(rows)} rows are in no file of {self._files.folder}"
             )
 
     def _compute(self, rows: range, values: Tensor) -> None:
@@ -83,7 +86,7 @@ class SavedRows:
         shape, cores = TensorTrainShape(self.num_rows, self.dim, *factors), []
         for number, of_core in enumerate(shape.core_shapes, start=1):
             core = torch.empty(of_core, dtype=self.dtype, device="cpu")
-            as_numpy(core)[:] = map_file(self._files, self.table, f"core{number}", entry.files, core, tuple(of_core))
+            as_numpy(core)[:] = self._files.array(self.table, f"core{number}", entry.files, core, tuple(of_core))[:]
             cores.append(core)
         return shape, tuple(cores)
 

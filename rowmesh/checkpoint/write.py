@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from rowmesh.checkpoint.manifest import (
     DENSE,
+    FOLDER_PATTERN,
     MANIFEST,
     CheckpointError,
+    CheckpointWriteError,
     CoresEntry,
     Manifest,
     Part,
@@ -31,6 +33,9 @@ from rowmesh.checkpoint.manifest import (
     dtype_name,
     file_name,
 )
+from rowmesh.faults import reach
+from rowmesh.files.atomic import sync_folder, synced_file, write_text
+from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -94,7 +99,8 @@ def save(
         group: the process group; None for a single process.
 
     Raises:
-        CheckpointError: on every rank, where any rank could not write (disk full, say).
+        CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
+        CheckpointError: on every rank, where a rank failed otherwise.
     """
     embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
@@ -102,11 +108,11 @@ def save(
     target = folder / token
     try:
         _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, group)
-        parts = _together(lambda: _write_rows(target, embeddings, dense, rank), folder, group)
-        manifest = _manifest(token, embeddings.tables, parts, dict(metadata or {}))
+        written = _together(lambda: _write_rows(target, embeddings, dense, rank), folder, group)
+        manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}))
         _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, group)
     except BaseException:
-        if rank == 0:
+        if rank == 0 and not _is_published(folder, token):
             shutil.rmtree(target, ignore_errors=True)
             with contextlib.suppress(OSError):  # stays where it holds a former checkpoint
                 folder.rmdir()
@@ -115,44 +121,61 @@ def save(
         _remove_others(folder, keep=token)
 
 
+class _Written(NamedTuple):
+    """What a rank wrote: its part of every table, and the checksums of its files by name."""
+
+    parts: dict[str, Part]
+    checksums: dict[str, Checksums]
+
+
 def _prepare(folder: Path, target: Path) -> None:
+    reach("checkpoint.prepare", folder)
     target.mkdir(parents=True)
-    _synchronize(folder)
+    sync_folder(folder)
 
 
-def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> dict[str, Part]:
-    parts = {}
+def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> _Written:
+    parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "tensor_train":
-            files = _write_cores(target, table.name, embeddings.cores(table.name)) if rank == 0 else {}
+            files = {}
+            if rank == 0:
+                files = _write_cores(target, table.name, embeddings.cores(table.name), checksums)
             parts[table.name] = Part(rank, (), files)
             continue
         pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
         files = {}
         for kind in ("values", *pieces[0].state) if pieces else ():
             files[kind] = file_name(table.name, rank, kind)
-            _write_file(target / files[kind], partial(_write_pieces, pieces=pieces, kind=kind))
+            write = partial(_write_pieces, pieces=pieces, kind=kind)
+            checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
         parts[table.name] = Part(rank, tuple(RowRange.of(piece.rows) for piece in pieces), files)
     if rank == 0:
-        _write_file(target / DENSE, partial(torch.save, dict(dense)))
-    _synchronize(target)
-    return parts
+        checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dict(dense)), "checkpoint.write_dense")
+    reach("checkpoint.sync", target)
+    sync_folder(target)
+    return _Written(parts, checksums)
 
 
-def _write_cores(target: Path, table: str, cores: Cores) -> dict[str, str]:
+def _write_cores(target: Path, table: str, cores: Cores, checksums: dict[str, Checksums]) -> dict[str, str]:
     files = {}
     for name, tensor in cores.tensors.items():
         files[name] = file_name(table, 0, name)
-        _write_file(target / files[name], partial(_write_whole, array=as_numpy(tensor.cpu())))
+        write = partial(_write_whole, array=as_numpy(tensor.cpu()))
+        checksums[files[name]] = _write_file(target / files[name], write, "checkpoint.write_cores")
     return files
 
 
-def _write_whole(file: IO[bytes], array: npt.NDArray[Any]) -> None:
+def _write_dense(values: dict[str, Any], file: Any) -> None:
+    torch.save(values, file)
+
+
+def _write_whole(file: _Output, array: npt.NDArray[Any]) -> None:
     _write_header(file, array, len(array))
     _write_array(file, array)
 
 
-def _write_pieces(file: IO[bytes], pieces: Sequence[LocalRows], kind: str) -> None:
+def _write_pieces(file: _Output, pieces: Sequence[LocalRows], kind: str) -> None:
     """The values or a state of one piece after the other as one .npy file, without a copy of the whole."""
     for number, piece in enumerate(pieces):
         array = as_numpy(piece.values if kind == "values" else piece.state[kind])
@@ -162,22 +185,22 @@ def _write_pieces(file: IO[bytes], pieces: Sequence[LocalRows], kind: str) -> No
         piece.forget()
 
 
-def _write_header(file: IO[bytes], array: npt.NDArray[Any], count: int) -> None:
+def _write_header(file: Any, array: npt.NDArray[Any], count: int) -> None:
     """Of a .npy file with as many rows, of the kind that an array has."""
     shape = (count, *array.shape[1:])
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _write_array(file: IO[bytes], array: npt.NDArray[Any]) -> None:
+def _write_array(file: _Output, array: npt.NDArray[Any]) -> None:
     for begin in range(0, len(array), CHUNK_ROWS):
         file.write(np.ascontiguousarray(array[begin : begin + CHUNK_ROWS]).data)
 
 
 def _manifest(
-    token: str, tables: Sequence[TableSpec], parts: Sequence[dict[str, Part]], metadata: dict[str, Any]
+    token: str, tables: Sequence[TableSpec], written: Sequence[_Written], metadata: dict[str, Any]
 ) -> Manifest:
-    entries = {}
+    entries, parts = {}, [each.parts for each in written]
     for table in tables:
         facts = (table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name)
         if table.storage == "tensor_train":
@@ -190,66 +213,99 @@ def _manifest(
         if covered != table.num_rows:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
         entries[table.name] = TableEntry(*facts, own)
-    return Manifest(token, len(parts), entries, metadata)
+    checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
+    return Manifest(token, len(parts), entries, metadata, checksums)
 
 
 def _publish(folder: Path, manifest: Manifest) -> None:
-    draft = folder / f"{MANIFEST}.{manifest.folder}"
+    reach("checkpoint.publish", folder)
+    write_text(folder / MANIFEST, manifest.to_json())
+    reach("checkpoint.published", folder)
+
+
+def _is_published(folder: Path, token: str) -> bool:
+    """Whether the manifest names the folder `token`: an error after that must not remove it."""
     try:
-        _write_file(draft, lambda file: file.write(manifest.to_json().encode()))
-        draft.replace(folder / MANIFEST)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    _synchronize(folder)
+        return f'"{token}"' in (folder / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _remove_others(folder: Path, keep: str) -> None:
-    """Removes former checkpoints and what interrupted writes left."""
+    """Removes former checkpoints and what interrupted writes left, as far as the system lets it."""
+    reach("checkpoint.remove_former", folder)
     for path in folder.iterdir():
-        if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != keep:
+        if re.fullmatch(FOLDER_PATTERN, path.name) and path.name != keep:
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(f"{MANIFEST}."):
-            path.unlink(missing_ok=True)
+        elif path.name.startswith((f"{MANIFEST}.", f".{MANIFEST}.")):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
-def _write_file(path: Path, write: Callable[[Any], Any]) -> None:
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+class _Output(ChecksumWriter):
+    """A file whose first error is kept: torch passes on one of its own in place of it."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
 
-def _synchronize(folder: Path) -> None:
-    """Names of new files reach the disk with their folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:
+    """Writes a file and waits until its content is on disk; its name is after `sync_folder`."""
+    with synced_file(path) as file:
+        output = _Output(file, BLOCK_BYTES)
+        try:
+            reach(point, path)
+            write(output)
+        except RuntimeError:
+            if output.error is None:
+                raise
+            raise output.error from None
+    return output.checksums()
 
 
 def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | None) -> list[T]:
     """Every rank's result of `action`, on every rank; CheckpointError on all where it failed on one."""
     result: T | None = None
-    failure: str | None = None
+    failure: _Failure | None = None
+    rank = 0 if group is None else dist.get_rank(group)
     try:
         result = action()
-    except (OSError, RuntimeError) as error:
-        partly = f"only a part was written ({error}); is the disk full?" if isinstance(error, OSError) else str(error)
-        reason = getattr(error, "strerror", None) or partly  # NumPy raises OSError without a reason
-        rank = 0 if group is None else dist.get_rank(group)
-        failure = f"rank {rank} cannot write the checkpoint in {folder}: {reason}"
+    except Exception as error:  # of whatever kind: the other ranks wait
+        failure = _Failure(f"rank {rank} cannot write the checkpoint in {folder}: {_reason(error)}", _may_pass(error))
     outcomes: list[Any] = [(result, failure)]
     if group is not None:
         outcomes = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, (result, failure), group=group)
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        raise CheckpointError(
-            "; ".join(failures) + "; what was there before is unchanged. Free space or choose another folder"
+    if failures := [failure for _, failure in outcomes if failure]:
+        kind = CheckpointWriteError if all(failure.may_pass for failure in failures) else CheckpointError
+        raise kind(
+            "; ".join(failure.text for failure in failures)
+            + "; what was there before is unchanged. Free space or choose another folder"
         )
     return [result for result, _ in outcomes]
+
+
+class _Failure(NamedTuple):
+    """Why a rank could not write, and whether another time or place may do."""
+
+    text: str
+    may_pass: bool
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):  # NumPy raises some without a reason
+        return error.strerror or f"only a part was written ({error}); is the disk full?"
+    return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__} {error}"
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EBADF, errno.ENAMETOOLONG)
 
 
 def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:

@@ -14,6 +14,7 @@ def evaluate(
     *overrides: str,
     split: str | None = None,
     other_vocabulary: Annotated[bool, Parameter(negative="")] = False,
+    verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
 ) -> None:
     """Evaluate the model of a finished run, on any number of ranks.
 
@@ -29,7 +30,9 @@ def evaluate(
         Which split; the run's test split by default.
     other_vocabulary
         Accept data whose ids or dense features have another meaning than those the model was trained on.
+    verify
+        Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
     """
     from rowmesh.train.commands import run_evaluation
 
-    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary)
+    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify)

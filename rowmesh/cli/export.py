@@ -16,6 +16,7 @@ def export(
     tables: Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())] = None,
     data: Path | None = None,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
+    verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
 ) -> None:
     """Write the embedding tables of a finished run by the values of the raw data, and its dense network.
 
@@ -33,6 +34,8 @@ def export(
         The prepared data of the training, where they are no longer where they were.
     overwrite
         Replace a folder that an earlier call of this command wrote.
+    verify
+        Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
     """
     from rich.console import Console
 
@@ -42,7 +45,7 @@ def export(
 
     console = Console()
     with PartsProgress(console) as show:
-        exported = write(run, out, data=data, tables=tables or (), overwrite=overwrite, progress=show)
+        exported = write(run, out, data=data, tables=tables or (), overwrite=overwrite, progress=show, verify=verify)
     shown = table_of_numbers("table", "rows", "dim", "MB")
     for each in exported:
         shown.add_row(each.table, f"{each.num_rows:,}", str(each.dim), f"{each.num_bytes / 1e6:,.1f}")

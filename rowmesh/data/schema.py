@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import replacing_file
 from rowmesh.suggest import hint
 
 DenseTransform = Literal["log1p", "none"]
@@ -159,9 +160,10 @@ class Schema(BaseModel):
             raise ConfigurationError("; ".join(_explain(item) for item in error.errors())) from error
 
     def save(self, path: Path) -> None:
-        """Writes the schema as TOML."""
+        """Writes the schema as TOML; what stood at `path` stays where that fails."""
         values = self.model_dump(exclude_none=True, exclude_defaults=True, mode="json")
-        path.write_text(tomli_w.dumps(values), encoding="utf-8")
+        with replacing_file(path) as file:
+            file.write(tomli_w.dumps(values).encode())
 
 
 def _check_time_format(time_format: str) -> None:

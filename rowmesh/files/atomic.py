@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -17,7 +18,7 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:  # one without a number prints its own text alone
             error.filename = str(path)
         raise
 
@@ -28,7 +29,7 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
 
     Content and name are on disk (`fsync`) before this returns. On any error the partial file is removed and what
     stood at `path` stays; the folder of `path` must exist. Where `path` is a link, the link stays and its target
-    is replaced.
+    is replaced. What is no regular file (`/dev/stdout`, a pipe) is written as it is.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -41,21 +42,38 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
         ...     (Path(folder) / "plan.json").read_text()
         '{}'
     """
+    if _is_special(path):
+        with naming(path), path.open("wb") as file:
+            yield file
+        return
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
         with naming(path):
-            with partial.open("wb") as file:
+            with synced_file(partial, name=path) as file:
                 yield file
-                reach("files.write", path)
-                file.flush()
-                os.fsync(file.fileno())
             partial.replace(path)
+            reach("files.replaced", path)
             sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+@contextlib.contextmanager
+def synced_file(path: Path, *, name: Path | None = None) -> Iterator[IO[bytes]]:
+    """A file to write, made anew, whose content is on disk when the block ends; its name is after `sync_folder`.
+
+    Args:
+        path: the file.
+        name: what errors call it, where it is not to keep its name.
+    """
+    with naming(name or path), path.open("wb") as file:
+        yield file
+        reach("files.write", name or path)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -73,6 +91,15 @@ def sync_file(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Waits until the names in a folder are on disk: a new or renamed file is safe only after that."""
     _sync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that cannot be replaced by a file."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -33,4 +33,7 @@ def exclusive(path: Path, refusal: str) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            # The folder may have been removed and made again, with the lock of somebody else in it.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    path.unlink()

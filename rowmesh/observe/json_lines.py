@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rowmesh.files.atomic import naming
+from rowmesh.observe.records import RecordFile
 
 
 class JsonLines:
-    """Writes records to a file, one JSON object a line, each flushed at once.
+    """Writes records to a file, one JSON object a line, each at once.
+
+    A line that cannot be written is counted and said, see `RecordFile`, and never there in part.
 
     Args:
         path: the file, made anew; None writes nothing, so that every rank can hold a writer and one writes.
+        say: takes what there is to say of lines that are lost; by default the log.
 
     Example:
         >>> with JsonLines(None) as lines:
         ...     lines.write(step=1, loss=0.5)
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w", encoding="utf-8")
+    def __init__(self, path: Path | None, say: Callable[[str], None] | None = None) -> None:
+        self._file = None if path is None else RecordFile(path, *([say] if say else []))
 
     def write(self, **record: Any) -> None:
         """Writes one record; NaN and infinities, which JSON does not have, become null."""
-        if self._file is None:
-            return
-        line = json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n"
-        with naming(self._file.name):
-            self._file.write(line)
-            self._file.flush()
+        if self._file is not None:
+            line = json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n"
+            self._file.append(line.encode())
 
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
-            with naming(self._file.name):
-                self._file.close()
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import socket
+import time
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.observe.records import RecordFile
 
 
 def require_tensorboard() -> None:
@@ -18,19 +26,39 @@ def require_tensorboard() -> None:
 
 
 class TensorBoard:
-    """Writes the numbers of a record as scalars under a prefix, into event files of a folder."""
+    """Writes the numbers of a record as scalars under a prefix, into an event file of a folder.
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    Events that cannot be written are counted and said, see `RecordFile`: the package's own writer ends a thread of its
+    own there, and leaves a part of an event at which readers stop.
 
-        self._writer = SummaryWriter(str(folder))
+    Args:
+        folder: made if need be.
+        say: takes what there is to say of events that are lost; by default the log.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
+        protocol = "tensorboard.compat.proto"  # classes that are made at run time, unknown to type checkers
+        self._event = import_module(f"{protocol}.event_pb2").Event
+        self._summary = import_module(f"{protocol}.summary_pb2").Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = RecordFile(folder / name, *([say] if say else []))
+        self._append(file_version="brain.Event:2")
 
     def write(self, prefix: str, step: int, record: dict[str, float | int | None]) -> None:
         """Writes every number of a record at a step."""
         for name, value in record.items():
             if value is not None:
-                self._writer.add_scalar(f"{prefix}/{name}", value, step)
+                scalar = self._summary.Value(tag=f"{prefix}/{name}", simple_value=value)
+                self._append(step=step, summary=self._summary(value=[scalar]))
 
     def close(self) -> None:
-        """Writes out what is buffered."""
-        self._writer.close()
+        """Closes the file."""
+        self._file.close()
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.append(record.getvalue())

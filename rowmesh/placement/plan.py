@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import replacing_file
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
@@ -382,8 +383,9 @@ class Plan:
         return plan
 
     def save(self, path: Path) -> None:
-        """Writes the plan as JSON."""
-        path.write_text(self.to_json())
+        """Writes the plan as JSON; what stood at `path` stays where that fails."""
+        with replacing_file(path) as file:
+            file.write(self.to_json().encode())
 
     @staticmethod
     def load(path: Path) -> Plan:

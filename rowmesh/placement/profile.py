@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rowmesh.data import Loader, Prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
 
@@ -300,7 +301,7 @@ class Profile:
         return _at_least_once(rate, samples) if self.is_one_hot(table) else -np.expm1(-rate * samples)
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile (npz)."""
+        """Writes the profile (npz); what stood at `path` stays where that fails."""
         arrays: dict[str, Any] = {}
         for index, table in enumerate(self.tables):
             arrays |= {f"lengths_{index}": table.lengths, f"accesses_{index}": table.accesses}
@@ -310,7 +311,7 @@ class Profile:
             "format": FORMAT, "num_samples": self.num_samples, "batch_size": self.batch_size,
             "shapes": [asdict(shape) for shape in self.shapes],
         }  # fmt: skip
-        with Path(path).open("wb") as file:
+        with replacing_file(Path(path)) as file:
             np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
 
     @staticmethod

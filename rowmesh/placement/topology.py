@@ -39,6 +39,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import replacing_file
 
 Floats = NDArray[np.float64]
 _SECTIONS = ("local", "intra", "inter")
@@ -133,7 +134,7 @@ class Topology:
             raise ConfigurationError(f"cannot read the topology {text}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the topology, with whole matrices."""
+        """Writes the topology, with whole matrices; what stood at `path` stays where that fails."""
         values: dict[str, Any] = {
             "name": self.name,
             "source": self.source,
@@ -143,7 +144,8 @@ class Topology:
         if self.memory_bytes is not None:
             values["memory_bytes"] = self.memory_bytes
         values |= {"cost_s_per_byte": self.cost.tolist(), "latency_s": self.latency_s.tolist()}
-        Path(path).write_text(tomli_w.dumps(values))
+        with replacing_file(Path(path)) as file:
+            file.write(tomli_w.dumps(values).encode())
 
     @property
     def world_size(self) -> int:

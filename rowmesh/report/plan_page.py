@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import rowmesh
+from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import TablePlan
@@ -29,14 +30,15 @@ CUT_OFF = 4
 
 
 def write_report(comparison: Comparison, path: Path, title: str) -> None:
-    """Writes the report.
+    """Writes the report; what stood at `path` stays where that fails.
 
     Args:
         comparison: what to show.
         path: of the HTML file.
         title: what was planned, such as the name of the configuration.
     """
-    path.write_text(report(comparison, title), encoding="utf-8")
+    with replacing_file(path) as file:
+        file.write(report(comparison, title).encode())
 
 
 def report(comparison: Comparison, title: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
 from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
@@ -18,14 +19,15 @@ HEADS = (
 
 
 def write_replica_report(comparison: ReplicaComparison, path: Path, title: str) -> None:
-    """Writes the report as one HTML file.
+    """Writes the report as one HTML file; what stood at `path` stays where that fails.
 
     Args:
         comparison: what to show.
         path: of the file.
         title: what was planned, such as the name of the configuration.
     """
-    path.write_text(replica_report(comparison, title), encoding="utf-8")
+    with replacing_file(path) as file:
+        file.write(replica_report(comparison, title).encode())
 
 
 def replica_report(comparison: ReplicaComparison, title: str) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
+from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
-from rowmesh.files.atomic import write_text
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
@@ -30,6 +30,7 @@ from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
+from rowmesh.train.saving import SAVING, save_model
 from rowmesh.train.splits import check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
@@ -55,15 +56,20 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
-        on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement))
-        _say(mesh, *warn_of_space(job, run.path))  # now: an earlier run is gone
-        trainer.run(run)
-        _save(job, trainer, run, meaning)
+        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement))
+        _say(mesh, *warn_of_space(job, run.path))  # now: what is removed of an earlier run is gone
+        trainer.run(begun)
+        run = _save(job, trainer, claim, meaning)
         return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
 
 
 def run_evaluation(
-    folder: Path, overrides: Sequence[str] = (), split: str | None = None, *, other_vocabulary: bool = False
+    folder: Path,
+    overrides: Sequence[str] = (),
+    split: str | None = None,
+    *,
+    other_vocabulary: bool = False,
+    verify: bool = True,
 ) -> Metrics:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
@@ -74,9 +80,10 @@ def run_evaluation(
         overrides: keys of the configuration that differ from the run's.
         split: which split.
         other_vocabulary: accept data whose ids have another meaning than those of the training.
+        verify: compare what is read of the model with its checksums.
 
     Raises:
-        RowmeshError: there is no model, no such data or split, or the data have another vocabulary.
+        RowmeshError: there is no model, it is damaged, no such data or split, or the data have another vocabulary.
     """
     run = RunFolder(folder)
     if not run.config.exists():
@@ -92,41 +99,36 @@ def run_evaluation(
         with _job(
             config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
         ) as job:
-            _load(job, run)
+            _load(job, run, verify)
+            _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
             return _evaluate(job, run, split)
 
 
-def _begin(claim: Claim, config: Config, placement: Placement) -> None:
-    """Leaves what the run is. Folders are kept absolute beside what was given."""
+def _begin(claim: Claim, config: Config, placement: Placement) -> RunFolder:
+    """Leaves what the run is, and returns where it writes. Folders are kept absolute beside what was given."""
     given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
     files = {
         CONFIG: to_toml(anchored(config)),
         ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n",
         PLAN: placement.plan.to_json(),
     }
-    claim.begin(given, files)
+    return claim.begin(given, files)
 
 
-def _save(job: Job, trainer: Trainer, run: RunFolder, meaning: Fingerprint) -> None:
-    with naming_lost_peers(job.mesh, "saving the model"):
+def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> RunFolder:
+    """Writes the model; returns the run's folder, wherever that is in the end."""
+    with naming_lost_peers(job.mesh, SAVING):
         _say_mapped(job)
-        on_rank_0(job.mesh, "saving the model", lambda: _record_plan(job, run))
         metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
-        checkpoint.save(run.model, job.embeddings, trainer.state_dict(), metadata=metadata, group=job.mesh.group)
+        run = save_model(job, claim, trainer.state_dict(), metadata)
     _say(job.mesh, f"model     {run.model}, after {trainer.step} steps")
+    return run
 
 
-def _record_plan(job: Job, run: RunFolder) -> None:
-    """Leaves the plan that drift came to, and beside it the one that the training began with."""
-    if job.embeddings.plan is not job.placement.plan:
-        write_text(run.first_plan, job.placement.plan.to_json())
-        write_text(run.plan, job.embeddings.plan.to_json())
-
-
-def _load(job: Job, run: RunFolder) -> None:
+def _load(job: Job, run: RunFolder, verify: bool) -> None:
     """Reads the rows of this rank and the network."""
-    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False)
+    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
     try:
         job.network.load_state_dict(state["network"])
     except RuntimeError as error:
@@ -179,7 +181,7 @@ def _say_mapped(job: Job) -> None:
     mine: Counter[str] = Counter()
     for counters in job.embeddings.counters:
         mine.update(counters.out_of_range)
-    everyone = gather_objects(job.mesh, mine, "saving the model")
+    everyone = gather_objects(job.mesh, mine, SAVING)
     for feature, count in sorted(sum(everyone, Counter()).items()):
         _say(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
 
@@ -211,7 +213,7 @@ def _elsewhere(config: Config, data: Prepared) -> list[str]:
 def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Claim]:
     """Rank 0 takes the folder; the others learn whether it could."""
     with ExitStack() as stack:
-        claim = Claim(run, overwrite=overwrite)
+        claim = Claim(run, overwrite=overwrite, say=lambda text: _say(mesh, text))
 
         def take() -> None:
             stack.enter_context(claim)

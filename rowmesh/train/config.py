@@ -33,9 +33,14 @@ class RunConfig(Section):
 
     Attributes:
         folder: the run's folder, made by the run. Empty: `runs/` and the name of the configuration file.
+        fallback_folder: where the model goes, in a folder of the run's name, if it cannot be written in `folder`; on
+            another disk. Empty: nowhere.
+        retry_s: how long writing a model that cannot be written is tried again, until there is room; 0: not at all.
     """
 
     folder: Folder = ""
+    fallback_folder: Folder = ""
+    retry_s: Annotated[float, Field(ge=0.0, le=1e7, allow_inf_nan=False)] = 3600.0
 
 
 class DataConfig(Section):

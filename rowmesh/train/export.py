@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.read import load_dense
+from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.rows import SavedRows, as_float
 from rowmesh.data import Prepared
 from rowmesh.data.bijection import Bijection
@@ -65,6 +65,7 @@ def export(
     tables: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress = silent,
+    verify: bool = True,
 ) -> list[Exported]:
     """Writes the tables of a finished run by the values of the raw data, and its dense network.
 
@@ -78,9 +79,11 @@ def export(
         tables: some of them; default: all.
         overwrite: replace a folder that an earlier export wrote.
         progress: is told what is being written, and which share of it is.
+        verify: compare what is read of the model with its checksums.
 
     Raises:
-        RowmeshError: there is no model, no such table, the data are not those of the training, or `out` is not free.
+        RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
+            not those of the training, or `out` is not free.
     """
     folder = RunFolder(run)
     if not folder.config.exists():
@@ -92,8 +95,8 @@ def export(
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
-        torch.save(load_dense(folder.model / manifest.folder)["network"], partial / NETWORK)
-        saved = [SavedRows(folder.model, manifest, table) for table in chosen]
+        torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
+        saved = [SavedRows(folder.model, manifest, table, verify=verify) for table in chosen]
         return [_write(each, prepared, partial / TABLES, progress) for each in saved]
 
 
@@ -122,17 +125,36 @@ def _choose(tables: Sequence[str], manifest: checkpoint.Manifest) -> list[str]:
     return [name for name in manifest.tables if not tables or name in tables]
 
 
+def _network(files: SavedFiles) -> dict[str, torch.Tensor]:
+    """The network's `state_dict`; raises RowmeshError where there is none, or where numbers are not finite."""
+    network = files.dense().get("network")
+    if not isinstance(network, dict):
+        raise RowmeshError(f"the model in {files.checkpoint} has no network; rowmesh train writes one")
+    for name, tensor in network.items():
+        if isinstance(tensor, torch.Tensor) and (count := int((~torch.isfinite(tensor)).sum())):
+            raise RowmeshError(f"the network in {files.checkpoint}: {count:,} numbers of {name} are not finite")
+    return network
+
+
 def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -> Exported:
     path = folder / f"{quote(saved.table, safe='')}.parquet"
     values, counts = data.vocabulary(saved.table), data.counts(saved.table)
     vector = pa.list_(pa.from_numpy_dtype(as_float(saved.read(range(0))).dtype), saved.dim)
     schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})
+    spoilt, first = 0, ""
     with pq.ParquetWriter(path, schema) as writer:
         for ids, rows, vectors in _by_rank(saved, data.bijection(saved.table), folder):
+            if len(found := ids[~np.isfinite(vectors).all(axis=1)]):
+                spoilt, first = spoilt + len(found), first or str(found[0])
             known = pa.array(rows, mask=rows >= len(values))  # the last row, of rare values, has none
             columns = [pa.array(ids), values.take(known), pa.array(np.asarray(counts[rows])), _lists(vectors, vector)]
             writer.write_table(pa.table(columns, schema=schema))
             progress(saved.table, (int(ids[-1]) + 1) / saved.num_rows)
+    if spoilt:
+        raise RowmeshError(
+            f"table {saved.table!r}: {spoilt:,} of {saved.num_rows:,} rows are not finite, the first of them that of "
+            f"id {first}: nothing is exported; train again with smaller learning rates, or restore the model"
+        )
     return Exported(saved.table, saved.num_rows, saved.dim, path.stat().st_size)
 
 

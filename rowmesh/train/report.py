@@ -56,7 +56,7 @@ def warn_of_space(job: Job, folder: Path) -> list[str]:
         return []
     return [
         f"{'disk':<10}{folder} has {bytes_text(free)} free and the model needs {bytes_text(needed)}: make room before "
-        "training ends, or it cannot be written"
+        "training ends, or it goes to run.fallback_folder, or waits for room (run.retry_s)"
     ]
 
 

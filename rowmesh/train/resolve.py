@@ -53,10 +53,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def anchored(config: Config) -> Config:
     """The same configuration with absolute paths: it means the same wherever it is read."""
-    run, data = (
-        section.model_copy(update={"folder": str(Path(section.folder).absolute())})
-        for section in (config.run, config.data)
-    )
+    data = config.data.model_copy(update={"folder": str(Path(config.data.folder).absolute())})
+    of_run = {
+        key: str(Path(path).absolute()) for key in ("folder", "fallback_folder") if (path := getattr(config.run, key))
+    }
+    run = config.run.model_copy(update=of_run)
     paths = {
         key: str(Path(path).absolute())
         for key in ("plan", "topology")

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rowmesh.errors import RowmeshError
-from rowmesh.files.atomic import naming, write_text
+from rowmesh.faults import reach
+from rowmesh.files.atomic import naming, sync_folder, write_text
 from rowmesh.files.lock import exclusive
 from rowmesh.files.manifest import MANIFEST, Manifest
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
 TRACE = "trace.json"
+UNFINISHED = "unfinished"
+"""Where a run is that replaces another, until its model is written: the folder has the same names in it."""
+WHOLE, FORMER = "whole.json", ".former"
+"""In there, once the model is written: what the run consists of, and what is left of the run of before."""
 _PARTIAL = r"\..*\.partial"
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl", TRACE), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
-    "model": r"manifest\.json.*|[0-9a-f]{16}",
+    "model": rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}",
     "tensorboard": r"events\.out\..*",
 }
 
@@ -46,80 +55,252 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / CONFIG
-        self.plan, self.first_plan = path / PLAN, path / FIRST_PLAN
+        self.config = self._at(CONFIG)
+        self.plan, self.first_plan = self._at(PLAN), self._at(FIRST_PLAN)
         self.metrics = path / "metrics.jsonl"
         self.counters = path / "counters.jsonl"
         self.trace = path / TRACE
         self.tensorboard = path / "tensorboard"
-        self.model = path / "model"
+        self.model = self._at("model")
 
     def evaluation(self, split: str) -> Path:
         """Where the metrics of a split go."""
         return self.path / "evaluation" / f"{split}.json"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a model."""
+        return (self.model / MANIFEST).exists()
+
+    def _at(self, name: str) -> Path:
+        """Where a crash left it that came between a whole new run and the end of the one of before."""
+        new = self.path / UNFINISHED / name
+        return new if (self.path / UNFINISHED / WHOLE).exists() and os.path.lexists(new) else self.path / name
+
+
+@dataclass
+class Description:
+    """The files that say what a run is; a model cannot be loaded without some of them.
+
+    Attributes:
+        request: what was asked for, in the user's words, for the manifest that marks the folder as a run's.
+        files: name → text.
+    """
+
+    request: Mapping[str, Any]
+    files: dict[str, str]
+
+    def write(self, folder: Path, *, anew: bool = True) -> list[str]:
+        """Writes the files, or those alone that are missing; returns which."""
+        written = []
+        if anew or Manifest.read(folder) is None:
+            with naming(folder):
+                Manifest(kind=KIND, request=self.request).write(folder)
+            written.append(MANIFEST)
+        for name, text in self.files.items():
+            if anew or not (folder / name).exists():
+                write_text(folder / name, text)
+                written.append(name)
+        return written
 
 
 class Claim:
     """Takes a run's folder for the time of a `with` block; only rank 0 does this.
 
     The folder is removed again, with those above it that had to be made, if the block fails before `begin`
-    has written the first files.
+    has written the first files. A former run with a model stays whole until `finish`.
 
     Args:
         folder: the run's folder; made if need be.
         overwrite: whether a former run in it may be removed.
+        say: takes what a user should know.
 
     Raises:
         RowmeshError: another process writes the folder, it holds a run and `overwrite` is False, it holds
             something else, or it cannot be made.
     """
 
-    def __init__(self, folder: RunFolder, *, overwrite: bool) -> None:
-        self._path, self._overwrite, self._has_begun = folder.path, overwrite, False
+    def __init__(self, folder: RunFolder, *, overwrite: bool, say: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._overwrite, self.say, self._has_begun = folder.path, overwrite, say, False
         self._held = ExitStack()
+        self._target = folder.path
+        self._known: dict[Path, int] = {}
+        self._elsewhere: Path | None = None
+        self._description = Description({}, {})
 
     def __enter__(self) -> Self:
         self._made = [path for path in (self._path, *self._path.parents) if not path.exists()]
-        refusal = f"another run is writing {self._path}; wait for it, or give this one run.folder=… of its own"
         with ExitStack() as stack:
             stack.callback(self._remove_made)
             try:
                 self._path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(exclusive(self._path / LOCK, refusal))
+                self._lock(stack, self._path)
+                _finish_exchange(self._path)
             except OSError as error:
                 raise RowmeshError(f"cannot write in the run folder {self._path}: {error.strerror}") from None
             _check_free(self._path, self._overwrite)
             self._held = stack.pop_all()
+        self._keep(self._path)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._held:
+            if self._elsewhere is not None and not RunFolder(self._elsewhere).is_whole:
+                shutil.rmtree(self._elsewhere, ignore_errors=True)
             if error is None or self._has_begun:
                 self._made = []
             elif self._made:
                 _clear(self._path)
 
-    def begin(self, request: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Removes an earlier run and writes the first files of this one; from here on the folder stays.
+    def begin(self, request: Mapping[str, Any], files: Mapping[str, str]) -> RunFolder:
+        """Writes the first files of the run and returns where it writes; from here on the folder stays.
+
+        A former run that has a model stays as it is, and this one begins beside it; another is removed.
 
         Args:
             request: what was asked for, in the user's words, for the manifest that marks the folder as a run's.
             files: name → text.
         """
-        _clear(self._path)
-        with naming(self._path):
-            Manifest(kind=KIND, request=request).write(self._path)
-        for name, text in files.items():
-            write_text(self._path / name, text)
+        self._description = Description(request, dict(files))
+        if RunFolder(self._path).is_whole:
+            self._target = self._path / UNFINISHED
+            _remove(self._target)
+        else:
+            _clear(self._path)
+        try:
+            self._target.mkdir(exist_ok=True)
+            self._description.write(self._target)
+        except BaseException:
+            if self._replaces:
+                _remove(self._target)
+            raise
+        self._keep(self._target)
         self._has_begun = True
+        if self._replaces:
+            self.say(f"former    the run in {self._path} stays until the model of this one is written")
+        return RunFolder(self._target)
+
+    def settle(self, changed: Mapping[str, str] | None = None) -> RunFolder:
+        """Makes sure that the run's folder is there, with all that its model needs beside it; returns where it is.
+
+        Somebody may have removed or renamed it while the run trained. It is made again where it was, or beside that
+        where something else has its name by now.
+
+        Args:
+            changed: files that say something else now than at the beginning.
+        """
+        reach("run.settle", self._target)
+        if not self._is_same(self._target):
+            self._make_again()
+        elif lost := self._description.write(self._target, anew=False):
+            self.say(f"{self._target} lacked {', '.join(lost)}; written again")
+        for name, text in (changed or {}).items():
+            write_text(self._target / name, text)
+        self._description.files.update(changed or {})
+        return RunFolder(self._target)
+
+    def settle_elsewhere(self, folder: Path, changed: Mapping[str, str] | None = None) -> RunFolder:
+        """A new folder of the run's name in another one, with all that its model needs beside it."""
+        self._description.files.update(changed or {})
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._elsewhere is None or not self._elsewhere.exists():
+            self._elsewhere = _make_free(folder / self._path.name)
+        self._description.write(self._elsewhere)
+        return RunFolder(self._elsewhere)
+
+    def finish(self) -> RunFolder:
+        """Ends the run of before, now that the model of this one is written; returns where this one is.
+
+        A crash amid it loses neither: a reader finds the new run, and the next run to be written here goes on with it.
+        """
+        if not self.settle().is_whole:
+            raise FileNotFoundError(errno.ENOENT, "removed while it was written", str(self._target / "model"))
+        if self._replaces:
+            names = [path.name for path in self._target.iterdir() if path.name in CONTENTS]
+            write_text(self._target / WHOLE, json.dumps(names) + "\n")
+            _finish_exchange(self._path)
+            self._target = self._path
+        return RunFolder(self._target)
+
+    @property
+    def _replaces(self) -> bool:
+        return self._target == self._path / UNFINISHED
+
+    def _keep(self, folder: Path) -> None:
+        """Remembers which folder it is that has this name now."""
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        self._held.callback(os.close, descriptor)
+        self._known[folder] = descriptor
+
+    def _is_same(self, folder: Path) -> bool:
+        """Whether a folder still has the name that it had."""
+        try:
+            return os.path.samestat(os.fstat(self._known[folder]), folder.stat())
+        except OSError:
+            return False
+
+    def _make_again(self) -> None:
+        missed = self._target
+        if not (self._replaces and self._is_same(self._path)):
+            where = self._path
+            if where.exists() and not (where.is_dir() and not any(where.iterdir())):
+                where = _make_free(where)
+            where.mkdir(parents=True, exist_ok=True)
+            self._lock(self._held, where)
+            self._path = self._target = where
+        self._target.mkdir(exist_ok=True)
+        self._description.write(self._target)
+        self._keep(self._target)
+        self.say(
+            f"{missed} was removed or renamed while the run trained; its model goes to {self._target}, without the "
+            "metrics and counters written before"
+        )
+
+    def _lock(self, stack: ExitStack, folder: Path) -> None:
+        refusal = f"another run is writing {folder}; wait for it, or give this one run.folder=… of its own"
+        stack.enter_context(exclusive(folder / LOCK, refusal))
 
     def _remove_made(self) -> None:
         """Removes the folders that were made here, from the innermost on, as far as they are empty."""
         with contextlib.suppress(OSError):
             for path in self._made:
                 path.rmdir()
+
+
+def _make_free(path: Path) -> Path:
+    """Makes a folder of that name, or of the first of name-2, name-3, … that nothing has."""
+    for number in itertools.count(1):
+        place = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            place.mkdir()
+            return place
+    raise AssertionError
+
+
+def _finish_exchange(folder: Path) -> None:
+    """Puts a whole new run in the place of the one of before; goes on where a crash interrupted it."""
+    new = folder / UNFINISHED
+    try:
+        names = json.loads((new / WHOLE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except ValueError:
+        raise RowmeshError(f"{new / WHOLE} is damaged; move what you want to keep out of {folder}") from None
+    (new / FORMER).mkdir(exist_ok=True)
+    for path in list(folder.iterdir()):
+        if path.name in CONTENTS and (path.name not in names or os.path.lexists(new / path.name)):
+            reach("run.exchange", path)
+            if not os.path.lexists(new / FORMER / path.name):  # else it was made since the crash, and is of the new run
+                path.rename(new / FORMER / path.name)
+    for name in names:
+        if name in CONTENTS and os.path.lexists(new / name):
+            reach("run.exchange", new / name)
+            (new / name).rename(folder / name)
+    sync_folder(folder)
+    reach("run.exchanged", folder)
+    shutil.rmtree(new)
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -146,10 +327,13 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 def _strangers(folder: Path) -> Iterator[str]:
     """What lies in the folder, or in a folder of it, and was not written by a run. Links are not followed."""
     for path in folder.iterdir():
-        if path.name not in CONTENTS:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if path.name == UNFINISHED and is_folder:
+            yield from (f"{UNFINISHED}/{name}" for name in _strangers(path) if name not in (WHOLE, FORMER))
+        elif path.name not in CONTENTS:
             if not (path.name == LOCK or _is_partial(path)):
                 yield path.name
-        elif path.is_dir() and not path.is_symlink():
+        elif is_folder:
             pattern = CONTENTS[path.name]
             yield from (f"{path.name}/{each.name}" for each in path.iterdir() if not re.fullmatch(pattern, each.name))
 
@@ -157,12 +341,15 @@ def _strangers(folder: Path) -> Iterator[str]:
 def _clear(folder: Path) -> None:
     """Removes everything that a run writes, except the lock: of a link the link, not what it leads to."""
     for path in folder.iterdir():
-        if path.name not in CONTENTS and not _is_partial(path):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        if path.name in CONTENTS or path.name == UNFINISHED or _is_partial(path):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_partial(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +27,8 @@ _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initia
 class RunLog:
     """Writes on rank 0; on other ranks only the collectives of `flush` happen.
 
+    What cannot be written (a full disk) is counted and said, and ends no run: see `rowmesh.observe.records`.
+
     Args:
         job: what is trained.
         run: where to write.
@@ -36,11 +38,14 @@ class RunLog:
     def __init__(self, job: Job, run: RunFolder, total_steps: int) -> None:
         first = job.mesh.rank == 0
         self._open = ExitStack()
-        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None))
-        lines = self._open.enter_context(JsonLines(run.counters if first else None))
-        self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
-        self._board = TensorBoard(run.tensorboard) if first and job.config.train.tensorboard else None
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
+        say = self.progress.say
+        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, say))
+        lines = self._open.enter_context(JsonLines(run.counters if first else None, say))
+        self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
+        self._board = None
+        if first and job.config.train.tensorboard:
+            self._board = self._open.enter_context(closing(TensorBoard(run.tensorboard, say)))
 
     def step(self, step: int) -> None:
         """Notes the counters of a step, and moves the progress."""
@@ -71,8 +76,6 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def _sources(embeddings: EmbeddingCollection) -> list[Source]:

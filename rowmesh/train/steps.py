@@ -143,7 +143,10 @@ class PipelinedSteps:
         ]
         everyone = gather_objects(self._job.mesh, mine, "collecting the trace of all ranks")
         if self._job.mesh.rank == 0:
-            write_trace(trace, everyone)
+            try:
+                write_trace(trace, everyone)
+            except OSError as error:  # no reason to lose the model
+                self._say(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 
     def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
         config = self._job.config.pipeline

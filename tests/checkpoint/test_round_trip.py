@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 import hypothesis.strategies as st
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 
 from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
 from rowmesh.checkpoint.read import _intersect
+from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.embeddings import LocalRows
+from rowmesh.files.checksums import checksums_of
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
 
@@ -226,9 +229,12 @@ def test_tables_that_do_not_fit(saved, changes, message):
 def test_missing_and_damaged_files_are_named(saved, name):
     path = next(saved.rglob(name))
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read"):
-        load(saved, Dealt(TABLES))
+    for rest in (content[: len(content) // 2], b""):
+        path.write_bytes(rest)
+        with pytest.raises(CheckpointError, match=rf"{name} has {len(rest)} bytes where .* were written"):
+            load(saved, Dealt(TABLES))
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read"):
+            load(saved, Dealt(TABLES), verify=False)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{name} is missing; the checkpoint is incomplete"):
         load(saved, Dealt(TABLES))
@@ -238,7 +244,7 @@ def test_files_of_another_shape(saved):
     path = next(saved.rglob("item.0.values.npy"))
     path.write_bytes(next(saved.rglob("one.0.values.npy")).read_bytes())
     with pytest.raises(CheckpointError, match=r"table 'item': .* holds float64 \(1, 2\), expected float32"):
-        load(saved, Dealt(TABLES))
+        load(saved, Dealt(TABLES), verify=False)
 
 
 def test_no_checkpoint(tmp_path):
@@ -251,8 +257,74 @@ def test_rows_in_no_file(saved):
     manifest = json.loads(path.read_text())
     manifest["tables"]["item"]["parts"] = []
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="table 'item': 64 of 64 rows are in no file"):
+    with pytest.raises(CheckpointError, match="table 'item': files hold 0 rows where each of 64 must be in exactly"):
         load(saved, Dealt(TABLES))
+
+
+def flip(path, position, bit=3):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("position", [0, 9, 20, -1], ids=["magic", "length", "header", "content"])
+def test_a_flipped_bit_in_any_file_is_noticed(saved, position):
+    files = [path for path in saved.rglob("*") if path.suffix in (".npy", ".pt")]
+    assert len(files) == 9
+    for path in files:
+        flip(path, position)
+        with pytest.raises(
+            CheckpointError, match=rf"{path.name} is damaged: bytes 0 to .*not what was written.*-verify"
+        ):
+            load(saved, Dealt(TABLES))
+        flip(path, position)
+    load(saved, Dealt(TABLES))
+
+
+def test_only_blocks_that_are_read_are_verified_and_each_once(tmp_path, monkeypatch):
+    table = TableSpec(name="item", num_rows=1000, dim=8, optimizer=SGD())  # 16 rows in 512 bytes
+    monkeypatch.setattr("rowmesh.checkpoint.write.BLOCK_BYTES", 512)
+    save(tmp_path, Dealt([table]).fill(), {})
+    manifest, summed = read_manifest(tmp_path), []
+    digest = xxhash.xxh3_64_hexdigest
+    monkeypatch.setattr("xxhash.xxh3_64_hexdigest", lambda block: summed.append(len(block)) or digest(block))
+    rows = SavedRows(tmp_path, manifest, "item")
+    rows.read(range(100, 200))
+    assert len(summed) <= 1 + 8
+    rows.read(range(100, 200))
+    assert len(summed) <= 1 + 8
+    flip(next(tmp_path.rglob("item*")), 20_000)  # row 621
+    rows = SavedRows(tmp_path, manifest, "item")
+    rows.read(range(500))
+    with pytest.raises(CheckpointError, match="bytes 19,968 to 20,479 are not"):
+        rows.read(range(620, 630))
+
+
+def test_damaged_rows_can_be_read_on_purpose(saved):
+    flip(next(saved.rglob("item.0.values.npy")), -1)
+    actual = Dealt(TABLES)
+    load(saved, actual, verify=False)
+    assert not actual.equals(Dealt(TABLES).fill())
+
+
+def test_models_of_before_have_no_checksums_and_are_read(saved, caplog):
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksums"]
+    path.write_text(json.dumps(manifest))
+    actual = Dealt(TABLES)
+    with caplog.at_level("INFO", "rowmesh"):
+        load(saved, actual)
+    assert actual.equals(Dealt(TABLES).fill())
+    assert [record.message for record in caplog.records] == [
+        f"the model in {saved} has no checksums, since an earlier version wrote it: what is read of it is not verified"
+    ]
+
+
+def test_sums_need_no_second_reading(saved):
+    manifest = read_manifest(saved)
+    for name, expected in manifest.checksums.items():
+        assert checksums_of(saved / manifest.folder / name) == expected
 
 
 RANGES = st.builds(lambda a, n, s: range(a, a + n * s, s), st.integers(0, 40), st.integers(0, 30), st.integers(1, 12))

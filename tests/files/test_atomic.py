@@ -1,4 +1,5 @@
 import errno
+import os
 
 import pytest
 
@@ -31,3 +32,16 @@ def test_a_link_stays_a_link(tmp_path):
     write_text(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_what_is_no_file_is_written_and_not_replaced(tmp_path):
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(fifo, "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert fifo.is_fifo()
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

@@ -1,5 +1,9 @@
+import contextlib
 import json
 import math
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,10 +20,56 @@ def test_lines_are_on_disk_at_once_and_are_json(tmp_path):
     assert records == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "lr": None}]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
-def test_a_full_disk_is_named():
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"), JsonLines(Path("/dev/full")) as lines:
+@contextlib.contextmanager
+def room(num_bytes):
+    """Lets no file of this process be longer: what goes beyond is written in part, then refused, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_lines_without_room_are_counted_and_never_there_in_part(tmp_path):
+    path, said = tmp_path / "metrics.jsonl", []
+    with JsonLines(path, said.append) as lines:
+        with room(100):
+            for step in range(10):
+                lines.write(step=step, loss=0.25)
+            assert len(said) == 1
+            assert path.read_text().endswith("}\n"), "no half line"
+        lines.write(step=10, loss=0.25)
+        with room(100):
+            lines.write(step=11, loss=0.25)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [0, 1, 2, 10]
+    assert [text.replace(str(path), "FILE") for text in said] == [
+        "cannot write FILE: File too large; training goes on without, until it can be",
+        "FILE can be written again; 7 records before are lost",
+        "cannot write FILE: File too large; training goes on without, until it can be",
+        "FILE: the last 1 records could not be written and are lost",
+    ]
+
+
+def test_a_part_that_cannot_be_removed_is_overwritten(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path, lambda text: None) as lines:
         lines.write(step=1)
+        with room(15), monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+            lines.write(step=2)
+        lines.write(step=3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_what_is_lost_is_logged_where_nobody_else_is_told(caplog):
+    with JsonLines(Path("/dev/full")) as lines:
+        lines.write(step=1)
+    assert "cannot write /dev/full: No space left on device" in caplog.messages[0]
 
 
 def test_without_a_path_nothing_is_written():

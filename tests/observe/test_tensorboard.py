@@ -1,6 +1,7 @@
 import pytest
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.faults import arm
 from rowmesh.observe import tensorboard
 
 
@@ -10,9 +11,32 @@ def test_what_is_missing_is_named(monkeypatch):
         tensorboard.require_tensorboard()
 
 
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 def test_numbers_become_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     board = tensorboard.TensorBoard(tmp_path)
-    board.write("train", 3, {"loss": 0.5, "auc": None})
+    board.write("train", 3, {"loss": 0.5, "auc": None, "samples": 7})
     board.close()
-    assert list(tmp_path.iterdir())
+    assert scalars(tmp_path) == {"train/loss": [(3, 0.5)], "train/samples": [(3, 7.0)]}
+
+
+def test_events_without_room_are_counted_and_never_there_in_part(tmp_path):
+    pytest.importorskip("tensorboard")
+    said = []
+    board = tensorboard.TensorBoard(tmp_path, said.append)
+    board.write("train", 1, {"loss": 0.5})
+    with arm("observe.write=ENOSPC"):
+        board.write("train", 2, {"loss": 0.25})
+    board.write("train", 3, {"loss": 0.125})
+    board.close()
+    assert scalars(tmp_path) == {"train/loss": [(1, 0.5), (3, 0.125)]}
+    assert [text.partition(": ")[2] for text in said][:1] == [
+        "No space left on device; training goes on without, until it can be"
+    ]
+    assert "again; 1 records before are lost" in said[1]

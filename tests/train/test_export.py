@@ -27,12 +27,12 @@ def both(tmp_path_factory):
     return prepared, reorder(prepared, folder / "out", tables=["item"], options=ReorderOptions(batch_size=BATCH))
 
 
-def make_run(folder, data, embeddings):
+def make_run(folder, data, embeddings, network=None):
     """A run's folder, as far as an export reads it."""
     folder.mkdir()
     (folder / "config.toml").write_text(f'[data]\nfolder = "{data.folder}"\n[run]\nfolder = "{folder}"\n')
     metadata = {"steps": 1, "data": str(data.folder), "fingerprint": fingerprint(data)}
-    checkpoint.save(folder / "model", embeddings, {"network": {"weight": torch.ones(2)}}, metadata=metadata)
+    checkpoint.save(folder / "model", embeddings, {"network": network or {"weight": torch.ones(2)}}, metadata=metadata)
     return folder
 
 
@@ -149,3 +149,40 @@ def test_a_damaged_model_leaves_no_export(config_file, tmp_path):
     with pytest.raises(RowmeshError, match=r"table 'C2': .* is missing; the checkpoint is incomplete"):
         export(run, out)
     assert not out.exists()
+
+
+def make_embeddings(data):
+    return EmbeddingCollection([TableSpec(name="item", num_rows=data.table("item").num_rows, dim=4)])
+
+
+def test_rows_that_are_not_finite_are_refused_and_counted(both, tmp_path):
+    data = both[0]
+    embeddings = make_embeddings(data)
+    (rows,) = embeddings.local_rows("item")
+    rows.values[7, 2], rows.values[9] = torch.nan, torch.inf
+    run = make_run(tmp_path / "run", data, embeddings)
+    with pytest.raises(
+        RowmeshError, match=r"table 'item': 2 of .* rows are not finite, the first of them that of id 7"
+    ):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_network_that_is_not_finite_is_refused(both, tmp_path):
+    run = make_run(tmp_path / "run", both[0], make_embeddings(both[0]), {"weight": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(RowmeshError, match=r"the network in .*: 1 numbers of weight are not finite"):
+        export(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["item.0.values.npy", "dense.pt"])
+def test_a_flipped_bit_is_not_exported(both, tmp_path, name):
+    run = make_run(tmp_path / "run", both[0], make_embeddings(both[0]))
+    path = next(run.rglob(name))
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(RowmeshError, match=rf"{name} is damaged: bytes"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    if name != "dense.pt":
+        assert export(run, tmp_path / "out", verify=False)[0].table == "item"

@@ -1,8 +1,10 @@
 import json
+from contextlib import ExitStack
 
 import pytest
 
 from rowmesh.errors import RowmeshError
+from rowmesh.faults import arm
 from rowmesh.train.run_folder import Claim, RunFolder, write_json, write_text
 
 
@@ -15,6 +17,12 @@ def begin(folder, **files):
     """A run that has written some files."""
     with Claim(folder, overwrite=False) as claim:
         claim.begin({"data.folder": "data"}, {"config.toml": "", **files})
+
+
+def add_model(folder, text="{}"):
+    """What stands for a model that is written."""
+    folder.model.mkdir()
+    (folder.model / "manifest.json").write_text(text)
 
 
 def names(path):
@@ -115,8 +123,9 @@ def test_links_are_removed_and_what_they_lead_to_is_kept(folder, tmp_path):
     folder.model.symlink_to(elsewhere)
     folder.metrics.symlink_to(elsewhere / "gone")
     with Claim(folder, overwrite=True) as claim:
-        claim.begin({}, {})
-    assert names(folder.path) == ["manifest.json"]
+        add_model(claim.begin({}, {}))
+        claim.finish()
+    assert names(folder.path) == ["manifest.json", "model"]
     assert names(elsewhere) == ["keep.txt", "manifest.json"]
 
 
@@ -129,6 +138,103 @@ def test_a_run_folder_may_be_a_link(folder, tmp_path):
         claim.begin({}, {})
     assert names(tmp_path / "large_disk") == ["manifest.json"]
     assert folder.path.is_symlink()
+
+
+def former_and_new(folder):
+    """A claim on a folder with a run that has a model, where a new run has written its own."""
+    begin(folder, **{"first_plan.json": "former"})
+    add_model(folder, "former")
+    claim = Claim(folder, overwrite=True)
+    claim.__enter__()
+    new = claim.begin({}, {"config.toml": "new"})
+    assert new.path == folder.path / "unfinished"
+    add_model(new, "new")
+    return claim
+
+
+def assert_is(folder, what):
+    found = RunFolder(folder.path)
+    assert (found.model / "manifest.json").read_text() == what
+    assert (found.config.read_text() == "new") == (what == "new")
+
+
+def test_a_run_with_a_model_stays_until_the_new_one_is_whole(folder):
+    claim = former_and_new(folder)
+    assert_is(folder, "former")
+    assert claim.finish().path == folder.path
+    claim.__exit__(None, None, None)
+    assert_is(folder, "new")
+    assert names(folder.path) == ["config.toml", "manifest.json", "model"]
+
+
+def test_a_new_run_that_fails_leaves_the_former_and_its_own_metrics(folder):
+    claim = former_and_new(folder)
+    claim.__exit__(RowmeshError, RowmeshError("failed"), None)
+    assert_is(folder, "former")
+    with pytest.raises(RowmeshError, match="holds a run"), Claim(folder, overwrite=False):
+        pass
+    (folder.path / "unfinished" / "notes.md").write_text("")
+    refused(folder, r"what no run wrote \(unfinished/notes.md\)")
+    (folder.path / "unfinished" / "notes.md").unlink()
+    with Claim(folder, overwrite=True) as claim:
+        add_model(claim.begin({}, {"config.toml": "new"}), "new")
+        claim.finish()
+    assert_is(folder, "new")
+
+
+@pytest.mark.parametrize("at", [*(f"run.exchange@{number}" for number in range(1, 8)), "run.exchanged"])
+def test_a_crash_amid_the_exchange_loses_no_run(folder, at):
+    claim = former_and_new(folder)
+    with arm(f"{at}=raise"), pytest.raises(RuntimeError, match="injected"):
+        claim.finish()
+    claim.__exit__(RuntimeError, RuntimeError(), None)
+    assert_is(folder, "new")
+    with pytest.raises(RowmeshError, match="holds a run"), Claim(folder, overwrite=False):
+        pass
+    assert_is(folder, "new")
+    assert names(folder.path) == ["config.toml", "manifest.json", "model"]
+
+
+def test_what_a_model_needs_beside_it_is_written_again(folder):
+    said = []
+    with Claim(folder, overwrite=False, say=said.append) as claim:
+        claim.begin({}, {"config.toml": "", "plan.json": ""})
+        folder.plan.unlink()
+        (folder.path / "manifest.json").unlink()
+        assert claim.settle({"first_plan.json": "first"}).path == folder.path
+    assert names(folder.path) == ["config.toml", "first_plan.json", "manifest.json", "plan.json"]
+    assert said == [f"{folder.path} lacked manifest.json, plan.json; written again"]
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+@pytest.mark.parametrize(("left", "place"), [("nothing", "a"), ("other files", "a-2"), ("another run", "a-2")])
+def test_a_folder_that_is_gone_is_made_again(folder, tmp_path, left, place, is_overwritten):
+    if is_overwritten:
+        begin(folder)
+        add_model(folder)
+    with Claim(folder, overwrite=True) as claim, ExitStack() as others:
+        claim.begin({}, {"config.toml": "mine"})
+        folder.path.rename(tmp_path / "renamed")
+        if left == "other files":
+            folder.path.mkdir()
+            (folder.path / "notes.md").write_text("")
+        elif left == "another run":
+            others.enter_context(Claim(folder, overwrite=False)).begin({}, {"config.toml": "theirs"})
+        settled = claim.settle()
+        assert settled.path == folder.path.with_name(place)
+        assert settled.config.read_text() == "mine"
+        add_model(settled)
+        assert claim.finish().path == settled.path
+        if left == "another run":
+            with pytest.raises(RowmeshError, match="another run is writing"), Claim(folder, overwrite=True):
+                pass
+
+
+def test_a_model_that_is_removed_while_it_is_written_is_written_again(folder):
+    with Claim(folder, overwrite=False) as claim:
+        claim.begin({}, {"config.toml": ""})
+        with pytest.raises(FileNotFoundError, match="removed while it was written"):
+            claim.finish()
 
 
 def test_what_a_crash_left_in_the_middle_of_a_write_is_overwritten(folder):
