@@ -28,7 +28,7 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
 
     Content and name are on disk (`fsync`) before this returns. On any error the partial file is removed and what
     stood at `path` stays; the folder of `path` must exist. Where `path` is a link, the link stays and its target
-    is replaced.
+    is replaced. What is no file, such as /dev/stdout, is written as it is.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -41,6 +41,10 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
         ...     (Path(folder) / "plan.json").read_text()
         '{}'
     """
+    if path.exists() and not path.is_file():
+        with naming(path), path.open("wb") as file:
+            yield file
+        return
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rowmesh.files.atomic import write_text
+
 
 class Event(NamedTuple):
     """One thing that a thread did.
@@ -63,4 +65,4 @@ def trace_events(ranks: Sequence[Iterable[Event]]) -> list[dict[str, Any]]:
 
 def write_trace(path: Path, ranks: Sequence[Iterable[Event]]) -> None:
     """Writes the trace of all ranks."""
-    path.write_text(json.dumps({"traceEvents": trace_events(ranks), "displayTimeUnit": "ms"}) + "\n")
+    write_text(path, json.dumps({"traceEvents": trace_events(ranks), "displayTimeUnit": "ms"}) + "\n")

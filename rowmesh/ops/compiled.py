@@ -93,7 +93,7 @@ class _Cache(FunctionCache):
             _say(
                 "unwritten",
                 f"kernels are compiled again in every process, as they cannot be kept in {self.cache_path}: "
-                f"{error.strerror}; make room, or set NUMBA_CACHE_DIR to another folder",
+                f"{error.strerror}; set NUMBA_CACHE_DIR to another folder",
             )
 
     def flush(self) -> None:

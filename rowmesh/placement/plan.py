@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import write_text
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
@@ -383,7 +384,7 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Writes the plan as JSON."""
-        path.write_text(self.to_json())
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: Path) -> Plan:

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rowmesh.data import Loader, Prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
 
@@ -310,7 +311,7 @@ class Profile:
             "format": FORMAT, "num_samples": self.num_samples, "batch_size": self.batch_size,
             "shapes": [asdict(shape) for shape in self.shapes],
         }  # fmt: skip
-        with Path(path).open("wb") as file:
+        with replacing_file(Path(path)) as file:
             np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
 
     @staticmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import rowmesh
+from rowmesh.files.atomic import write_text
 from rowmesh.placement.charts import bars, frequency_curve, heatmap
 from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.cost import Cost
@@ -36,7 +37,7 @@ def write_report(comparison: Comparison, path: Path, title: str) -> None:
         path: of the HTML file.
         title: what was planned, such as the name of the configuration.
     """
-    path.write_text(report(comparison, title), encoding="utf-8")
+    write_text(path, report(comparison, title))
 
 
 def report(comparison: Comparison, title: str) -> str:

@@ -39,6 +39,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.atomic import write_text
 
 Floats = NDArray[np.float64]
 _SECTIONS = ("local", "intra", "inter")
@@ -122,9 +123,10 @@ class Topology:
         """
         text = str(source)
         if text in Topology.shipped():
-            return _parse((resources.files("rowmesh.placement") / "topologies" / f"{text}.toml").read_text(), text)
+            file = resources.files("rowmesh.placement") / "topologies" / f"{text}.toml"
+            return _parse(file.read_text(encoding="utf-8"), text)
         try:
-            return _parse(Path(source).read_text(), text)
+            return _parse(Path(source).read_text(encoding="utf-8"), text)
         except FileNotFoundError as error:
             raise ConfigurationError(
                 f"no topology {text!r}: give one of {', '.join(Topology.shipped())}, or the path of a TOML file"
@@ -143,7 +145,7 @@ class Topology:
         if self.memory_bytes is not None:
             values["memory_bytes"] = self.memory_bytes
         values |= {"cost_s_per_byte": self.cost.tolist(), "latency_s": self.latency_s.tolist()}
-        Path(path).write_text(tomli_w.dumps(values))
+        write_text(Path(path), tomli_w.dumps(values))
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from rowmesh.files.atomic import write_text
 from rowmesh.placement.report import footer, heading, page, sections
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
@@ -25,7 +26,7 @@ def write_replica_report(comparison: ReplicaComparison, path: Path, title: str) 
         path: of the file.
         title: what was planned, such as the name of the configuration.
     """
-    path.write_text(replica_report(comparison, title), encoding="utf-8")
+    write_text(path, replica_report(comparison, title))
 
 
 def replica_report(comparison: ReplicaComparison, title: str) -> str:

@@ -1,4 +1,6 @@
 import errno
+import os
+import threading
 
 import pytest
 
@@ -31,3 +33,20 @@ def test_a_link_stays_a_link(tmp_path):
     write_text(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    write_text(tmp_path / "pipe", "plan")
+    reader.join()
+    assert read == ["plan"]
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_folder_in_the_way_is_named(tmp_path):
+    with pytest.raises(IsADirectoryError) as caught:
+        write_text(tmp_path, "plan")
+    assert caught.value.filename == str(tmp_path)
