@@ -16,10 +16,13 @@ from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
 from rowmesh.cli.plan import plan
+from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train
 from rowmesh.errors import RowmeshError
+from rowmesh.files.advice import described
 
-FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
+FAILED, HUNG_UP, INTERRUPTED, TERMINATED = 2, 129, 130, 143
+_is_leaving = False
 
 app = cyclopts.App(
     name="rowmesh",
@@ -39,13 +42,22 @@ app.command(env)
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
-    Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 130 after Ctrl-C, 143 after
-    SIGTERM; errors go to standard error, under torchrun with the rank in front.
+    Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 129 where the terminal was closed, 130
+    after Ctrl-C, 143 after SIGTERM; errors go to standard error, under torchrun with the rank in front.
     """
+    global _is_leaving
+    _is_leaving = False
+    lasting_streams()
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, _terminate)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
-        app(arguments, exit_on_error=False)
+        app(arguments, exit_on_error=False, result_action="return_value")
+        if problem := lost():
+            _complain(f"{problem}; what the command was to do is done")
+            sys.exit(FAILED)
+        sys.exit(0)
     except cyclopts.CycloptsError:  # cyclopts has printed it
         sys.exit(FAILED)
     except RowmeshError as error:
@@ -55,12 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print("rowmesh: interrupted", file=sys.stderr)  # noqa: T201
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output is gone, as in `rowmesh env | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
     except OSError as error:  # a full disk, a folder without permission
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(f"{where}{error.strerror or error}; make room or choose another place")
+        _complain(described(error))
         sys.exit(FAILED)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
@@ -76,17 +84,24 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _interrupt_again(ignored: Any) -> None:
     """Delivers a signal once more that came while an object was being freed, where Python drops what is raised."""
-    signals: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
-    number = signals.get(ignored.exc_type)
+    global _is_leaving
+    numbers: dict[Any, int] = {TERMINATED: signal.SIGTERM, HUNG_UP: signal.SIGHUP}
+    number = numbers.get(getattr(ignored.exc_value, "code", None))
+    if ignored.exc_type is KeyboardInterrupt:
+        number = signal.SIGINT
     if number is None:
         sys.__unraisablehook__(ignored)
     else:
+        _is_leaving = False
         threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Leaves through every `finally`, so that a run killed by torchrun cleans up."""
-    sys.exit(TERMINATED)
+    """Leaves through every `finally`, so that a run killed by torchrun cleans up; once, as shells repeat signals."""
+    global _is_leaving
+    if not _is_leaving:
+        _is_leaving = True
+        sys.exit(TERMINATED if signum == signal.SIGTERM else HUNG_UP)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -40,14 +40,16 @@ def export(
     from rich.console import Console
 
     from rowmesh.observe.progress import PartsProgress
-    from rowmesh.report.printing import say, table_of_numbers
+    from rowmesh.report.printing import say, show, table_of_numbers
     from rowmesh.train.export import export as write
 
     console = Console()
-    with PartsProgress(console) as show:
-        exported = write(run, out, data=data, tables=tables or (), overwrite=overwrite, progress=show, verify=verify)
+    with PartsProgress(console) as progress:
+        exported = write(
+            run, out, data=data, tables=tables or (), overwrite=overwrite, progress=progress, verify=verify
+        )
     shown = table_of_numbers("table", "rows", "dim", "MB")
     for each in exported:
         shown.add_row(each.table, f"{each.num_rows:,}", str(each.dim), f"{each.num_bytes / 1e6:,.1f}")
     say(console, f"exported {out}")
-    console.print(shown)
+    show(console, shown)

@@ -112,7 +112,7 @@ def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Se
     cells = [text for part in totals for text in _cells(rows_bytes, part.cores_bytes, part.step_s)]
     num_rows, distinct = sum(each.num_rows for each in found), sum(each.num_distinct for each in found)
     table.add_row("all", f"{num_rows:,}", bytes_text(rows_bytes), f"{distinct:,}", *cells, style="bold")
-    printer.console.print(table)
+    printer.show(table)
     sums = ", ".join(f"{bytes_text(p.gradient_bytes)} at rank {r}" for p, r in zip(totals, ranks, strict=True))
     printer.say(
         "Sizes are with optimizer state. Every rank has all cores; a step is one thread's look-up, gradients and "

@@ -10,13 +10,13 @@ at most half full, an offset and a hash, in arrays that double).
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowmesh.errors import DataError
+from rowmesh.ops.compiled import compiled
 
 MAX_CODES = 2**31 - 2  # codes and rows are stored as int32
 _FIRST_SLOTS = 1 << 10
@@ -146,7 +146,7 @@ def _resized(array: np.ndarray, length: int) -> np.ndarray:
     return larger
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _hash(data, start, end):  # pragma: no cover - compiled
     """FNV-1a with the finalizer of SplitMix64, so that the low bits are good enough for a table."""
     value = np.uint64(0xCBF29CE484222325)
@@ -157,7 +157,7 @@ def _hash(data, start, end):  # pragma: no cover - compiled
     return value ^ (value >> np.uint64(31))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _equal(data, start, length, heap, heap_start, heap_end):  # pragma: no cover - compiled
     if heap_end - heap_start != length:
         return False
@@ -167,7 +167,7 @@ def _equal(data, start, length, heap, heap_start, heap_end):  # pragma: no cover
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _encode(data, offsets, first, codes, slots, hashes, heap_offsets, heap, size):  # pragma: no cover
     """Codes from position `first` on; returns (position reached, number of codes)."""
     mask = np.uint64(len(slots) - 1)
@@ -197,7 +197,7 @@ def _encode(data, offsets, first, codes, slots, hashes, heap_offsets, heap, size
     return len(codes), size
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _reinsert(slots, hashes, size):  # pragma: no cover - compiled
     mask = np.uint64(len(slots) - 1)
     for code in range(size):
@@ -207,7 +207,7 @@ def _reinsert(slots, hashes, size):  # pragma: no cover - compiled
         slots[slot] = code
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _copy_spans(heap, starts, offsets, out):  # pragma: no cover - compiled
     for i in range(len(starts)):
         length = offsets[i + 1] - offsets[i]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numba
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowmesh.data.prepared import Prepared
 from rowmesh.errors import DataError
+from rowmesh.ops.compiled import compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def _bags(parts: Sequence[pa.ListArray]) -> Bags:
     return Bags(np.concatenate([part.flatten().to_numpy() for part in parts]), offsets)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def gather_columns(columns, samples, out):  # pragma: no cover - compiled
     """`out[f, b] = columns[f, samples[b]]`."""
     for f in range(columns.shape[0]):
@@ -94,7 +94,7 @@ def gather_columns(columns, samples, out):  # pragma: no cover - compiled
             out[f, b] = columns[f, samples[b]]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def gather_rows(columns, samples, out):  # pragma: no cover - compiled
     """`out[b, f] = columns[f, samples[b]]`."""
     for f in range(columns.shape[0]):
@@ -102,7 +102,7 @@ def gather_rows(columns, samples, out):  # pragma: no cover - compiled
             out[b, f] = columns[f, samples[b]]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def gather_bags(ids, offsets, samples, out_starts, out):  # pragma: no cover - compiled
     """Copies the bag of each sample to where it starts in `out`."""
     for b in range(len(samples)):

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from rowmesh.ops.compiled import compiled
 
 # How elements are stored; arithmetic is in float32, for FLOAT64 in float64.
 FLOAT32, FLOAT64, BFLOAT16 = 0, 1, 2
@@ -35,23 +37,20 @@ COMPUTE_BYTES = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 4}
 # Options of every kernel. Never parallel=True: its default threading layer aborts the process when two Python
 # threads enter it. fastmath stays off: sums keep their order.
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
-_njit: Any = njit
-uncached_kernel = _njit(**_OPTIONS)  # for code that contains an address of this process
-inlined = _njit(cache=True, inline="always", **_OPTIONS)  # into the kernels that call it: constants stay constants
+uncached_kernel = compiled(cache=False, **_OPTIONS)  # for code that contains an address of this process
+inlined = compiled(inline="always", **_OPTIONS)  # into the kernels that call it: constants stay constants
 
 
 def kernel(function: Any) -> Any:
     """Compiles a kernel at its first call, and keeps it on disk under a name that no other kernel has.
 
-    Numba numbers the files of all specialisations of one name, and its index names a file before the file is there: of
-    ranks that compile at the same time, one could load what another wrote for another dim, or what an earlier version
-    of the sources left. So the constants and the sources of all kernels are part of the name. (Numba itself looks at
-    the time of the kernel's own file only, not at those of the functions inlined into it.)
+    The constants and the sources of all kernels are part of the name: else specialisations would share one, and of what
+    a kernel is compiled from only its own file would be looked at, not those of the functions inlined into it.
     """
     constants = [cell.cell_contents for cell in function.__closure__ or ()]
     digest = hashlib.blake2b(f"{_sources()} {constants}".encode(), digest_size=8).hexdigest()
     function.__qualname__ += f"_{digest}"
-    return _njit(cache=True, **_OPTIONS)(function)
+    return compiled(function, **_OPTIONS)
 
 
 @functools.cache

@@ -123,9 +123,10 @@ class Topology:
         """
         text = str(source)
         if text in Topology.shipped():
-            return _parse((resources.files("rowmesh.placement") / "topologies" / f"{text}.toml").read_text(), text)
+            file = resources.files("rowmesh.placement") / "topologies" / f"{text}.toml"
+            return _parse(file.read_text(encoding="utf-8"), text)
         try:
-            return _parse(Path(source).read_text(), text)
+            return _parse(Path(source).read_text(encoding="utf-8"), text)
         except FileNotFoundError as error:
             raise ConfigurationError(
                 f"no topology {text!r}: give one of {', '.join(Topology.shipped())}, or the path of a TOML file"

@@ -14,7 +14,7 @@ from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
 from rowmesh.files.manifest import why_stale
-from rowmesh.report.printing import say, table_of_numbers
+from rowmesh.report.printing import say, show, table_of_numbers
 
 MAX_REASONS = 5
 
@@ -37,15 +37,15 @@ def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, 
     for split, values in optimum.items():
         table.add_row(split, f"{values['samples']:,.0f}", f"{values['positive_rate']:.4f}", *_best(values))
     say(console, f"drawn into {out}")
-    console.print(table)
+    show(console, table)
 
 
 def print_prepared(console: Console, prepared: Prepared) -> None:
     """The splits and tables of a prepared data set."""
     say(console, f"prepared {prepared.folder}")
-    console.print(_splits(prepared))
+    show(console, _splits(prepared))
     say(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
-    console.print(_tables(prepared))
+    show(console, _tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
     say(console, f"bad rows: {prepared.bad_rows}{where}")
 
@@ -65,7 +65,7 @@ def print_reordered(console: Console, reordered: Prepared) -> None:
             f"{facts['communities']:,}" if rows else "",
             *(f"{facts[key]:,.1f}" for key in ("prefixes_before", "prefixes_after", "elapsed_s")),
         )
-    console.print(table)
+    show(console, table)
     for line in _unchanged(reordered.reordering["tables"]):
         say(console, line)
 

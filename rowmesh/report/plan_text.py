@@ -16,7 +16,7 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import LEVELS, levels_of
 from rowmesh.placement.text import bytes_text, share_text
-from rowmesh.report.printing import say, table_of_numbers
+from rowmesh.report.printing import say, show, table_of_numbers
 
 MAX_RANKS = 16
 PLAIN_WIDTH = 160
@@ -33,15 +33,19 @@ class Printer:
         """Prints lines as they are."""
         say(self.console, *lines)
 
+    def show(self, table: Table) -> None:
+        """Prints a table."""
+        show(self.console, table)
+
     def print(self, comparison: Comparison, title: str) -> None:
         """Everything about a comparison."""
         self.say(*facts(comparison.problem, title), _memory(comparison), "")
-        self.console.print(self._strategies(comparison))
+        self.show(self._strategies(comparison))
         for candidate in comparison.candidates:
             if candidate.complaint:
                 self.say(f"  {candidate.name} does not fit: {candidate.complaint}")
         self.say("", comparison.why, "")
-        self.console.print(self._ranks(comparison))
+        self.show(self._ranks(comparison))
         self.say("")
         self.levels(comparison.plan, comparison.problem.profile)
 
@@ -92,7 +96,7 @@ class Printer:
             hops = sum(len(part) for part in planned.ranges if part.two_hop)
             count = [f"{planned.replicas}"][: int(replicated)]
             table.add_row(Text(planned.name), f"{planned.shape.num_rows:,}", *count, *cells, f"{hops:,}")
-        self.console.print(table)
+        self.show(table)
 
     def table(self, first: str, *others: str) -> Table:
         """A table without rows yet, whose other columns are numbers."""

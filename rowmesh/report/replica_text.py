@@ -28,7 +28,7 @@ def print_replicas(printer: Printer, comparison: ReplicaComparison, title: str) 
             *_numbers(comparison, candidate),
             style="bold" if chosen else "",
         )
-    printer.console.print(table)
+    printer.show(table)
     printer.say("", comparison.why, "")
     printer.levels(comparison.plan, comparison.problem.profile)
 

@@ -31,7 +31,7 @@ from rowmesh.train.report import describe, describe_training, results, warn_of_s
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
-from rowmesh.train.splits import check_split, check_training_splits
+from rowmesh.train.splits import check_file, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
@@ -92,6 +92,7 @@ def run_evaluation(
     manifest = checkpoint.read_manifest(run.model)
     data = Prepared.open(config.data.folder)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
+    check_file(data, split)
     with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
         _say(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
         trained = resolve(run.config)

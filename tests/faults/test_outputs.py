@@ -5,6 +5,8 @@ import errno
 from pathlib import Path
 
 import pytest
+from rowmesh.placement.report import write_report
+from rowmesh.placement.two_dimensional_report import write_replica_report
 
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.faults import arm
@@ -12,10 +14,8 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.observe.trace import write_trace
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
-from rowmesh.placement.report import write_report
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
-from rowmesh.placement.two_dimensional_report import write_replica_report
 from tests.placement.problems import problem
 
 ROOT = Path(__file__).parents[2] / "rowmesh"

@@ -1,5 +1,6 @@
 import errno
 import os
+import threading
 
 import pytest
 
@@ -45,3 +46,20 @@ def test_what_is_no_file_is_written_and_not_replaced(tmp_path):
         os.close(reader)
     assert fifo.is_fifo()
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    write_text(tmp_path / "pipe", "plan")
+    reader.join()
+    assert read == ["plan"]
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_folder_in_the_way_is_named(tmp_path):
+    with pytest.raises(IsADirectoryError) as caught:
+        write_text(tmp_path, "plan")
+    assert caught.value.filename == str(tmp_path)

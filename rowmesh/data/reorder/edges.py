@@ -12,12 +12,12 @@ hot ids have no vertex, where the paper maps them all to the first of the others
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.reorder.groups import Column
+from rowmesh.ops.compiled import compiled
 
 NUM_BANDS = 32
 _UNSEEN = np.uint32(2**32 - 1)
@@ -82,7 +82,7 @@ def alike_pairs(signatures: NDArray[np.uint32], rows: int, max_edges: int, seed:
     return np.concatenate(found)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _pair(ids, starts, ends, first, stop, edges, written):  # pragma: no cover - compiled
     """Writes the pairs of some groups; returns the number of edges, −1 where they do not fit."""
     for group in range(len(starts)):
@@ -97,7 +97,7 @@ def _pair(ids, starts, ends, first, stop, edges, written):  # pragma: no cover -
     return written
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _sign(ids, starts, ends, number, seed, first, stop, signatures):  # pragma: no cover - compiled
     """Lowers the signatures of the ids of some groups to the hashes of these; `number` is that of the first group."""
     num_hashes = signatures.shape[1]
@@ -112,7 +112,7 @@ def _sign(ids, starts, ends, number, seed, first, stop, signatures):  # pragma: 
                     signature[k] = min(signature[k], hashes[k])
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _hash(seed, number):  # pragma: no cover - compiled
     """SplitMix64 (Steele et al., OOPSLA 2014), its upper half."""
     value = (number + (seed << np.uint64(32))) * _MIX[0]

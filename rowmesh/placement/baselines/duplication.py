@@ -6,7 +6,8 @@ Source: OPER Algorithm 1 (inference), equations (4) and (5) (training).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from rowmesh.ops.compiled import compiled
 
 
 def duplicate_for_inference(
@@ -56,7 +57,7 @@ def pays_in_training(
     return copied
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _duplicate(order, stored, read, paths, seconds, spare, L):
     """`cursor[g, t]`: partitions before it, in order, that g fetches from t do not fit on g, and never will again."""
     num_partitions, num_ranks = paths.shape
@@ -92,7 +93,7 @@ def _duplicate(order, stored, read, paths, seconds, spare, L):
                     cursor[i, g] = min(cursor[i, g], position[p])
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _slowest(seconds, rank):
     """The rank from which another fetches for longest, or −1 where there is none."""
     target = -1
