@@ -280,12 +280,10 @@ class EmbeddingCollection(nn.Module):
 
         Raises:
             RowmeshError: rows were updated since they were fetched.
-            DataError: the batch's offsets were changed in place.
         """
         route = rows.route
         if rows.num_pushes != self._num_pushes:
             raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
-        route.check_offsets()
         return self._outputs(_LookUp(self, route), route.groups, route.batch, slice(0, route.batch.batch_size))
 
     def _pool(self, route: Route) -> tuple[Tensor, ...]:
@@ -294,7 +292,6 @@ class EmbeddingCollection(nn.Module):
     def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
         if route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
-        route.check_offsets()
         self._outputs.pooling.backward(route.groups, gradients)
         route.has_gradients = True
         self._pending.append(route)

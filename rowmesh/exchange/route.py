@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import DataError, IdRangeError
+from rowmesh.errors import IdRangeError
 from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.update import Update, Updater
@@ -112,43 +112,23 @@ class Route:
     Made by `EmbeddingCollection.route`. A route holds buffers; they return to their owner with its last reference.
     """
 
-    def __init__(self, batch: SparseBatch, groups: list[RouteGroup], inverse: Scratch, give_back: Callable) -> None:
+    def __init__(self, batch: SparseBatch, groups: list[RouteGroup], memory: Any, give_back: Callable) -> None:
         self.batch = batch
         self.groups = groups
         self.number = 0  # of the fetch, the same on all ranks
         self.has_gradients = False
-        self._version = self._offsets_version()
-        self._inverse = inverse
+        self._memory = memory
         self._give_back = give_back
-
-    def check_offsets(self) -> None:
-        """Kernels read the user's offsets until the backward is done.
-
-        Raises:
-            DataError: they were changed in place since they were routed.
-        """
-        if self._version >= 0 and self._version != self._offsets_version():
-            raise DataError(
-                "the offsets of a SparseBatch were changed in place between its forward and its backward; "
-                "make a new tensor for the next batch, or clone these"
-            )
-
-    def _offsets_version(self) -> int:
-        """How often the offsets were changed in place; −1 where nobody reads or counts."""
-        offsets = self.batch.jagged_offsets
-        if self.batch.bag_size is not None or offsets is None or offsets.is_inference():
-            return -1
-        return offsets._version
 
     @classmethod
     def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:
         """A route that asks for no row."""
         ids = torch.empty(0, dtype=torch.int64, device="cpu")
         batch = SparseBatch((), ids, 0, bag_size=0)
-        return cls(batch, [exchange.nothing() for exchange in exchanges], Scratch(), lambda _: None)
+        return cls(batch, [exchange.nothing() for exchange in exchanges], None, lambda _: None)
 
     def __del__(self) -> None:
-        self._give_back(self._inverse)
+        self._give_back(self._memory)
         for group in self.groups:
             group.release()
 
@@ -336,7 +316,9 @@ class GroupExchange:
 def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:
     """What is wrong with the ids of a feature, some of which are outside its table; a part of a message."""
     outside = ids[(ids < 0) | (ids >= table.num_rows)]
+    # A device reads them when the program may have gone on.
+    first = f"the first is {int(outside[0])}" if len(outside) else "and were overwritten since"
     return (
-        f"feature {feature!r}: {len(outside)} of {len(ids)} ids are outside table {table.name!r} "
-        f"(0 to {table.num_rows - 1}), the first is {int(outside[0])}"
+        f"feature {feature!r}: {len(outside) or 'some'} of {len(ids)} ids are outside table {table.name!r} "
+        f"(0 to {table.num_rows - 1}), {first}"
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.route import GroupExchange, Route
+from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops.memory import Scratch
 from rowmesh.sparse import SparseBatch
 
@@ -19,7 +23,7 @@ class Router(Protocol):
         """Routes a batch; no communication.
 
         Raises:
-            DataError: the batch's features are not the tables'.
+            DataError: the batch's features are not the tables', or its buffers do not fit together any more.
             IdRangeError: an id is out of range.
         """
         ...
@@ -28,6 +32,27 @@ class Router(Protocol):
     def num_bytes(self) -> int:
         """Memory of all buffers, lent or idle."""
         ...
+
+
+class RouteMemory:
+    """What a route needs beside the workspaces of its groups; lent to it, and given back when it is gone."""
+
+    def __init__(self) -> None:
+        self.inverse = Scratch()  # uint32 [N]: which unique id each id is
+        self._offsets = Scratch()  # int64 [F·B + 1]: the batch's, copied
+        self._view = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def offsets(self, count: int) -> Tensor:
+        """Room for so many."""
+        if self._view.numel() != count:  # batches of one size follow each other
+            self._offsets.reserve(8 * count)
+            self._view = self._offsets.buffer.tensor(torch.int64, count)
+        return self._view
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory held."""
+        return held_bytes(self)
 
 
 class HostRouter:
@@ -40,18 +65,16 @@ class HostRouter:
 
     def __init__(self, layouts: Layouts, rank: int) -> None:
         self._layouts, self._rank = layouts, rank
-        self.inverses: list[Scratch] = []  # idle
-        self._all_inverses: list[Scratch] = []  # and those that routes hold
+        self.idle: list[RouteMemory] = []
+        self._made: list[RouteMemory] = []  # those that routes hold, too
 
     def __call__(self, batch: SparseBatch, exchanges: Sequence[GroupExchange]) -> Route:
         """Routes a batch; refuses ids only when all groups are looked through."""
+        memory = self._borrow()
+        route = Route(batch, [], memory, self.idle.append)  # first: it gives everything back if anything fails
+        route.batch = batch = batch.routed(memory.offsets)
         layouts = self._layouts(batch)
-        if not self.inverses:
-            self.inverses.append(Scratch())
-            self._all_inverses.append(self.inverses[-1])
-        scratch = self.inverses.pop()
-        inverse = scratch.reserve(4 * batch.ids.numel())
-        route = Route(batch, [], scratch, self.inverses.append)  # first: it gives everything back if a group fails
+        inverse = memory.inverse.reserve(4 * batch.ids.numel())
         refused: list[str] = []
         for exchange, layout in zip(exchanges, layouts, strict=True):
             try:
@@ -62,10 +85,18 @@ class HostRouter:
             raise refusal(self._rank, refused)
         return route
 
+    def _borrow(self) -> RouteMemory:
+        try:
+            return self.idle.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
+            made = RouteMemory()
+            self._made.append(made)
+            return made
+
     @property
     def num_bytes(self) -> int:
-        """Of the inverses."""
-        return sum(scratch.num_bytes for scratch in self._all_inverses)
+        """Of all routes."""
+        return sum(memory.num_bytes for memory in self._made)
 
 
 def refusal(rank: int, refused: Sequence[str]) -> IdRangeError:

@@ -145,13 +145,11 @@ class Window:
 
     def pool(self, part: int, pooling: Pooling) -> tuple[Tensor, ...]:
         """The vectors of one micro-batch."""
-        self.route.check_offsets()
         size = self.bounds[part + 1] - self.bounds[part]
         return pooling.forward([group.parts[part] for group in self.groups], self.route.batch, size)
 
     def backward(self, part: int, pooling: Pooling, gradients: Sequence[Tensor]) -> None:
         """Adds the gradients of the rows of one micro-batch to the sums."""
-        self.route.check_offsets()
         for group, (each, grad) in zip(self.groups, pooling.pairs(gradients), strict=True):
             group.backward(part, each, grad)
 

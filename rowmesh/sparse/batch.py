@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import DataError
+from rowmesh.ops.copy_offsets import check_offsets, copy_offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +27,15 @@ class SparseBatch:
 
     Attributes:
         features: F feature names, each once.
-        ids: int64 `[N]`.
+        ids: int64 `[N]`. Read once, while the batch is routed; from pinned memory a GPU reads them a little later, as
+            any copy that does not block.
         batch_size: B, the number of samples.
         bag_size: the number of ids in every bag where all bags are equal (1 for one-hot), else None.
-        jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given. Not copied: they must stay as they
-            are until the backward of the batch is done.
+        jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given. Not copied here, but when the batch
+            is routed, and checked then: from there on the buffer may be used for another batch.
         weights: per-id weights `[N]`, float32 or float64, or None. They multiply rows; a mean is the sum of the
-            products over the number of ids, not over the sum of the weights. They get no gradient.
+            products over the number of ids, not over the sum of the weights. They get no gradient, and are read when
+            vectors are pooled.
 
     Example:
         >>> import torch
@@ -107,6 +110,39 @@ class SparseBatch:
             int(offsets[feature * self.batch_size]),
             int(offsets[(feature + 1) * self.batch_size]),
         )
+
+    def routed(self, take: Callable[[int], Tensor]) -> SparseBatch:
+        """The same batch with offsets of its own: what kernels are to read, whoever else writes the buffers.
+
+        Args:
+            take: gives memory for so many offsets, int64.
+
+        Raises:
+            DataError: buffers were changed since the batch was made, and do not fit together any more.
+        """
+        offsets, num_ids = self.jagged_offsets, self.ids.numel()
+        num_bags = len(self.features) * self.batch_size
+        if self.weights is not None and self.weights.numel() != num_ids:
+            raise DataError(f"{num_ids} ids need as many weights, got {self.weights.numel()} since the batch was made")
+        if self.bag_size is not None:
+            if num_ids != num_bags * self.bag_size:
+                raise DataError(
+                    f"a batch of {num_bags * self.bag_size} ids has {num_ids} now: ids were resized since it was made"
+                )
+            return self if offsets is None else self._with_offsets(None)  # derived ones are always right
+        assert offsets is not None
+        own = take(num_bags + 1)
+        if offsets.numel() != own.numel() or not copy_offsets(offsets, num_ids, own):
+            raise DataError(
+                f"the offsets of a SparseBatch were changed since it was made: {_fault(offsets, own, num_ids)}; make "
+                "them anew for every batch, or use the buffer again when forward has returned"
+            )
+        return self._with_offsets(own)
+
+    def _with_offsets(self, offsets: Tensor | None) -> SparseBatch:
+        other = object.__new__(SparseBatch)  # without the checks, which were made
+        other.__dict__.update(self.__dict__, jagged_offsets=offsets)
+        return other
 
     def select(self, features: Sequence[str]) -> SparseBatch:
         """A batch of some of the features, in the order given; its ids are copied.
@@ -195,11 +231,23 @@ class SparseBatch:
         )
 
 
+def _fault(offsets: Tensor, own: Tensor, num_ids: int) -> str:
+    """What is wrong with changed offsets, of which `own` is what was read."""
+    if offsets.numel() != own.numel():
+        return f"there are {offsets.numel()} where there were {own.numel()}"
+    if (first := int(own[0])) or int(own[-1]) != num_ids:
+        return f"they run from {first} to {int(own[-1])}, and ids are [0, {num_ids}]"
+    bag = int((own[1:] < own[:-1]).nonzero()[0])
+    return f"they decrease at bag {bag}, within [0, {num_ids}]"
+
+
 def _check_offsets(offsets: Tensor, num_bags: int, num_ids: int) -> None:
     if offsets.dtype != torch.int64 or offsets.shape != (num_bags + 1,):
         raise DataError(
             f"offsets must be int64 [F·B + 1] = [{num_bags + 1}], got {offsets.dtype} {tuple(offsets.shape)}"
         )
+    if offsets.device.type == "cpu" and offsets.is_contiguous() and check_offsets(offsets, num_ids):
+        return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0 or last != num_ids:
         raise DataError(f"offsets must run from 0 to {num_ids} (the number of ids), got {first} to {last}")

@@ -67,4 +67,4 @@ def test_workspaces_come_back_from_refused_batches(bags):
         with pytest.raises(IdRangeError):
             embeddings(SparseBatch.from_bags(bags))
     assert num_idle(embeddings) == [1, 1]
-    assert len(embeddings._router.inverses) == 1
+    assert len(embeddings._router.idle) == 1

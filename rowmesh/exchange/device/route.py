@@ -16,7 +16,6 @@ from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RoutePart, refused_ids
 from rowmesh.exchange.router import refusal
 from rowmesh.exchange.update import Update
-from rowmesh.ops.memory import Scratch
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import FLAGS, REPLIES
 from rowmesh.placement.drift import Traffic
@@ -166,7 +165,7 @@ class DeviceRoute(Route):
     def __init__(
         self, batch: SparseBatch, groups: list[DeviceRouteGroup], outside: Tensor, refused: Tensor
     ) -> None:  # fmt: skip
-        super().__init__(batch, groups, Scratch(), _keep_nothing)  # pyright: ignore[reportArgumentType]
+        super().__init__(batch, groups, None, _keep_nothing)  # pyright: ignore[reportArgumentType]
         self.outside, self.refused = outside, refused
         self._is_checked = False
 
@@ -213,7 +212,7 @@ def places_in(order: Tensor) -> Tensor:
     return torch.empty_like(places).scatter_(0, order.to(torch.int64), places)
 
 
-def _keep_nothing(_: Scratch) -> None:
+def _keep_nothing(_: None) -> None:
     """Buffers are torch's."""
 
 

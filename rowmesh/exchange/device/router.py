@@ -47,6 +47,7 @@ class DeviceRouter:
     def __call__(self, batch: SparseBatch, exchanges: Sequence[Any]) -> DeviceRoute:
         """Routes a batch; the host waits for nothing."""
         self._layouts.check(batch)
+        batch = batch.routed(self._take)
         batch = batch if batch.features == self._features else batch.select(self._features)
         layouts = self._layouts(batch)
         bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, _END])]
@@ -74,6 +75,10 @@ class DeviceRouter:
     def num_bytes(self) -> int:
         """Nothing is kept."""
         return 0
+
+    def _take(self, count: int) -> Tensor:
+        """Memory for offsets, from which the device copies without the host."""
+        return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
 
     def _upload(self, tensor: Tensor | None) -> Any:
         return None if tensor is None else upload(tensor, self._device)

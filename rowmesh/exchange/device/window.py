@@ -135,13 +135,11 @@ class DeviceWindow:
 
     def pool(self, part: int, pooling: DevicePooling) -> tuple[Tensor, ...]:
         """The vectors of one micro-batch."""
-        self.route.check_offsets()
         size = self.bounds[part + 1] - self.bounds[part]
         return pooling.forward([group.parts[part] for group in self.groups], self.route.batch, size)
 
     def backward(self, part: int, pooling: DevicePooling, gradients: Sequence[Tensor]) -> None:
         """Adds the gradients of the rows of one micro-batch to the sums."""
-        self.route.check_offsets()
         for _, group, grad in pooling.pairs(self.groups, gradients):
             group.add_gradients(part, pooling.kernels, grad)
 
