@@ -99,7 +99,7 @@ def _is_special(path: Path) -> bool:
         mode = path.stat().st_mode
     except OSError:
         return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return not stat.S_ISREG(mode)
 
 
 def _sync(path: Path, flags: int) -> None:
