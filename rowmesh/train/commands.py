@@ -101,7 +101,7 @@ def run_evaluation(
         ) as job:
             _load(job, run, verify)
             _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
-            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
+            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
             return _evaluate(job, run, split)
 
 
@@ -131,7 +131,9 @@ def _load(job: Job, run: RunFolder, verify: bool) -> None:
     state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
     try:
         job.network.load_state_dict(state["network"])
-    except RuntimeError as error:
+    except KeyError:
+        raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
+    except (RuntimeError, TypeError) as error:
         raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
     job.embeddings.barrier()
 
