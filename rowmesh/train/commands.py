@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
+from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
@@ -127,8 +128,14 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
 
 
 def _load(job: Job, run: RunFolder, verify: bool) -> None:
-    """Reads the rows of this rank and the network."""
-    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
+    """Reads the rows of this rank and the network. Collective: all ranks fail where one does."""
+    state, failure = {}, None
+    try:
+        state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
+    except CheckpointError as error:
+        failure = str(error)
+    if failures := list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, SETTING_UP)))):
+        raise CheckpointError("; ".join(failures))
     try:
         job.network.load_state_dict(state["network"])
     except KeyError:
