@@ -121,6 +121,14 @@ class TableEntry:
         return [name for owner in owners for name in owner.files.values()]
 
 
+def _checksums(values: Any) -> Checksums:
+    """From the values in a manifest; ValueError where they are none."""
+    try:
+        return values if isinstance(values, Checksums) else Checksums.from_json(values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no checksums ({type(error).__name__} {error})") from None
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything in a checkpoint except the numbers.
@@ -137,7 +145,7 @@ class Manifest:
     world_size: Positive
     tables: dict[str, TableEntry]
     metadata: dict[str, Any]
-    checksums: dict[str, Annotated[Checksums, PlainValidator(Checksums.from_json)]] = field(default_factory=dict)
+    checksums: dict[str, Annotated[Checksums, PlainValidator(_checksums)]] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:

@@ -38,9 +38,13 @@ class Manifest:
             values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             if values["written_by"] != _SIGNATURE:
                 return None
-            return Manifest(kind=values["kind"], request=values["request"], files=tuple(values["files"]))
-        except (OSError, ValueError, KeyError, TypeError):  # no such file, or one of something else
+            kind, request, files = values["kind"], values["request"], values["files"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no such file, or one of something else
             return None
+        is_ours = isinstance(kind, str) and isinstance(request, dict) and isinstance(files, list)
+        if not is_ours or not all(isinstance(name, str) for name in files):
+            return None
+        return Manifest(kind=kind, request=request, files=tuple(files))
 
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""

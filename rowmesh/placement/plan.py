@@ -376,7 +376,7 @@ class Plan:
             plan = Plan(tables, **fields)
             _check_types(plan)
             plan.check()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"{source}: not a plan ({error}); make it with `rowmesh plan`") from error
@@ -424,7 +424,9 @@ def _compact(part: RowRange) -> dict[str, Any]:
 
 
 def _check_types(plan: Plan) -> None:
-    """Raises TypeError where a number is none, which JSON allows anywhere."""
+    """Raises TypeError where a number is none, or one of a size is negative, which JSON allows anywhere."""
+    if not (isinstance(plan.notes, dict) and isinstance(plan.strategy, str)):
+        raise TypeError(f"notes must be a section and strategy text, got {plan.notes!r} and {plan.strategy!r}")
     numbers = [("world_size", plan.world_size), ("ranks_per_node", plan.ranks_per_node)]
     for table in plan.tables:
         numbers.append((f"{table.name}.replicas", table.replicas))
@@ -434,6 +436,8 @@ def _check_types(plan: Plan) -> None:
     for name, value in numbers:
         if type(value) is not int:
             raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if name.endswith("_bytes") and value < 0:
+            raise TypeError(f"{name} must be 0 or more, got {value}")
 
 
 def _check_ranges(table: TablePlan, world_size: int) -> None:

@@ -28,6 +28,7 @@ Source: OPER §3.2 (the matrix L of per-embedding latencies), §6.3 and Fig. 8 (
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
@@ -42,6 +43,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.files.atomic import replacing_file
 
 Floats = NDArray[np.float64]
+MAX_RANKS = 1 << 14  # matrices of 2 GiB
 _SECTIONS = ("local", "intra", "inter")
 _KEYS = {"name", "source", "num_nodes", "ranks_per_node", "memory_bytes", "cost_s_per_byte", "latency_s", *_SECTIONS}
 
@@ -87,7 +89,8 @@ class Topology:
             )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigurationError(f"topology {self.name!r}: memory_bytes is {self.memory_bytes}")
-        latency = self.latency_s if np.size(self.latency_s) else np.zeros((self.world_size, self.world_size))
+        is_given = not (isinstance(self.latency_s, list | tuple | np.ndarray) and len(self.latency_s) == 0)
+        latency = self.latency_s if is_given else np.zeros((self.world_size, self.world_size))
         object.__setattr__(self, "cost", self._checked("cost", self.cost))
         object.__setattr__(self, "latency_s", self._checked("latency_s", latency))
         if np.any(self._links(self.cost) <= 0):
@@ -204,11 +207,16 @@ def _by_node(num_nodes: int, ranks_per_node: int, local: float, intra: float, in
 def _parse(text: str, source: str) -> Topology:
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"topology {source}: not valid TOML ({error})") from error
     if unknown := sorted(set(values) - _KEYS):
         raise ConfigurationError(f"topology {source}: unknown keys {unknown}; there are {sorted(_KEYS)}")
     num_nodes, ranks_per_node = (_integer(values, key, source) for key in ("num_nodes", "ranks_per_node"))
+    if num_nodes * ranks_per_node > MAX_RANKS:
+        raise ConfigurationError(
+            f"topology {source}: {num_nodes:,} nodes of {ranks_per_node:,} ranks; a matrix of links is for at most "
+            f"{MAX_RANKS:,} ranks"
+        )
     if "cost_s_per_byte" in values:
         cost, latency = values["cost_s_per_byte"], values.get("latency_s", ())
     else:
@@ -249,7 +257,7 @@ def _from_sections(values: dict[str, Any], num_nodes: int, ranks_per_node: int, 
 
 def _integer(values: dict[str, Any], key: str, source: str) -> int:
     value = _number(values, key, source)
-    if value != int(value) or value < 1:
+    if not math.isfinite(value) or value != int(value) or value < 1:
         raise ConfigurationError(f"topology {source}: {key} must be a whole number, 1 or more, got {value}")
     return int(value)
 

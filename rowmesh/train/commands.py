@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
+from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
@@ -102,7 +103,7 @@ def run_evaluation(
         ) as job:
             _load(job, run, verify)
             _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
-            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata['steps']} steps")
+            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
             return _evaluate(job, run, split)
 
 
@@ -128,11 +129,19 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
 
 
 def _load(job: Job, run: RunFolder, verify: bool) -> None:
-    """Reads the rows of this rank and the network."""
-    state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
+    """Reads the rows of this rank and the network. Collective: all ranks fail where one does."""
+    state, failure = {}, None
+    try:
+        state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
+    except CheckpointError as error:
+        failure = str(error)
+    if failures := list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, SETTING_UP)))):
+        raise CheckpointError("; ".join(failures))
     try:
         job.network.load_state_dict(state["network"])
-    except RuntimeError as error:
+    except KeyError:
+        raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
+    except (RuntimeError, TypeError) as error:
         raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
     job.embeddings.barrier()
 

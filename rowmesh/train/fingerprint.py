@@ -50,9 +50,10 @@ def mismatch(metadata: Mapping[str, Any], data: Prepared, model: Path) -> str:
     Raises:
         RowmeshError: the model does not say what it was trained on.
     """
-    if "fingerprint" not in metadata:
+    trained = metadata.get("fingerprint")
+    if not isinstance(trained, dict) or "data" not in metadata:
         raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
-    differing = differences(metadata["fingerprint"], fingerprint(data))
+    differing = differences(trained, fingerprint(data))
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 

@@ -187,6 +187,35 @@ def test_a_model_of_one_rank_is_evaluated_on_several(config_file, tmp_path, comm
     assert report["log_loss"] == pytest.approx(metrics.log_loss, rel=1e-6)
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["C3.0.values.npy", "dense.pt"])
+def test_a_flipped_bit_is_not_evaluated(config_file, tmp_path, command, name):
+    run_training(resolve(config_file, ["train.steps=6"]))
+    flip(next((tmp_path / "run").rglob(name)))
+    ends = command(["evaluate", str(tmp_path / "run")], ranks=2)
+    assert ends.status == 2
+    assert ends.err.count(f"{name} is damaged: bytes 0 to ") == 2, "both ranks say it, though one alone may read it"
+    assert "--no-verify" in ends.err
+    if name != "dense.pt":
+        assert run_evaluation(tmp_path / "run", verify=False).samples == 501
+
+
+def test_models_of_before_are_evaluated_and_it_is_said(config_file, tmp_path, capsys):
+    run_training(resolve(config_file, ["train.steps=2"]))
+    path = tmp_path / "run" / "model" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksums"]
+    path.write_text(json.dumps(manifest))
+    capsys.readouterr()
+    run_evaluation(tmp_path / "run")
+    assert capsys.readouterr().out.count("has no checksums, since an earlier version wrote it") == 1
+
+
 def test_steps_end_a_run_before_its_epochs(config_file, tmp_path):
     run_training(resolve(config_file, ["train.steps=3", "schedule.name=linear"]))
     last = records(tmp_path / "run" / "metrics.jsonl")[-1]
