@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 
+from rowmesh.observe.control_groups import control_groups
+from rowmesh.observe.memory import available_bytes
+
 PACKAGES = ("rowmesh", "torch", "numpy", "numba", "pyarrow", "pydantic")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -54,7 +57,8 @@ def _hardware() -> dict[str, Any]:
         "threads": psutil.cpu_count(),
         "usable threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_bytes": memory.total,
-        "memory_available_bytes": memory.available,
+        "memory_available_bytes": available_bytes(),
+        "memory_limit_bytes": min((group.limit_bytes for group in control_groups()), default=None),
         "transparent huge pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "shared memory huge pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         "shared memory between ranks": _shared_memory(),

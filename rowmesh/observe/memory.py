@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from rowmesh.observe.control_groups import control_groups
+
 _ROLLUP = Path("/proc/self/smaps_rollup")
-_CONTROL_GROUP = Path("/sys/fs/cgroup")  # as a container sees its own
 _MAX_SHARE = 0.02
 
 
@@ -50,19 +51,23 @@ def used_bytes() -> int:
     return kilobytes[0] * 1024 if kilobytes else resident_bytes()
 
 
-def available_bytes() -> int:
-    """What the processes of this host may still take: the kernel's estimate, or what their control group has left.
+def rooms(root: Path = Path("/")) -> dict[str, int]:
+    """What processes may still take, by what limits them: "" is this host, the others its control groups.
 
-    A page cache gives way to them, and counts as available; swap does not.
+    A page cache gives way to them, and counts as available; swap does not. Processes share what they have a name in
+    common for: ranks of a host may be in one control group or have one each.
+
+    Args:
+        root: of the file system that says so; another one in tests.
     """
-    free = psutil.virtual_memory().available
-    try:
-        limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        statistics = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
-    except OSError:
-        return free
-    cached = int(statistics["inactive_file"]) + int(statistics["active_file"])
-    return free if limit == "max" else min(free, max(int(limit) - int(used) + cached, 0))
+    return {"": psutil.virtual_memory().available} | {
+        group.identity: group.left_bytes for group in control_groups(root)
+    }  # fmt: skip
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What this process may still take: the kernel's estimate, or what its control groups have left."""
+    return min(rooms(root).values())
 
 
 def resident_bytes() -> int:

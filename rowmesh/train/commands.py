@@ -26,6 +26,7 @@ from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
+from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
@@ -52,7 +53,7 @@ def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
         _claimed(mesh, run, overwrite) as claim,
-        _job(config, mesh, data, lambda: configured_placement(config, mesh, data)) as job,
+        _job(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
     ):
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
@@ -98,9 +99,11 @@ def run_evaluation(
         _say(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
         trained = resolve(run.config)
         changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
-        with _job(
-            config, mesh, data, lambda: evaluation_placement(config, mesh, data, run.plan, changed=changed)
-        ) as job:
+
+        def place() -> Placement:
+            return evaluation_placement(config, mesh, data, run.plan, changed=changed)
+
+        with _job(config, mesh, data, place, trains=False) as job:
             _load(job, run, verify)
             _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
@@ -197,11 +200,12 @@ def _say_mapped(job: Job) -> None:
 
 
 @contextmanager
-def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
+def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
     placement = on_rank_0(mesh, SETTING_UP, place)
     averages = config.parallel.synchronization == "average"
-    check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages)
+    network = network_bytes(config, data, mesh.world_size, trains=trains) if config.train.device == "cpu" else 0
+    check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages, network_bytes=network)
     job = build(config, mesh, data, placement)
     try:
         yield job

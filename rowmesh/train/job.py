@@ -82,13 +82,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
     tables = table_specs(config.tables, data)
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
-    network = DLRM(
-        num_dense=data.num_dense,
-        num_features=len(tables),
-        dim=common_dim(tables),
-        bottom=config.model.bottom,
-        top=config.model.top,
-    ).to(network_dtype(tables))
+    network = make_network(config, data).to(network_dtype(tables))
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
     embeddings = EmbeddingCollection(
@@ -96,6 +90,18 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         tiers=_tiers(config), device=device,
     )  # fmt: skip
     return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement)
+
+
+def make_network(config: Config, data: Prepared) -> DLRM:
+    """The dense network for a data set, in torch's usual precision."""
+    tables = table_specs(config.tables, data)
+    return DLRM(
+        num_dense=data.num_dense,
+        num_features=len(tables),
+        dim=common_dim(tables),
+        bottom=config.model.bottom,
+        top=config.model.top,
+    )
 
 
 def _tiers(config: Config) -> Tiers:

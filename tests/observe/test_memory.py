@@ -52,14 +52,3 @@ def test_a_gauge_measures_seldom_enough(monkeypatch):
     monkeypatch.setattr(memory.time, "perf_counter", lambda: next(clock))
     gauge = MemoryGauge()
     assert [gauge.read() for _ in range(4)] == [10, 10, 10, 20]
-
-
-def test_available_is_what_the_control_group_has_left(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_CONTROL_GROUP", tmp_path)
-    on_the_host = memory.available_bytes()
-    assert on_the_host > 0
-    for name, text in {"max": "5000", "current": "4000", "stat": "anon 1\ninactive_file 100\nactive_file 20"}.items():
-        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert memory.available_bytes() == 1120
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes() == pytest.approx(on_the_host, rel=0.5)

@@ -47,7 +47,7 @@ def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys, 
 
 
 def test_rows_of_tiered_tables_that_the_host_has_must_fit(config_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "rooms", lambda: {"": 1000})
     own = ["train.device=cuda", f"run.folder={tmp_path / 'run'}", 'tables.storage="tiered"']
     with pytest.raises(ConfigurationError, match="has 1 kB of memory available"):
         run_training(resolve(config_file, own))

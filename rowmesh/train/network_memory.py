@@ -1,0 +1,44 @@
+"""What the dense network of a run takes on every rank, before any of it is there."""
+
+from __future__ import annotations
+
+import torch
+
+from rowmesh.data import Prepared
+from rowmesh.models import DLRM
+from rowmesh.train.config import Config, OptimizerConfig
+from rowmesh.train.job import make_network, network_dtype
+from rowmesh.train.tables import table_specs
+
+_STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
+"""Numbers that optimizers keep for every parameter; sgd with momentum keeps one."""
+
+
+def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bool) -> int:
+    """Parameters, gradients and optimizer state, and about what a batch leaves in the network for its gradients.
+
+    Args:
+        config: of the run.
+        data: whose features the network has.
+        world_size: ranks that share a batch.
+        trains: whether there are gradients and an optimizer, or parameters alone.
+    """
+    with torch.device("meta"):  # without memory
+        network = make_network(config, data)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    itemsize = network_dtype(table_specs(config.tables, data)).itemsize
+    if not trains:
+        return itemsize * parameters
+    samples = -(-config.data.batch_size // world_size)
+    return itemsize * ((2 + _states(config.optimizer)) * parameters + samples * _outputs(network))
+
+
+def _states(optimizer: OptimizerConfig) -> int:
+    return 1 if optimizer.name == "sgd" and optimizer.momentum else _STATES[optimizer.name]
+
+
+def _outputs(network: DLRM) -> int:
+    """Numbers that a sample makes: of every layer, the vectors, and their products."""
+    num_vectors = network.num_features + 1
+    layers = sum(network.bottom_widths) + sum(network.top_widths)
+    return layers + 2 * num_vectors * network.dim + num_vectors**2
