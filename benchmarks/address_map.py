@@ -29,6 +29,7 @@ from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 
 WORLD_SIZE, RANKS_PER_NODE = 8, 4
 NUM_PARTITIONS, NUM_HEAD_ROWS = 1500, 256
+SCATTERED = (256, 4095, 16383)  # rows: the last two make as many ranges as a table may have, and four times as many
 DIM = 16
 HOME_BITS = 3
 TARGET_NS = 1.0
@@ -45,13 +46,13 @@ def _search(starts, ranges, num_ranges, ids, count, homes, slots):
             half = left >> 1
             low += half * np.int64(load_i64(starts + 8 * (low + half)) <= row)
             left -= half
-        part = ranges + 80 * low
-        x = row - load_i64(part)
+        part = ranges + 88 * low
+        x = row - load_i64(part + 64)
         y = x + load_i64(part + 8)
         modulus = load_i64(part + 16)
-        home = y - np.int64((np.float64(y) + 0.5) * load_f64(part + 64)) * modulus + load_i64(part + 24)
+        home = y - np.int64((np.float64(y) + 0.5) * load_f64(part + 72)) * modulus + load_i64(part + 24)
         store_u32(homes + 4 * i, home)
-        store_u32(slots + 4 * i, load_i64(part + 40) + np.int64((np.float64(x) + 0.5) * load_f64(part + 72)))
+        store_u32(slots + 4 * i, load_i64(part + 40) + np.int64((np.float64(x) + 0.5) * load_f64(part + 80)))
 
 
 @kernel
@@ -81,8 +82,22 @@ def make_plans(num_rows: int) -> dict[str, Plan]:
         "hot, warm, cold": levels,
         f"{head} balanced rows": [*balanced, RowRange(head, num_rows, shift=2)],
         f"{len(partitions)} partitions": partitions,
+        **{f"{2 * count + 1} ranges of rows in no order": _scattered(num_rows, count) for count in SCATTERED},
     }
     return {name: Plan((TablePlan(shape, tuple(parts)),), WORLD_SIZE, RANKS_PER_NODE) for name, parts in ranges.items()}
+
+
+def _scattered(num_rows: int, count: int) -> list[RowRange]:
+    """Rows that stand all over a table and are replicated, and the others in one deal, as where ids are hashes."""
+    rows = np.sort(np.random.default_rng(0).permutation(num_rows // 2 - 1)[:count] * 2 + 1).tolist()
+    ranges, taken = [], 0
+    for start, stop in pairwise([-1, *rows, num_rows]):
+        if start >= 0:
+            ranges.append(RowRange(start, start + 1, "replicated"))
+        place = taken % WORLD_SIZE
+        ranges.append(RowRange(start + 1, stop, shift=place, phase=place))
+        taken += stop - start - 1
+    return ranges
 
 
 class Places:

@@ -18,6 +18,8 @@ from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
+from rowmesh.placement.strategies import search
+from rowmesh.placement.topology import Topology
 from tests.support.jobs import random_jobs
 from tests.support.plans import RULES, make_plan, random_plans
 from tests.support.scenario import Scenario, ids_by_table
@@ -301,6 +303,32 @@ def test_hundreds_of_ranges(ranks):
     )
     plan = Plan((TablePlan(TableShape.of(tables[0]), ranges),), 4, 2)
     check(ranks, Scenario(tables=tables, batch_sizes=(60, 50, 40, 70), plan=plan, ranks_per_node=2))
+
+
+UNSORTED = [
+    ("train", False, "collective", 2), ("infer", True, "collective", 2), ("train", True, "one_sided", 4),
+    ("infer", False, "one_sided", 4), ("infer", False, "collective", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode, deduplicated, transport, ranks_per_node", UNSORTED)
+def test_plans_of_counts_in_no_order(ranks, mode, deduplicated, transport, ranks_per_node):
+    """Rows that are copied stand among rows that are dealt, which share rounds of slots."""
+    tables = (table("a", 300, 3, "adam"), table("b", 90, 3, "adam"), table("c", 150, 16, "row_wise_adagrad"))
+    generator = np.random.default_rng(0)
+    counts = {spec.name: generator.permutation(1000 // np.arange(1, spec.num_rows + 1)) for spec in tables}
+    profile = Profile.from_counts(counts, [TableShape.of(spec) for spec in tables], num_samples=2000)
+    topology = Topology.grouped(4 // ranks_per_node, ranks_per_node, 4.21)
+    request = Request(batch_size=16, mode=mode, deduplicated=deduplicated, extra_memory=0.3, fetch_weight=3.0)
+    plan = search("dealt", profile, topology, request)
+    parts = [part for planned in plan.tables for part in planned.ranges]
+    assert any(part.phase for part in parts)
+    assert {part.rule for part in parts} > {"dealt"}
+    check(
+        ranks,
+        Scenario(tables=tables, batch_sizes=(40, 30, 0, 50), plan=plan, ranks_per_node=ranks_per_node, accumulate=2),
+        transport,
+    )
 
 
 def test_one_rank_trains_by_any_plan():

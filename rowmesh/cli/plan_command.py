@@ -13,6 +13,7 @@ from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.measure import reader_for
 from rowmesh.mesh import Mesh
 from rowmesh.placement.comparison import Comparison, compare
 from rowmesh.placement.measure import measure_topology
@@ -183,7 +184,8 @@ def run_plan(
         question.answer(links.stated(config))
         return
     with Mesh.connect(config.parallel.timeout_s) as mesh:
-        topology = measure_topology(mesh, ranks_per_node=links.ranks_per_node)
+        reader = reader_for(config.parallel.transport, mesh)
+        topology = measure_topology(mesh, reader=reader, ranks_per_node=links.ranks_per_node)
         on_rank_0(mesh, "searching for a plan", lambda: question.answer(topology))
 
 

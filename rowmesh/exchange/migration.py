@@ -64,6 +64,7 @@ class Places:
         first = int(address_map.index[table, 0])
         described = address_map.ranges[first : first + len(self.parts)]
         self._start, self._shift, self._modulus, self._rank, self._divisor, self._base = described[:, :6].T.copy()
+        self._origin = described[:, 8].copy()
         # A rank holds a row where it differs from the home by a multiple of this.
         spacing = {"replicated": 1, "node": plan.ranks_per_node, "dealt": plan.world_size, "fixed": plan.world_size}
         self._spacing = np.array([spacing[part.rule] for part in self.parts], np.int64)
@@ -71,7 +72,7 @@ class Places:
     def __call__(self, rows: Ints) -> Located:
         """Where rows are."""
         part = np.searchsorted(self._start, rows, "right") - 1
-        offset = rows - self._start[part]
+        offset = rows - self._origin[part]
         home = self._rank[part] + (offset + self._shift[part]) % self._modulus[part]
         return Located(home, self._base[part] + offset // self._divisor[part], self._spacing[part])
 

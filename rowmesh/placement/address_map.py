@@ -9,8 +9,9 @@ the exchange of it is:
     forwarded   nowhere: a copy is here; gradients go to the agent, then on to the home
     replicated  nowhere: a copy is here; gradients go to the home
 
-Slots follow each other in a rank's memory range by range. Ranges on a fixed rank come last, so that all others have the
-same slots on all ranks. A key is a slot; where an agent is between, it is the slot plus V times the home's node.
+Slots follow each other in a rank's memory range by range; ranges that join a deal follow the range they join. Ranges on
+a fixed rank come last, so that all others have the same slots on all ranks. A key is a slot; where an agent is between,
+it is the slot plus V times the home's node.
 
 Source: OPER §5.1 (one address for every row, whatever its parallelism). Differs: a few ranges a table, each with a
 rule, instead of an array as long as the vocabulary.
@@ -58,9 +59,10 @@ class AddressMap:
         kinds: those that occur, in the order of KINDS; the segment of a row is kind · S + table.
         num_slots: of every rank.
         key_stride: V.
-        ranges: int64 `[R, 10]`: start, shift, modulus, rank, divisor, base, kind, flags, then 1 / modulus and 1 /
-            divisor as the bits of a float64. Home = (row − start + shift) mod modulus + rank, slot = base + (row −
-            start) // divisor. Flags: 1 the stop is the agent, 2 a copy is here.
+        ranges: int64 `[R, 11]`: start, shift, modulus, rank, divisor, base, kind, flags, origin, then 1 / modulus and
+            1 / divisor as the bits of a float64. Home = (row − origin + shift) mod modulus + rank, slot = base + (row −
+            origin) // divisor. The origin is the start, less the places of its first round that others have. Flags: 1
+            the stop is the agent, 2 a copy is here.
         index: int64 `[S, 6]`: the table's first range, how many it has, where its buckets begin in `buckets`, and the
             starts of the three ranges after the first.
         buckets: uint32, for tables of more than four ranges: of each bucket (`rowmesh.ops.route.buckets`) the range
@@ -81,8 +83,8 @@ class AddressMap:
         self.kinds = tuple(kind for kind in KINDS if kind in present)
         self._check_keys()
         self.ranges = np.array([self._describe(*item) for item in self._items()], np.int64)
-        self.ranges[:, 8] = (1.0 / self.ranges[:, 2]).view(np.int64)
-        self.ranges[:, 9] = (1.0 / self.ranges[:, 4]).view(np.int64)
+        self.ranges[:, 9] = (1.0 / self.ranges[:, 2]).view(np.int64)
+        self.ranges[:, 10] = (1.0 / self.ranges[:, 4]).view(np.int64)
         buckets = [_buckets(table) for table in self.tables]
         self.buckets = np.concatenate(buckets)
         self.index = self._make_index([len(part) for part in buckets])
@@ -137,7 +139,7 @@ class AddressMap:
         """(stop, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
         plan, part, base = self.plan, *self._part(table, row)
         home, kind = part.home(row, plan.world_size), self._kind(part)
-        slot = base + (row - part.start) // self._divisor(part)
+        slot = base + (row - part.start + part.phase) // self._divisor(part)
         if kind not in RELAYS:
             return home, slot, kind
         node, place = divmod(home, plan.ranks_per_node)
@@ -155,7 +157,8 @@ class AddressMap:
                 first = (self.rank % stride - part.shift) % stride
             assert stride in (1, per_node, world_size)
             rows = range(part.start + first, part.stop, stride)
-            yield Piece(rows, range(base, base + len(rows)))
+            begin = base + (first + part.phase) // stride
+            yield Piece(rows, range(begin, begin + len(rows)))
 
     def homed(self, table: int) -> Iterator[Piece]:
         """The rows of a table whose home is this rank: every row of a table is in one rank's pieces."""
@@ -167,7 +170,7 @@ class AddressMap:
             world_size, divisor = self.plan.world_size, self._divisor(part)
             first = (self.rank - part.shift) % world_size
             rows = range(part.start + first, part.stop, world_size)
-            begin, step = base + first // divisor, world_size // divisor
+            begin, step = base + (first + part.phase) // divisor, world_size // divisor
             yield Piece(rows, range(begin, begin + len(rows) * step, step))
 
     def _kind(self, part: RowRange) -> str:
@@ -180,29 +183,25 @@ class AddressMap:
         return "relayed" if relayed else "direct"
 
     def _divisor(self, part: RowRange) -> int:
-        return {
-            "dealt": self.plan.world_size, "node": self.plan.ranks_per_node, "replicated": 1, "fixed": 1,
-        }[part.rule]  # fmt: skip
+        return part.round_size(self.plan.world_size, self.plan.ranks_per_node)
 
     def _lay_out(self) -> tuple[list[list[int]], tuple[int, ...]]:
         """The first slot of every range, and the slots of every rank."""
         world_size, per_node = self.plan.world_size, self.plan.ranks_per_node
         bases: list[list[int]] = [[0] * len(table.ranges) for table in self.tables]
-        parts = [
-            (part, of, index)
-            for table, of in zip(self.tables, bases, strict=True)
-            for index, part in enumerate(table.ranges)
-        ]
         on_all = 0
-        for part, of, index in parts:
-            if part.rule != "fixed":
-                of[index] = on_all
-                on_all += part.num_slots(0, world_size, per_node)
+        for table, of in zip(self.tables, bases, strict=True):
+            for deal in table.deals(world_size, per_node):
+                for index in deal:
+                    part = table.ranges[index]
+                    of[index] = on_all - (part.phase > 0)
+                    on_all += part.num_slots(0, world_size, per_node)
         slots = [on_all] * world_size
-        for part, of, index in parts:
-            if part.rule == "fixed":
-                of[index] = slots[part.rank]
-                slots[part.rank] += len(part)
+        for table, of in zip(self.tables, bases, strict=True):
+            for index, part in enumerate(table.ranges):
+                if part.rule == "fixed":
+                    of[index] = slots[part.rank]
+                    slots[part.rank] += len(part)
         return bases, tuple(slots)
 
     def _check_keys(self) -> None:
@@ -236,10 +235,11 @@ class AddressMap:
 
     def _describe(self, part: RowRange, base: int) -> tuple[int, ...]:
         kind = self._kind(part)
-        fixed = part.rule == "fixed"
+        fixed, world_size = part.rule == "fixed", self.plan.world_size
         return (
-            part.start, 0 if fixed else part.shift, 1 if fixed else self.plan.world_size, part.rank if fixed else 0,
-            self._divisor(part), base, self.kinds.index(kind), FLAGS[kind], 0, 0,
+            part.start, 0 if fixed else (part.shift - part.phase) % world_size, 1 if fixed else world_size,
+            part.rank if fixed else 0, self._divisor(part), base, self.kinds.index(kind), FLAGS[kind],
+            part.start - part.phase, 0, 0,
         )  # fmt: skip
 
 

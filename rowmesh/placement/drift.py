@@ -4,8 +4,7 @@
     balance    least over most rows that a rank has to provide, over the ranks
 
 Both are measured from what ranks ask for at every step (`Traffic`) and compared with what the cost model predicts.
-A new plan is made from a sketch of recent batches. Rows do not stand in order of their recent frequency, so the search
-sees them sorted, and its ranges are put back to where the rows are (`plan_unsorted`).
+A new plan is made from a sketch of recent batches, whose rows do not stand in order of their recent frequency.
 
 Source: OPER §8.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.address_map import COPIES, REPLIES, AddressMap
-from rowmesh.placement.plan import Plan, RowRange, TablePlan
-from rowmesh.placement.profile import Profile, TableProfile
+from rowmesh.placement.plan import Plan, RowRange
+from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.sketch import AccessSketch
 from rowmesh.placement.strategies import search
@@ -128,7 +127,7 @@ def predict(plan: Plan, problem: Problem) -> Fit:
     """What the cost model expects of a plan.
 
     Example:
-        >>> from rowmesh.placement import TableShape
+        >>> from rowmesh.placement import TablePlan, TableShape
         >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [6, 2, 1, 1]}, [shape], num_samples=10)
         >>> plan = Plan((TablePlan(shape, (RowRange(0, 1, "replicated"), RowRange(1, 4))),), 2, 2)
@@ -153,57 +152,6 @@ def has_copies(plan: Plan) -> bool:
 
 def _has_copies(plan: Plan, part: RowRange) -> bool:
     return (part.rule == "replicated" and plan.world_size > 1) or (part.rule == "node" and plan.num_nodes > 1)
-
-
-def plan_unsorted(strategy: str, profile: Profile, topology: Topology, request: Request) -> Plan:
-    """A plan by a strategy for rows in any order: it sees them sorted by frequency, and its ranges are put back.
-
-    Neighbouring rows that follow the same rule become one range again, so there are at most about twice as many ranges
-    as rows that stand out. Every range of dealt rows may leave a slot unused, which the request's memory does not know.
-
-    Raises:
-        ConfigurationError: the request cannot be met.
-    """
-    orders = {table.name: np.argsort(-table.accesses, kind="stable") for table in profile.tables}
-    tables = tuple(_permuted(table, orders[table.name]) for table in profile.tables)
-    plan = search(strategy, replace(profile, tables=tables), topology, request)
-    planned = tuple(
-        TablePlan(table.shape, _put_back(plan, plan.table(table.name), table, orders[table.name]))
-        for table in profile.tables
-    )
-    unsorted = replace(plan, tables=planned)
-    unsorted.check()
-    return unsorted
-
-
-def _permuted(table: TableProfile, order: NDArray[np.int64]) -> TableProfile:
-    batches = None if table.batches is None else table.batches[order]
-    return replace(table, lengths=table.lengths[order], accesses=table.accesses[order], batches=batches)
-
-
-def _put_back(plan: Plan, planned: TablePlan, table: TableProfile, order: NDArray[np.int64]) -> tuple[RowRange, ...]:
-    """The ranges of sorted rows as ranges of the rows where they stand, in order."""
-    begins = np.concatenate([[0], np.cumsum(table.lengths[order])])
-    starts = np.array([part.start for part in planned.ranges])
-    bounds = np.union1d(begins, starts)
-    run = np.searchsorted(begins, bounds[:-1], "right") - 1
-    number = np.searchsorted(starts, bounds[:-1], "right") - 1
-    first = table.starts[order[run]] + bounds[:-1] - begins[run]
-    pieces: list[RowRange] = []
-    for i in np.argsort(first).tolist():
-        part = planned.ranges[number[i]]
-        shift = 0 if part.rule == "fixed" else int(part.shift + bounds[i] - part.start) % plan.world_size
-        start = int(first[i])
-        piece = replace(part, start=start, stop=start + int(bounds[i + 1] - bounds[i]), shift=shift)
-        if pieces and _is_alike(pieces[-1], piece):
-            pieces[-1] = replace(pieces[-1], stop=piece.stop)
-        else:
-            pieces.append(piece)
-    return tuple(pieces)
-
-
-def _is_alike(first: RowRange, second: RowRange) -> bool:
-    return (first.rule, first.rank, first.two_hop) == (second.rule, second.rank, second.two_hop)
 
 
 @dataclass(frozen=True)
@@ -292,7 +240,7 @@ class Planner:
     def _propose(self, sketch: AccessSketch) -> None:
         try:
             profile = sketch.profile()
-            self._made = plan_unsorted(self._strategy, profile, self._topology, self._request), profile
+            self._made = search(self._strategy, profile, self._topology, self._request), profile
         except ConfigurationError as error:
             self._made = Proposal(None, f"no new plan can be made: {error}")
 

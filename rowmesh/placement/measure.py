@@ -1,9 +1,9 @@
 """Measures a topology on the ranks of a run: what a read costs over each link, and from a rank's own memory.
 
-Every rank reads from every other, through the process group that training uses: it sends a request of 8 bytes and gets
-n bytes. Pairs work at once, in rounds in which every rank has one partner, rank XOR round: where a node has 2^g ranks,
-a round is within nodes or between them for all alike, and links are as busy as in an exchange. The times of a few
-sizes give the line
+Every rank reads from every other as the run would (`Reader`): in messages of the process group, or out of the others'
+memory where they share a host's (`rowmesh.exchange.measure` has the reader of a transport). Pairs work at once, in
+rounds in which every rank has one partner, rank XOR round: where a node has 2^g ranks, a round is within nodes or
+between them for all alike, and links are as busy as in an exchange. The times of a few sizes give the line
 
     seconds = latency + n · seconds a byte
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,14 +30,54 @@ from rowmesh.placement.topology import Topology
 SIZES = (1 << 10, 1 << 16, 1 << 20)
 _WARMUP = 2
 NOISE = 0.2  # share by which medians of one link differ from run to run on a busy machine
-_TABLE_BYTES = 64 << 20  # larger than most caches
-_DIM = 16
+TABLE_BYTES = 64 << 20  # larger than most caches
+ROW_BYTES = 64
 _LOOKUPS = 1 << 14
+
+
+class Reader(Protocol):
+    """Reads from other ranks, as a transport does.
+
+    Attributes:
+        text: how it reads, for the topology's source.
+    """
+
+    text: str
+
+    def times(self, partner: int, sizes: Sequence[int], repeats: int) -> list[float]:
+        """The median seconds of this rank's reads of each size from its partner, which reads from this rank too."""
+        ...
+
+
+class Messages:
+    """Reads in messages of the process group: a request of 8 bytes, then the bytes, each after the other.
+
+    Args:
+        mesh: of the run.
+    """
+
+    text = "reads in messages"
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def times(self, partner: int, sizes: Sequence[int], repeats: int) -> list[float]:
+        """As `Reader` says; the lower rank reads first."""
+        mesh = self._mesh
+        if mesh.rank < partner:
+            seconds = [_read(mesh, partner, size, repeats) for size in sizes]
+            for size in sizes:
+                _serve(mesh, partner, size, repeats)
+            return seconds
+        for size in sizes:
+            _serve(mesh, partner, size, repeats)
+        return [_read(mesh, partner, size, repeats) for size in sizes]
 
 
 def measure_topology(
     mesh: Mesh,
     *,
+    reader: Reader | None = None,
     ranks_per_node: int | None = None,
     memory_bytes: int | None = None,
     sizes: Sequence[int] = SIZES,
@@ -44,11 +85,12 @@ def measure_topology(
 ) -> Topology:
     """The topology of a run.
 
-    Every rank must call it; it blocks until all have. A rank sends and receives W · `repeats` times the sum of `sizes`,
-    under 100 MB for 8 ranks.
+    Every rank must call it; it blocks until all have. A rank sends and receives (or reads) W · `repeats` times the sum
+    of `sizes`, under 100 MB for 8 ranks.
 
     Args:
         mesh: of the run.
+        reader: that reads as the run will; messages by default.
         ranks_per_node: G; by default, the ranks that share a host.
         memory_bytes: that a rank has for embeddings, which is not measured.
         sizes: bytes of a read.
@@ -70,6 +112,7 @@ def measure_topology(
     G = ranks_per_node or node_size(mesh.hosts)
     if G < 1 or mesh.world_size % G:
         raise ConfigurationError(f"{mesh.world_size} ranks do not make nodes of {G}; give a divisor as ranks_per_node")
+    reader = reader or Messages(mesh)
     lines = np.zeros((2, mesh.world_size))  # seconds a byte, latency
     lines[:, mesh.rank] = _local_line()
     try:
@@ -77,11 +120,12 @@ def measure_topology(
             dist.barrier(mesh.group)
             partner = mesh.rank ^ round_
             if partner < mesh.world_size:
-                lines[:, partner] = fit_line(sizes, _read_times(mesh, partner, sizes, repeats))
+                lines[:, partner] = fit_line(sizes, reader.times(partner, sizes, repeats))
         cost, latency = (settle(measured, G) for measured in _of_all_ranks(mesh, lines))
     except RuntimeError as error:
         raise mesh.peer_error("measuring links", error) from error
-    source = f"measured on {mesh.world_size} ranks of {max(mesh.hosts) + 1} hosts, reads of {list(sizes)} bytes"
+    where = f"measured on {mesh.world_size} ranks of {max(mesh.hosts) + 1} hosts"
+    source = f"{where}, {reader.text} of {list(sizes)} bytes"
     return Topology(f"{mesh.world_size // G}x{G}", mesh.world_size // G, G, cost, latency, memory_bytes, source)
 
 
@@ -107,7 +151,7 @@ def node_size(hosts: Sequence[int]) -> int:
 def settle(measured: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.float64]:
     """Links that differ by no more than measuring is exact are made equal, `[W, W]`.
 
-    Both directions of a link get their mean (a read goes there and back, so they cannot be told apart); then the links
+    Both directions of a link get their mean (a message goes there and back, so they cannot be told apart); then the links
     within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within
     NOISE of it. Otherwise a search would choose by noise.
 
@@ -141,18 +185,6 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
     return float(cost), float(latency)
 
 
-def _read_times(mesh: Mesh, partner: int, sizes: Sequence[int], repeats: int) -> list[float]:
-    """The median seconds of this rank's reads from its partner; the lower rank reads first."""
-    if mesh.rank < partner:
-        seconds = [_read(mesh, partner, size, repeats) for size in sizes]
-        for size in sizes:
-            _serve(mesh, partner, size, repeats)
-        return seconds
-    for size in sizes:
-        _serve(mesh, partner, size, repeats)
-    return [_read(mesh, partner, size, repeats) for size in sizes]
-
-
 def _read(mesh: Mesh, partner: int, size: int, repeats: int) -> float:
     request, values = _bytes(8), _bytes(size)
     seconds = []
@@ -175,21 +207,34 @@ def _bytes(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device="cpu")
 
 
+def lookup_seconds(table: torch.Tensor, num_bytes: int, repeats: int) -> float:
+    """The median seconds in which rows all over a table are read, in an order that no cache foresees.
+
+    Args:
+        table: float32 `[R, 16]`, rows of ROW_BYTES.
+        num_bytes: of all rows together; one row at least.
+        repeats: of which the median counts.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    number = max(num_bytes // ROW_BYTES, 1)
+    draws = [torch.randint(0, table.shape[0], (number,), generator=generator, device="cpu") for _ in range(_WARMUP + 1)]
+    return _median_seconds(lambda turn: gather(table, draws[turn % len(draws)]), repeats)
+
+
+def _median_seconds(function: Callable[[int], object], repeats: int) -> float:
+    seconds = []
+    for turn in range(_WARMUP + repeats):
+        began = time.perf_counter()
+        function(turn)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[_WARMUP:])
+
+
 def _local_line() -> tuple[float, float]:
     """Seconds a byte, and of a call, of a rank's own look-ups: rows of 64 bytes all over a table."""
-    table = torch.zeros(_TABLE_BYTES // (4 * _DIM), _DIM, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(0)
-    numbers = (_LOOKUPS // 16, _LOOKUPS)
-    seconds = []
-    for number in numbers:
-        slots = torch.randint(0, table.shape[0], (number,), generator=generator, device="cpu")
-        times = []
-        for _ in range(8):
-            began = time.perf_counter()
-            gather(table, slots)
-            times.append(time.perf_counter() - began)
-        seconds.append(statistics.median(times[1:]))
-    return fit_line([4 * _DIM * number for number in numbers], seconds)
+    table = torch.zeros(TABLE_BYTES // ROW_BYTES, ROW_BYTES // 4, device="cpu")
+    sizes = (ROW_BYTES * _LOOKUPS // 16, ROW_BYTES * _LOOKUPS)
+    return fit_line(sizes, [lookup_seconds(table, size, repeats=7) for size in sizes])
 
 
 def _of_all_ranks(mesh: Mesh, lines: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -11,6 +11,11 @@ rows is a few kilobytes:
 Every row has one *home*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
 rank (r − start + shift) mod W for rows with copies, whose homes thereby share the work of keeping copies equal.
 
+A deal goes round the ranks, and each round takes a slot on all of them, whether or not it is full. Where rows of one
+rule do not stand together, as where rows are in no order of frequency, a range *joins* the last deal of its rule whose
+last round is not full: its first row takes the next place of that round (`phase`), so that hundreds of short ranges
+take no more memory than one long one.
+
 A table may have several *replicas*, each on a group of ranks of its own; its rules then speak of the W ranks of such a
 group (`rowmesh.mesh.grid`).
 
@@ -36,6 +41,7 @@ from rowmesh.tables.arena import compute_dtype
 RuleName = Literal["dealt", "node", "replicated", "fixed"]
 FORMAT = 1
 MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
+_NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class RowRange:
         shift: what the deal is shifted by, 0 … W − 1 (not for `fixed`).
         rank: the holder (for `fixed` alone).
         two_hop: requests and gradients for other nodes are merged within the node first.
+        phase: places of the round that the range begins in which the deal that it joins has taken; 0 begins a round,
+            and is all that `replicated` and `fixed` can have.
     """
 
     start: int
@@ -93,6 +101,7 @@ class RowRange:
     shift: int = 0
     rank: int = 0
     two_hop: bool = False
+    phase: int = 0
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -111,10 +120,18 @@ class RowRange:
         return (home,)
 
     def num_slots(self, rank: int, world_size: int, ranks_per_node: int) -> int:
-        """Slots that a rank keeps for the range; a deal may leave the last of them unused."""
+        """Slots that a rank keeps for the range; a deal may leave the last of them unused.
+
+        The slot of a round that it joins is counted with the range that began the round.
+        """
         if self.rule == "fixed":
             return len(self) if rank == self.rank else 0
-        return -(-len(self) // {"dealt": world_size, "node": ranks_per_node, "replicated": 1}[self.rule])
+        round_ = self.round_size(world_size, ranks_per_node)
+        return -(-(self.phase + len(self)) // round_) - (self.phase > 0)
+
+    def round_size(self, world_size: int, ranks_per_node: int) -> int:
+        """Rows that share a slot number: one on each of so many ranks, in every node where each has a copy."""
+        return {"dealt": world_size, "node": ranks_per_node, "replicated": 1, "fixed": 1}[self.rule]
 
 
 @dataclass(frozen=True)
@@ -142,6 +159,53 @@ class TablePlan:
             if part.start <= row < part.stop:
                 return part
         raise ConfigurationError(f"table {self.name!r} has rows 0 to {self.shape.num_rows - 1}, no row {row}")
+
+    def deals(self, world_size: int, ranks_per_node: int) -> list[list[int]]:
+        """Numbers of the ranges that go round the ranks in one deal, in order; `fixed` ones are in none.
+
+        Raises:
+            ConfigurationError: a range joins no deal, or does not go on where the deal ended.
+        """
+        deals: list[list[int]] = []
+        unfilled: dict[RuleName, _Unfilled] = {}
+        for index, part in enumerate(self.ranges):
+            round_ = part.round_size(world_size, ranks_per_node)
+            deal = [index]
+            if part.phase:
+                deal = self._joined(part, round_, unfilled.pop(part.rule, None))
+                deal.append(index)
+            elif part.rule != "fixed":
+                deals.append(deal)
+            if phase := (part.phase + len(part)) % round_:
+                unfilled[part.rule] = _Unfilled(deal, phase, (part.shift + len(part)) % world_size)
+        return deals
+
+    def _joined(self, part: RowRange, round_size: int, found: _Unfilled | None) -> list[int]:
+        """The deal that a range joins."""
+        where = f"table {self.name!r}, rows {part.start} to {part.stop - 1}"
+        if not 0 < part.phase < round_size:
+            raise ConfigurationError(
+                f"{where}: phase {part.phase}, but a round of rule {part.rule!r} has {round_size} place(s); plan again"
+            )
+        if found is None:
+            raise ConfigurationError(
+                f"{where}: phase {part.phase}, but no round of rule {part.rule!r} before is unfilled; plan again"
+            )
+        if (part.phase, part.shift) != (found.phase, found.shift):
+            raise ConfigurationError(
+                f"{where}: phase {part.phase} and shift {part.shift}, but the deal that they join goes on with phase "
+                f"{found.phase} and shift {found.shift}; plan again"
+            )
+        return found.deal
+
+
+@dataclass(frozen=True)
+class _Unfilled:
+    """A deal whose last round is not full, and with which phase and shift it goes on."""
+
+    deal: list[int]
+    phase: int
+    shift: int
 
 
 @dataclass(frozen=True)
@@ -304,6 +368,7 @@ class Plan:
             except ConfigurationError as error:
                 raise ConfigurationError(f"table {table.name!r}: {error}") from error
             _check_ranges(table, grid.shards)
+            table.deals(grid.shards, grid.ranks_per_node(self.ranks_per_node))
         if memory_limit_bytes is not None:
             for rank, needed in enumerate(self.memory_bytes):
                 if needed > memory_limit_bytes:
@@ -432,7 +497,7 @@ def _check_types(plan: Plan) -> None:
         numbers.append((f"{table.name}.replicas", table.replicas))
         numbers += [(f"{table.name}.{name}", value) for name, value in asdict(table.shape).items() if name != "name"]
         for part in table.ranges:
-            numbers += [(f"{table.name}.{name}", getattr(part, name)) for name in ("start", "stop", "shift", "rank")]
+            numbers += [(f"{table.name}.{name}", getattr(part, name)) for name in _NUMBERS]
     for name, value in numbers:
         if type(value) is not int:
             raise TypeError(f"{name} must be a whole number, got {value!r}")

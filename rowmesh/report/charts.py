@@ -56,16 +56,41 @@ def frequency_curve(table: TablePlan, profile: TableProfile, width: int = 320, h
     x = _LogAxis(1, max(table.shape.num_rows, 2), 34, width - 8)
     y = _LogAxis(least / 1.3, most * 1.3, height - 22, 8)
     parts = [_grid(x, y, width, height)]
+    if not _falls(profile):
+        parts += _curve_of_sorted_rows(table, profile, x, y, height - 22)
     rare = _is_rare_row_frequent(profile)
-    for level, runs in groupby(stretches(table), key=lambda stretch: LEVEL_OF[stretch.rule]):
+    in_order = stretches(table) if _falls(profile) else []
+    for level, runs in groupby(in_order, key=lambda stretch: LEVEL_OF[stretch.rule]):
         found = list(runs)
         start, stop = found[0].start, min(found[-1].stop, table.shape.num_rows - rare)
         if start < stop:
             parts.append(_curve_of_level(level, start, stop, profile, x, y, height - 22))
-    if rare:
+    if rare and in_order:
         parts.append(_rare_row(table, float(profile.accesses[-1]), x, y))
     title = f"{table.name}: accesses by row, from {most:,.0f} to {least:,.0f}; {num_read:,} rows were read"
     return _svg(width, height, title, parts)
+
+
+def _falls(profile: TableProfile) -> bool:
+    """Whether rows stand in order of frequency, but for the last one, which may stand for all rare ids."""
+    return bool(np.all(np.diff(profile.accesses[:-1]) <= 0))
+
+
+def _curve_of_sorted_rows(
+    table: TablePlan, profile: TableProfile, x: _LogAxis, y: _LogAxis, bottom: float
+) -> Iterator[str]:
+    """The curve of rows in no order, the most read first, in the colours of those that are drawn."""
+    order = np.argsort(-profile.accesses, kind="stable")
+    stops = np.cumsum(profile.lengths[order])
+    places = np.unique(np.geomspace(1, table.shape.num_rows, MAX_POINTS).round().astype(np.int64)) - 1
+    runs = order[np.searchsorted(stops, places, "right")]
+    starts = np.array([part.start for part in table.ranges])
+    ranges = np.searchsorted(starts, profile.starts[runs], "right") - 1
+    levels = [LEVEL_OF[table.ranges[number].rule] for number in ranges.tolist()]
+    for level, group in groupby(range(len(places)), key=levels.__getitem__):
+        found = list(group)
+        found.append(min(found[-1] + 1, len(places) - 1))  # where the next level begins
+        yield _drawn(level, [(int(places[i]), float(profile.accesses[runs[i]])) for i in found], x, y, bottom)
 
 
 def _is_rare_row_frequent(profile: TableProfile) -> bool:
@@ -103,7 +128,12 @@ def _curve_of_level(
     rows = np.unique(np.geomspace(start + 1, stop, MAX_POINTS).round().astype(np.int64)) - 1
     rows = np.append(rows, min(stop, profile.shape.num_rows - 1))  # where the next level begins
     accesses = profile.accesses[np.searchsorted(profile.starts, np.minimum(rows, stop - 1), "right") - 1]
-    points = [(x(row + 1), y(count) if count else bottom) for row, count in zip(rows.tolist(), accesses, strict=True)]
+    return _drawn(level, list(zip(rows.tolist(), accesses.tolist(), strict=True)), x, y, bottom)
+
+
+def _drawn(level: str, rows: Sequence[tuple[int, float]], x: _LogAxis, y: _LogAxis, bottom: float) -> str:
+    """A line through (row, accesses), and the area under it."""
+    points = [(x(row + 1), y(count) if count else bottom) for row, count in rows]
     line = "L".join(f"{a:.1f} {b:.1f}" for a, b in _thinned(points))
     area = f"M{points[0][0]:.1f} {bottom}L{line}L{points[-1][0]:.1f} {bottom}Z"
     return f'<path class="area {level}" d="{area}"/><path class="line {level}" d="M{line}"/>'

@@ -11,6 +11,7 @@ from rowmesh.placement.comparison import Comparison
 from rowmesh.placement.cost import NODE, ONE_HOP, REPLICATED, REPLICATED_TWO_HOP, TWO_HOP
 from rowmesh.placement.plan import RowRange, TablePlan
 from rowmesh.placement.strategies.levels import LinkCosts, RowBytes
+from rowmesh.placement.strategies.unsorted import most_ranges
 from rowmesh.placement.summary import LEVEL_OF, accesses_before, levels_of, stretches
 from rowmesh.placement.text import bytes_text, rows_text, seconds_text, share_text
 
@@ -182,9 +183,7 @@ class _Row:
 
     def _why_copied(self, saved: float, density: float, amount: str) -> str:
         if saved <= 0:
-            return (
-                "by itself it would not be copied, but it stands before rows, or in a range, that is copied as a whole"
-            )
+            return "by itself it would not be copied, but it stands in a range that is copied as a whole"
         return f"copies save {amount}, {_density_text(self.comparison, density)} for each byte they take" + (
             ", more than λ" if density > (_threshold(self.comparison) or np.inf) else ""
         )
@@ -201,15 +200,9 @@ class _Row:
             return f"{each}; strategy {self.comparison.plan.strategy!r} does not weigh that"
         if threshold and density < threshold:
             return f"{each}, less than λ: the memory for copies goes to rows that save more"
-        if self._follows_rows_read_less:
-            return f"{each}, but the rows of a table that get copies are its first, and rows before it are read less"
+        if len(self.table.ranges) > most_ranges(self.table.shape.num_rows) // 2:
+            return f"{each}, but a table whose rows are in no order has only so many ranges, for the rows read most"
         return f"{each}, but the memory for copies ends before it: whole ranges and rounds of rows are copied or not"
-
-    @property
-    def _follows_rows_read_less(self) -> bool:
-        demand = self.comparison.problem.demand
-        first = int(np.searchsorted(demand.starts, demand.first_row[self._index], "right")) - 1
-        return bool(demand.rank[first : self._run + 1].min() < demand.rank[self._run])
 
 
 def _slots(comparison: Comparison, table: TablePlan) -> str:

@@ -39,6 +39,6 @@ def test_drawn_ids_are_distinct_rows():
 def test_every_contestant_is_reported(capsys):
     address_map.main(["--quick", "--max-rows", "50000", "--steps", "2", "--warmup", "1"])
     *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 2 * 4 * 4
+    assert len(lines) == 2 * 7 * 4
     assert all(line["id_ns"] > 0 and line["map_bytes"] > 0 for line in lines)
-    assert len(last["summary"]) == 2 * 4 * 3
+    assert len(last["summary"]) == 2 * 7 * 3

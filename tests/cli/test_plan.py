@@ -142,4 +142,5 @@ def test_links_are_measured_on_the_running_mesh(config_file, ranks, tmp_path):
     assert done.status == 0, done.err
     assert done.out.count("a step costs") == 1
     assert "measured on 2 ranks" in done.out
+    assert "one-sided reads" in Topology.load(tmp_path / "links.toml").source  # as training on one host does
     assert Topology.load(tmp_path / "links.toml").world_size == Plan.load(tmp_path / "plan.json").world_size == 2

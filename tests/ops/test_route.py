@@ -10,6 +10,7 @@ from rowmesh.ops.route.buckets import bucket_of
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import REPLIES
 from tests.support.memory import Poisoned
+from tests.support.plans import joined
 
 ROW_BYTES = 20
 HERE = 10**12
@@ -45,7 +46,7 @@ def plans(draw):
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, ROW_BYTES, ROW_BYTES), tuple(ranges)))
-    return Plan(tuple(tables[:5]), world_size, ranks_per_node)
+    return joined(Plan(tuple(tables[:5]), world_size, ranks_per_node), lambda: draw(st.booleans()))
 
 
 @st.composite

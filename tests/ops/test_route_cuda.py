@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from rowmesh.ops.route import reference
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import COPIES, FLAGS, RELAYS, REPLIES
+from tests.support.plans import joined
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
@@ -37,7 +38,7 @@ def plans(draw):
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 20, 20), tuple(ranges)))
-    return Plan(tuple(tables), world_size, ranks_per_node)
+    return joined(Plan(tuple(tables), world_size, ranks_per_node), lambda: draw(st.booleans()))
 
 
 @st.composite

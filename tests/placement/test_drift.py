@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import AddressMap
-from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, plan_unsorted, predict
+from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
 from rowmesh.placement.frequency import order_by_frequency
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
@@ -34,7 +34,7 @@ def profile_of(counts):
 def test_plans_of_unsorted_rows_cost_what_those_of_sorted_ones_do(counts, world_size):
     topology = Topology.uniform(world_size)
     profile, in_order = profile_of(counts), profile_of(sorted(counts, reverse=True))
-    plan = plan_unsorted("dealt", profile, topology, REQUEST)
+    plan = search("dealt", profile, topology, REQUEST)
     plan.check()
     best = search("dealt", in_order, topology, REQUEST)
     coverage = predict(plan, Problem(profile, topology, REQUEST)).coverage

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from tests.support.plans import joined
 
 SHAPE = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
 
@@ -30,7 +31,8 @@ def plans(draw):
             for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
         )  # fmt: skip
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 8, 8, 4), ranges))
-    return Plan(tuple(tables), world_size, ranks_per_node, "random", {"seed": 1})
+    plan = Plan(tuple(tables), world_size, ranks_per_node, "random", {"seed": 1})
+    return joined(plan, lambda: draw(st.booleans()))
 
 
 @given(plans())
@@ -53,7 +55,8 @@ def test_every_row_has_one_home_that_holds_it_and_slots_suffice(plan):
                     assert sorted(rank // per_node for rank in holders) == list(range(plan.num_nodes))
                 held.update(holders)
             for rank in range(world_size):
-                assert held[rank] <= part.num_slots(rank, world_size, per_node) <= held[rank] + 1
+                assert held[rank] - 1 <= part.num_slots(rank, world_size, per_node) <= held[rank] + 1
+                assert part.phase or held[rank] <= part.num_slots(rank, world_size, per_node)
 
 
 def test_every_rank_reads_its_memory_from_the_rules():
@@ -74,6 +77,10 @@ def test_every_rank_reads_its_memory_from_the_rules():
         ((RowRange(0, 10, "fixed", rank=2),), "rank 2 or shift 0 is not below 2 ranks"),
         ((RowRange(0, 10, "spread"),), "no rule 'spread'"),  # type: ignore[arg-type]
         ((RowRange(0, 0), RowRange(0, 10)), "the range is empty"),
+        ((RowRange(0, 3), RowRange(3, 10, phase=1, shift=0)), "phase 1 and shift 0, but .* phase 1 and shift 1"),
+        ((RowRange(0, 4), RowRange(4, 10, phase=1)), "no round of rule 'dealt' before is unfilled"),
+        ((RowRange(0, 3), RowRange(3, 10, phase=2)), "phase 2, but a round of rule 'dealt' has 2"),
+        ((RowRange(0, 3, "replicated"), RowRange(3, 10, "replicated", phase=1)), "'replicated' has 1 place"),
     ],
 )
 def test_a_plan_that_is_not_one_is_refused(ranges, message):

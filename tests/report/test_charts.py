@@ -30,6 +30,16 @@ def test_levels_join_and_fall():
     assert 'class="rare' not in svg
 
 
+def test_rows_in_no_order_are_drawn_sorted_in_the_colours_of_their_levels():
+    counts = np.random.default_rng(0).permutation(np.arange(1, 1001))
+    hot = set(np.flatnonzero(counts > 900).tolist())
+    ranges = [RowRange(row, row + 1, "replicated" if row in hot else "dealt") for row in range(1000)]
+    svg = frequency_curve(*planned(counts, *ranges))
+    first, then = points(svg, "hot"), points(svg, "cold")
+    assert first[-1] == then[0]
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(first + then))
+
+
 def test_the_row_of_rare_ids_is_a_dot_of_its_own():
     svg = frequency_curve(*planned([50, 20, 10, 1, 400], RowRange(0, 2, "replicated"), RowRange(2, 5)))
     assert svg.count('class="rare cold"') == 1

@@ -27,14 +27,32 @@ def make_plan(tables, world_size, ranks_per_node, choose):
     return Plan(tuple(planned), world_size, ranks_per_node)
 
 
+def joined(plan, joins):
+    """The plan with ranges that go on with the deal that ended last under their rule, where `joins()` says so."""
+    tables = []
+    for table in plan.tables:
+        ranges, unfilled = [], {}
+        for part in table.ranges:
+            round_ = part.round_size(plan.world_size, plan.ranks_per_node)
+            if part.rule in unfilled and joins():
+                phase, shift = unfilled.pop(part.rule)
+                part = replace(part, phase=phase, shift=shift)
+            ranges.append(part)
+            if phase := (part.phase + len(part)) % round_:
+                unfilled[part.rule] = phase, (part.shift + len(part)) % plan.world_size
+        tables.append(replace(table, ranges=tuple(ranges)))
+    return replace(plan, tables=tuple(tables))
+
+
 @st.composite
 def random_plans(draw, tables, world_size, ranks_per_node):
     """Plans whose ranges follow any rule."""
     number = st.integers(0, 7)
-    return make_plan(
+    plan = make_plan(
         tables, world_size, ranks_per_node,
         lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
     )  # fmt: skip
+    return joined(plan, lambda: draw(st.booleans()))
 
 
 def with_copies(tables, world_size):

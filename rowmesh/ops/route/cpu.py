@@ -27,10 +27,10 @@ HEADER = 14
     RANGES, INDEX, BUCKETS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
     ARENAS, ROW_BYTES, KIND_FLAGS,
 ) = range(0, 8 * HEADER, 8)  # fmt: skip
-DESCRIPTOR, INDEX_ENTRY = 10, 6  # int64 values that describe a range, and a table
+DESCRIPTOR, INDEX_ENTRY = 11, 6  # int64 values that describe a range, and a table
 _DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
 (
-    _START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _PER_MODULUS, _PER_DIVISOR,
+    _START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _ORIGIN, _PER_MODULUS, _PER_DIVISOR,
 ) = range(0, _DESCRIPTOR_BYTES, 8)  # fmt: skip
 _KIND_BITS = 24  # a stop and its kind share 32 bits
 RELAY, COPY = 1, 2  # flags of a range: the stop is the agent; a copy is here
@@ -66,9 +66,9 @@ def _find(row, ranges, count, buckets, start1, start2, start3):
 
 
 @inlined
-def _home(row, start, shift, modulus, rank, base, per_modulus, per_divisor):
-    """Home and slot; exact for rows below 2⁵¹ − W, see `quotient`."""
-    x = row - start
+def _home(row, origin, shift, modulus, rank, base, per_modulus, per_divisor):
+    """Home and slot; exact for rows below 2⁵¹ − 2 · W, see `quotient`."""
+    x = row - origin
     y = x + shift
     home = y - quotient(y, per_modulus) * modulus + rank
     return home, base + quotient(x, per_divisor)
@@ -78,7 +78,7 @@ def _home(row, start, shift, modulus, rank, base, per_modulus, per_divisor):
 def _describe(part):
     """What `_home` needs to know of a range."""
     return (
-        load_i64(part + _START), load_i64(part + _SHIFT), load_i64(part + _MODULUS), load_i64(part + _RANK),
+        load_i64(part + _ORIGIN), load_i64(part + _SHIFT), load_i64(part + _MODULUS), load_i64(part + _RANK),
         load_i64(part + _BASE), load_f64(part + _PER_MODULUS), load_f64(part + _PER_DIVISOR),
     )  # fmt: skip
 
@@ -90,8 +90,8 @@ def locate(header, table, ids, count, homes, slots):
     for i in range(count):
         row = load_i64(ids + 8 * i)
         part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
-        start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
-        home, slot = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
+        origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+        home, slot = _home(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
         store_u32(homes + 4 * i, home)
         store_u32(slots + 4 * i, slot)
 
@@ -162,7 +162,7 @@ def _place_all(
         ranges, num_ranges, buckets, start1, start2, start3 = _table(header, s)
         limit = np.uint64(load_i64(load_i64(header + NUM_ROWS) + 8 * s))
         part, is_one = ranges, num_ranges == 1
-        start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+        origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
         if is_one and flags == 0 and modulus == load_i64(part + _DIVISOR) == 1 << bits:
             # A whole table dealt over a power of two of ranks, as where nothing is planned: shifts instead of products.
@@ -182,9 +182,9 @@ def _place_all(
                 return u
             if not is_one:
                 part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
-                start, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
+                origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
                 kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
-            stop, key = _home(row, start, shift, modulus, only, base, per_modulus, per_divisor)
+            stop, key = _home(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
             if flags & RELAY:
                 node = quotient(stop, nodes_per_rank)
                 key += node * key_stride

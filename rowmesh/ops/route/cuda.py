@@ -31,7 +31,7 @@ NOWHERE = -(2**63)  # of a row that this rank asks itself for, as an agent
 _NOWHERE = tl.constexpr(NOWHERE)
 _NONE = tl.constexpr(2**63 - 1)
 _RELAY, _COPY = tl.constexpr(RELAY), tl.constexpr(COPY)
-_FIELDS = 8  # of a range; the reciprocals that follow are for the CPU
+_FIELDS = 9  # of a range; the reciprocals that follow are for the CPU
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class DeviceMap:
     """An address map on a device; what `AddressMap` says of its arrays holds.
 
     Attributes:
-        ranges: int64 `[8, R]`, a field after the other: start, shift, modulus, rank, divisor, base, kind, flags.
+        ranges: int64 `[9, R]`, a field after the other: start, shift, modulus, rank, divisor, base, kind, flags,
+            origin.
         index: int64 `[2, S]`: the first range of each table, and how many it has.
         num_rows: int64 `[S]`.
         most_ranges: of one table.
@@ -143,7 +144,7 @@ def _find(ranges, index, num_tables, table, row, num_steps):
 @triton.jit
 def _home(ranges, num_ranges, part, row):
     """Home and slot of each row, given its range."""
-    x = row - tl.load(ranges + part)
+    x = row - tl.load(ranges + 8 * num_ranges + part)
     y = x + tl.load(ranges + num_ranges + part)
     home = y % tl.load(ranges + 2 * num_ranges + part) + tl.load(ranges + 3 * num_ranges + part)
     return home, tl.load(ranges + 5 * num_ranges + part) + x // tl.load(ranges + 4 * num_ranges + part)

@@ -58,6 +58,8 @@ STRATEGIES = {
 }
 BASELINES = ("memory_greedy", "access_greedy", "table_wise", "row_wise", "torchrec_like")
 QUICK = ("dealt", "partitioned", *BASELINES)
+# What places rows by their numbers alone, or whole tables; `auto` asks the others one by one.
+ANY_ORDER = ("auto", "memory_greedy", "table_wise", "row_wise", "torchrec_like")
 
 
 def find(name: str) -> Strategy:
@@ -73,11 +75,21 @@ def find(name: str) -> Strategy:
 
 
 def search(name: str, profile: Profile, topology: Topology, request: Request) -> Plan:
-    """A plan by the strategy of that name, checked.
+    """A plan by the strategy of that name, checked: every plan is made here.
+
+    A strategy that goes by frequency sees the rows of every table in order of their counts, whatever order they are in
+    (`rowmesh.placement.strategies.unsorted`).
 
     Raises:
         ConfigurationError: there is no such strategy, or the request cannot be met.
     """
-    plan = find(name)(profile, topology, request)
+    strategy = find(name)
+    is_in_order = name in ANY_ORDER or all(table.is_falling for table in profile.tables)
+    if is_in_order:
+        plan = strategy(profile, topology, request)
+    else:
+        from rowmesh.placement.strategies.unsorted import search_sorted
+
+        plan = search_sorted(strategy, profile, topology, request)
     plan.check()
     return plan
