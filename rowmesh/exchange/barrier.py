@@ -1,74 +1,207 @@
-"""A barrier in shared memory that yields: 4–10 µs where a collective barrier takes 80–150."""
+"""A barrier in shared memory that yields, then sleeps: 4–10 µs where a collective barrier takes 80–150.
+
+[Note: waiting]
+
+A rank that waits spins about 200 times, yields for a millisecond, then sleeps until the rank it waits for comes.
+
+*Yields* meet the usual case, in which the others come within microseconds. They are bounded by time, not counted: where
+the core is wanted by others, one yield may take a whole time slice (2 to 6 ms, measured), and 20,000 of them minutes.
+
+*Sleep* is for the others. A rank that yields for ever is always ready to run. Schedulers and quotas that divide the
+processor between groups of processes (sessions, containers) charge that to the group of all ranks, and so to the one
+that is waited for.
+
+It sleeps on the flag of the rank that has not come (a futex, which Linux finds by file and offset: processes need not
+map it at the same address), and that rank wakes it. Where there are no futexes it naps for up to a millisecond.
+Ten times a second it looks whether the others are alive.
+
+*Who gives up* says so beside its flag. A rank that comes later learns it there and gives up too, instead of going on
+with a step that the others have left. The barrier is then of no more use: nobody can say which rows were updated.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import platform
+import sys
 import time
+from typing import NoReturn
+
+import numpy as np
+from numba import types
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
-from rowmesh.ops.simd import load_acquire, load_i64, sched_yield, store_release, uncached_kernel
+from rowmesh.ops.memory import array_at
+from rowmesh.ops.simd import (
+    add_atomic,
+    c_function,
+    exchange_atomic,
+    inlined,
+    kernel,
+    load_acquire,
+    load_i64,
+    load_ordered,
+    store_i64,
+)
 
 _SPINS = 200  # then give the core away: a pure spin stalls where ranks outnumber cores
-_YIELDS = 20_000  # then back to Python, to see whether the peers are alive
+_YIELD_NS = 1_000_000  # then sleep
+_LOOK_NS = 100_000_000  # then back to Python, to see whether the peers are alive
+_FIRST_NAP_US, _LONGEST_NAP_US = 50, 1000  # where there are no futexes
+
+# What stands in the cache line of a rank.
+_SLEEPERS, _GAVE_UP = 8, 16  # bytes behind the flag: how many sleep on it; the generation at which this rank gave up
+_ALL_CAME, _LEFT = -1, -2
+
+_NO_FUTEX = 0
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # of the system call
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_EVERYONE = 2**31 - 1
+
+_sched_yield = c_function("sched_yield", types.int32)
+_usleep = c_function("usleep", types.int32, types.int64)
+_clock_gettime = c_function("clock_gettime", types.int32, types.int64, types.int64)
+_syscall = c_function("syscall", types.int64, *[types.int64] * 7)
+_MONOTONIC = time.CLOCK_MONOTONIC
 
 
-@uncached_kernel
-def _wait(flags, rank, world_size, generation):
-    """−1 once every flag has reached the generation, else the first rank whose flag has not."""
-    store_release(load_i64(flags + 8 * rank), generation)
-    rounds = 0
+def _find_futex() -> int:
+    """The number of the system call, or 0 where there is none that works."""
+    number = _FUTEX_NUMBERS.get(platform.machine(), _NO_FUTEX)
+    if sys.platform != "linux" or sys.byteorder != "little" or not number:
+        return _NO_FUTEX
+    call, word = ctypes.CDLL(None).syscall, ctypes.c_int64()
+    address = ctypes.c_void_p(ctypes.addressof(word))
+    return number if call(number, address, _FUTEX_WAKE, 1, None, None, 0) == 0 else _NO_FUTEX
+
+
+FUTEX = _find_futex()
+
+
+@inlined
+def _now(clock):
+    """Nanoseconds."""
+    _clock_gettime(_MONOTONIC, clock)
+    return 1_000_000_000 * load_i64(clock) + load_i64(clock + 8)
+
+
+@inlined
+def _raise_flag(line, generation, futex):
+    """Says that this rank has come, and wakes who sleeps until then."""
+    exchange_atomic(line, generation)  # whoever falls asleep counts itself, then looks at the flag once more
+    if futex and load_ordered(line + _SLEEPERS) > 0:
+        _syscall(futex, line, _FUTEX_WAKE, _EVERYONE, 0, 0, 0)
+
+
+@inlined
+def _sleep(line, generation, futex, naps, clock):
+    """Until the flag of a rank is raised, or it is time to look."""
+    if futex:
+        add_atomic(line + _SLEEPERS, 1)
+        seen = load_ordered(line)
+        if seen < generation:
+            store_i64(clock, 0)
+            store_i64(clock + 8, _LOOK_NS)
+            _syscall(futex, line, _FUTEX_WAIT, seen & 0xFFFFFFFF, clock, 0, 0)
+        add_atomic(line + _SLEEPERS, -1)
+    else:
+        _usleep(min(_FIRST_NAP_US << min(naps, 10), _LONGEST_NAP_US))
+
+
+@kernel
+def _wait(flags, rank, world_size, generation, futex, clock):
+    """−1 once every flag has reached the generation, −2 if one of those ranks has given up, else a rank to wait for."""
+    own = load_i64(flags + 8 * rank)
+    if load_i64(own) != generation:
+        _raise_flag(own, generation, futex)
+    rounds = naps = began = now = 0
+    has_left = False
     for other in range(world_size):
-        flag = load_i64(flags + 8 * other)
-        while load_acquire(flag) < generation:
+        line = load_i64(flags + 8 * other)
+        while load_acquire(line) < generation:
             rounds += 1
-            if rounds > _SPINS:
-                sched_yield()
-                if rounds > _YIELDS:
-                    return other
-    return -1
+            if rounds <= _SPINS:
+                continue
+            if began == 0:
+                began = _now(clock)
+            if now - began < _YIELD_NS:
+                _sched_yield()
+            else:
+                _sleep(line, generation, futex, naps, clock)
+                naps += 1
+            now = _now(clock)
+            if now - began > _LOOK_NS:
+                return other
+        has_left |= load_i64(line + _GAVE_UP) != 0
+    return _LEFT if has_left else _ALL_CAME
 
 
 class Barrier:
-    """Counts generations: every rank raises its flag and waits for the others.
+    """Counts generations: every rank raises its flag and waits for the others. See [Note: waiting].
 
     Args:
         mesh: the ranks.
-        flags: address of int64 `[W]`, the address of every rank's flag, each on a cache line of its own.
+        flags: address of int64 `[W]`, the address of every rank's flag: three int64, zeros, in a cache line of its own.
+        futex: the number of the system call, or 0 to nap.
     """
 
-    def __init__(self, mesh: Mesh, flags: int) -> None:
+    def __init__(self, mesh: Mesh, flags: int, futex: int = FUTEX) -> None:
         self._mesh = mesh
         self._flags = flags
+        self._futex = futex
         self._generation = 0
+        self._reason = ""  # why this rank gave up
+        self._clock = np.zeros(2, np.int64)  # room for a time
+        self._clock_at = self._clock.ctypes.data
+        self._lines = [array_at(int(line), np.int64, 3) for line in array_at(flags, np.int64, mesh.world_size)]
 
     def wait(self) -> None:
         """Blocks until every rank has come.
 
         Raises:
-            PeerError: a rank died, or did not come within the mesh's timeout; names it. Or the mesh's cancellation was
-                set.
+            PeerError: a rank died, did not come within the mesh's timeout, or gave up; names it. Or the mesh's
+                cancellation was set. Nobody can pass this barrier any more.
         """
+        if self._reason:
+            raise PeerError(
+                f"rank {self._name}: a step of these tables ended half way, so they cannot be used any more; make "
+                f"their EmbeddingCollection anew and load a checkpoint ({self._reason})"
+            )
         self._generation += 1
-        mesh = self._mesh
         began = time.monotonic()
-        while (missing := self._missing()) >= 0:
-            # A rank may come and end its run between these two looks; then it is not missed.
-            if (dead := mesh.dead_ranks()) and self._missing() >= 0:
-                raise mesh.died(dead, "the others waited")
-            if mesh.cancellation.is_set:
-                raise PeerError(f"rank {mesh.name(mesh.rank)}: gave up waiting for the others: something else failed")
-            waited = time.monotonic() - began
-            if waited > mesh.timeout_s:
-                absent = [mesh.name(rank) for rank in self._absent() or [missing]]
-                raise PeerError(f"rank {mesh.name(mesh.rank)}: {mesh.not_come(absent)}")
+        while self._missing() != _ALL_CAME:
+            self._look(time.monotonic() - began)
+
+    @property
+    def _name(self) -> int:
+        return self._mesh.name(self._mesh.rank)
 
     def _missing(self) -> int:
-        """Waits a little; −1 once all have come, else a rank that has not."""
-        return _wait(self._flags, self._mesh.rank, self._mesh.world_size, self._generation)
+        """Waits for a while; −1 once all have come, −2 if one of them gave up, else a rank that has not come."""
+        mesh = self._mesh
+        return _wait(self._flags, mesh.rank, mesh.world_size, self._generation, self._futex, self._clock_at)
 
-    def _absent(self) -> list[int]:
-        """All ranks that have not come."""
-        addresses = (ctypes.c_int64 * self._mesh.world_size).from_address(self._flags)
-        flags = [ctypes.c_int64.from_address(address).value for address in addresses]
-        return [rank for rank, generation in enumerate(flags) if generation < self._generation]
+    def _look(self, waited_s: float) -> None:
+        """Gives up where waiting is in vain."""
+        mesh, me = self._mesh, f"rank {self._name}"
+        flags = [line[0] for line in self._lines]
+        left = [mesh.name(rank) for rank, line in enumerate(self._lines) if line[_GAVE_UP // 8]]
+        dead = [rank for rank in mesh.dead_ranks() if rank not in left]
+        # A rank may come and end its run between these two looks; then it is not missed.
+        if dead and self._missing() >= 0:
+            self._give_up(mesh.died(dead, "the others waited"))
+        if mesh.cancellation.is_set:
+            self._give_up(PeerError(f"{me}: gave up waiting for the others: something else failed"))
+        absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]
+        absent = [name for name in absent if name not in left]
+        if absent and (left or waited_s > mesh.timeout_s):
+            self._give_up(PeerError(f"{me}: {mesh.not_come(absent)}"))
+        if left:
+            self._give_up(PeerError(f"{me}: {mesh.describe(left)} gave up waiting; its own output says why"))
+
+    def _give_up(self, error: PeerError) -> NoReturn:
+        """Lets all others know, and raises the error."""
+        self._lines[self._mesh.rank][_GAVE_UP // 8] = self._generation
+        self._reason = str(error)
+        raise error

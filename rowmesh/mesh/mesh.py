@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.mesh.cancellation import Cancellation
+from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.roll_call import RollCall
 
@@ -59,7 +60,7 @@ class Mesh:
     _ranks_per_node: int | None = None
     _owns_group: bool = False
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
-    _claimed: set[str] = field(default_factory=set, repr=False)
+    _claims: Claims = field(default_factory=Claims, repr=False)
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -188,19 +189,24 @@ class Mesh:
     def claim(self, use: str) -> None:
         """Has the groups of a use for one owner, whose threads send through them, until `unclaim`.
 
+        Waits for the threads of an owner that has ended but for them, up to the mesh's timeout.
+
         Raises:
             RowmeshError: there is an owner already, whose messages would cross those of another.
         """
-        if self.world_size > 1 and use in self._claimed:
+        if self.world_size > 1 and not self._claims.take(use, self.timeout_s):
             raise RowmeshError(
                 f"rank {self.rank}: a {use} runs on this mesh already, and messages of two would cross; finish it, or "
-                "leave its loop, before the next one begins"
+                "leave its loop, before the next one begins; where its loop has failed, close it"
             )
-        self._claimed.add(use)
 
     def unclaim(self, use: str) -> None:
         """Lets somebody else claim a use."""
-        self._claimed.discard(use)
+        self._claims.release(use)
+
+    def end_claim(self, use: str) -> None:
+        """Says that `unclaim` follows as soon as the owner's threads have ended; who claims the use waits for that."""
+        self._claims.end(use)
 
     def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:
         """The part that this rank is in, as a mesh of its own. Collective: every rank names the same parts.
@@ -294,14 +300,19 @@ class Mesh:
         """Which ranks of the whole others wait for in vain, and what to do about it; a part of a message."""
         if self.whole is not None:
             return self.whole.not_come(absent)
-        here = self.hosts[self.rank]
-        names = ", ".join(
-            f"rank {rank} (process {self.pids[rank]}{', alive' if self.hosts[rank] == here else ' on another host'})"
-            for rank in absent
-        )
         return (
-            f"waited in vain for {names}; every rank must call forward and step equally often, and within the timeout "
-            f"of {self.timeout_s:.0f} s"
+            f"waited in vain for {self.describe(absent)}; every rank must call forward and step equally often, and "
+            f"within the timeout of {self.timeout_s:.0f} s"
+        )
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Ranks of the whole that are there, with their processes; a part of a message."""
+        if self.whole is not None:
+            return self.whole.describe(ranks)
+        here = self.hosts[self.rank]
+        return ", ".join(
+            f"rank {rank} (process {self.pids[rank]}{', alive' if self.hosts[rank] == here else ' on another host'})"
+            for rank in ranks
         )
 
     def close(self) -> None:

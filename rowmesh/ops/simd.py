@@ -13,7 +13,6 @@ Nothing here checks bounds. Kernels are called through wrappers that do.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.typing.templates import signature
 from numba.extending import intrinsic, models, register_model
 
 from rowmesh.ops.compiled import compiled
@@ -402,7 +402,7 @@ def store_scalar(typing: Any, address: Any, value: Any, storage: Any) -> Any:
 
 @_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Atomic load: what the writer wrote before its `store_release` is visible after it."""
+    """Atomic load: what the writer wrote before its `exchange_atomic` is visible after it."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
@@ -411,16 +411,34 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 
 @_intrinsic
-def store_release(typing: Any, address: Any, value: Any) -> Any:
-    """Atomic store that publishes everything written before it."""
+def load_ordered(typing: Any, address: Any) -> Any:
+    """Atomic load in the one order that all ranks see of such loads, `exchange_atomic` and `add_atomic`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "release", 8)
-        return ctx.get_dummy_value()
+        return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
 
-    return types.void(types.int64, types.int64), codegen
+    return types.int64(types.int64), codegen
 
 
-sched_yield = ctypes.CDLL(None).sched_yield
-sched_yield.argtypes = []
-sched_yield.restype = ctypes.c_int
+def _change_atomic(operation: str) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.atomic_rmw(operation, b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return codegen
+
+
+@_intrinsic
+def exchange_atomic(typing: Any, address: Any, value: Any) -> Any:
+    """Writes an int64 and publishes everything written before it; returns what was there."""
+    return types.int64(types.int64, types.int64), _change_atomic("xchg")
+
+
+@_intrinsic
+def add_atomic(typing: Any, address: Any, value: Any) -> Any:
+    """Adds to an int64; returns what was there."""
+    return types.int64(types.int64, types.int64), _change_atomic("add")
+
+
+def c_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library, for kernels; by name, so that they can be kept on disk."""
+    return types.ExternalFunction(name, signature(result, *arguments))

@@ -4,27 +4,32 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rowmesh.errors import PeerError
-from rowmesh.exchange.barrier import Barrier
+from rowmesh.exchange.barrier import FUTEX, Barrier
 from rowmesh.mesh import Mesh
 from tests.support.threads import in_threads
 
+SLEEPS = pytest.mark.parametrize("futex", [FUTEX, 0], ids=["futex", "naps"])
 
-def barriers(world_size, timeout_s=30.0, pids=None):
+
+def barriers(world_size, timeout_s=30.0, pids=None, futex=FUTEX):
     board = np.zeros((world_size, 8), np.int64)
     flags = np.array([board[rank].ctypes.data for rank in range(world_size)], np.int64)
     pids = pids or (os.getpid(),) * world_size
     meshes = [Mesh(rank, world_size, (0,) * world_size, pids, timeout_s) for rank in range(world_size)]
-    return [Barrier(mesh, flags.ctypes.data) for mesh in meshes], (board, flags)
+    return [Barrier(mesh, flags.ctypes.data, futex) for mesh in meshes], (board, flags)
 
 
+@SLEEPS
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nobody_passes_before_all_have_come(world_size):
-    parts, keep = barriers(world_size)
+def test_nobody_passes_before_all_have_come(world_size, futex):
+    parts, keep = barriers(world_size, futex=futex)
     counts, wrong = [0] * world_size, []
 
     def run(rank):
@@ -76,4 +81,85 @@ def test_whoever_waits_can_give_up():
     with pytest.raises(PeerError, match="rank 0: gave up waiting for the others: something else failed"):
         parts[0].wait()
     timer.join()
+    del keep
+
+
+class Waiter(threading.Thread):
+    """Waits at a barrier, and keeps what was raised."""
+
+    def __init__(self, barrier):
+        super().__init__()
+        self.barrier, self.error = barrier, ""
+        self.start()
+
+    def run(self):
+        try:
+            self.barrier.wait()
+        except PeerError as error:
+            self.error = str(error)
+
+    def state(self):
+        """As the kernel sees it: "R" where it runs or would like to, "S" where it sleeps."""
+        stat = Path(f"/proc/self/task/{self.native_id}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0]
+
+
+@SLEEPS
+def test_whoever_waits_for_long_sleeps(futex):
+    """One that yields for ever takes the processor from the rank that it waits for."""
+    parts, (board, _flags) = barriers(2, futex=futex)
+    waiter = Waiter(parts[0])
+    try:
+        in_a_row, deadline = 0, time.monotonic() + 20.0
+        while in_a_row < 10:
+            in_a_row = in_a_row + 1 if waiter.state() == "S" else 0
+            assert time.monotonic() < deadline, "it never sleeps"
+            time.sleep(0.002)
+    finally:
+        parts[1].wait()
+        waiter.join()
+    assert waiter.error == ""
+    assert not board[:, 1].any(), "nobody is counted as asleep"
+
+
+@pytest.mark.skipif(not FUTEX, reason="there are no futexes")
+def test_who_sleeps_is_woken():
+    """At once: by itself it would look after 100 ms."""
+    parts, (board, _flags) = barriers(2)
+    delays_s = []
+    for _ in range(5):
+        waiter = Waiter(parts[0])
+        while not board[1, 1]:  # it is counted as asleep on the flag of rank 1
+            time.sleep(0.001)
+        began = time.monotonic()
+        parts[1].wait()
+        waiter.join()
+        delays_s.append(time.monotonic() - began)
+    assert min(delays_s) < 0.05
+
+
+def test_a_rank_that_comes_too_late_does_not_go_on():
+    """The others have left the step, so that it is over for all."""
+    parts, keep = barriers(3, timeout_s=0.2)
+    waiters = [Waiter(parts[rank]) for rank in (0, 2)]
+    for waiter in waiters:
+        waiter.join()
+    for rank, waiter in zip((0, 2), waiters, strict=True):
+        assert waiter.error.startswith(f"rank {rank}: waited in vain for rank 1 (process {os.getpid()}, alive); every")
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 \(process \d+, alive\), rank 2 \(.*\) gave up waiting"):
+        parts[1].wait()
+    for rank, cause in ((0, "rank 0: waited in vain for rank 1"), (1, "rank 1: rank 0 .* gave up")):
+        with pytest.raises(PeerError, match=rf"make their EmbeddingCollection anew and load a checkpoint \({cause}"):
+            parts[rank].wait()
+    del keep
+
+
+def test_who_waits_for_a_rank_that_gave_up_is_told_at_once():
+    parts, keep = barriers(2, timeout_s=3600.0)
+    parts[1]._mesh.cancellation.event = event = threading.Event()
+    event.set()
+    with pytest.raises(PeerError, match="rank 1: gave up waiting for the others: something else failed"):
+        parts[1].wait()
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 \(process \d+, alive\) gave up waiting; its own output says"):
+        parts[0].wait()
     del keep
