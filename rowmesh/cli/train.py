@@ -20,7 +20,7 @@ def train(config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter
     overrides
         Keys that replace those of the file, as in `train.epochs=2 tables.dim=32`.
     overwrite
-        Remove the run that the folder holds.
+        Replace the run that the folder holds, once the model of the new one is written.
     """
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve

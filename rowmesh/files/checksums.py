@@ -79,11 +79,11 @@ class ChecksumWriter:
         while begin < len(view):
             part = view[begin : begin + self._block_bytes - self._open_bytes]
             self._open.update(part)
+            self._file.write(part)  # while it is in the processor's cache
             self._open_bytes += len(part)
             begin += len(part)
             if self._open_bytes == self._block_bytes:
                 self._close_block()
-        self._file.write(view)
         return len(view)
 
     def flush(self) -> None:
