@@ -49,10 +49,13 @@ def _software() -> dict[str, Any]:
 def _hardware() -> dict[str, Any]:
     import llvmlite.binding as llvm
 
+    from rowmesh.ops.compiled import cache_folder
+
     memory = psutil.virtual_memory()
     return {
         "processor": _processor_name(),
         "llvm target": llvm.get_host_cpu_name(),  # what Numba compiles its kernels for
+        "kernel cache": cache_folder(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
         "usable threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,

@@ -53,9 +53,9 @@ def compiled(function: Callable[..., Any] | None = None, *, cache: bool = True, 
 
 
 def cache_folder() -> str | None:
-    """Where kernels of this package are kept; None where no folder can be written."""
+    """Where this module's kernels would be kept, and those of others likewise; None where no folder can be written."""
     store = _open_cache(cache_folder)
-    return None if store is None else str(Path(store.cache_path).parent)
+    return None if store is None else store.cache_path
 
 
 class _Cache(FunctionCache):

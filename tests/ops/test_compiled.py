@@ -65,6 +65,11 @@ def test_a_kernel_is_compiled_once_for_each_signature(declare, tmp_path):
     assert (second(3), second(0.5), hits(second)) == (6, 1.0, 2)
 
 
+def test_the_folder_of_the_cache_can_be_asked_for(declare, tmp_path):
+    declare()
+    assert module.cache_folder().startswith(str(tmp_path / "cache"))
+
+
 def test_other_sources_are_compiled_again_into_the_same_file(declare, tmp_path, caplog):
     assert declare()(3) == 6
     before = files(tmp_path)
