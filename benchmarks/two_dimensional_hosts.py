@@ -5,7 +5,10 @@ gradients travel over the cable; with a replica on each host ("shards" together)
 alone do; with the replicas of a shard on one host ("replicas" together), rows and gradients of a replica do.
 
 What replicas tell each other arrives while the next step begins. So no step is timed alone: a loop of them is, between
-two barriers, and the time is divided by their number, for all contestants alike. Every round runs with the cable
+two barriers, and the time is divided by their number, for all contestants alike. With a pause between steps
+(`--hosts-rest-ms`), as for work that needs no rows, what replicas tell each other travels meanwhile, while all that one
+replica sends is waited for within its step. A pipeline lets that travel too: hence contestants that look one batch
+ahead, with one replica and with two, which have the same pause. Every round runs with the cable
 unlimited, which shows what the cores need, and limited, beside what the bytes over the cable need at least.
 
 All collections live in the same processes and do the same steps. Those that add gradients in the same order must look
@@ -54,26 +57,32 @@ class Variant:
         together: which ranks of a table with replicas share a host.
         planned: by a plan that sends rows and gradients between hosts in two hops (M = 1).
         synchronization: of replicas.
+        ahead: a pipeline fetches the rows of the next batch, and sends gradients, while the program pauses.
     """
 
     replicas: int = REPLICAS
     together: Together = "shards"
     planned: bool = False
     synchronization: Synchronization = field(default_factory=Synchronization)
+    ahead: bool = False
 
 
 _ONE, _PLANNED, _EXACT = "M=1", "M=1 planned", "M=2 exact"
+_ONE_AHEAD, _EXACT_AHEAD = "M=1, one batch ahead", "M=2 exact, one batch ahead"
+BASES = (_ONE, _PLANNED, _ONE_AHEAD)
 _TOUCHED, _DENSE = "M=2 average", "M=2 average dense"
 VARIANTS = {
     _ONE: Variant(replicas=1),
     _PLANNED: Variant(replicas=1, planned=True),
+    _ONE_AHEAD: Variant(replicas=1, ahead=True),
     _EXACT: Variant(),
+    _EXACT_AHEAD: Variant(ahead=True),
     "M=2 exact, replicas together": Variant(together="replicas"),
     _TOUCHED: Variant(synchronization=Synchronization("average")),
     "M=2 average every 4": Variant(synchronization=Synchronization("average", every=4)),
     _DENSE: Variant(synchronization=Synchronization("average", dense=True)),
 }
-SAME_ORDER = (_ONE, _PLANNED, _EXACT)
+SAME_ORDER = (*BASES, _EXACT, _EXACT_AHEAD)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +191,9 @@ class Case:
     def _make(self, ranks: Contestant, name: str, folder: Path) -> None:
         variant, path = VARIANTS[name], folder / f"{name}.json"
         self._plan(variant).save(path)
-        made = ranks.ask("make", name=name, plan=str(path), synchronization=asdict(variant.synchronization))
+        made = ranks.ask(
+            "make", name=name, plan=str(path), synchronization=asdict(variant.synchronization), ahead=variant.ahead
+        )
         ranks.ask("round", name=name, warmup=1, steps=0, rest_ms=0)  # compiles
         self._made[name] = {
             "replicas": variant.replicas,
@@ -250,7 +261,7 @@ class Case:
     def _summarize(self, lines: dict[int, dict[str, dict[str, Any]]], dense_bytes: float) -> None:
         for rest_ms, of_rest in lines.items():
             case = f"{self._workload.name}_{self._options.hosts}" + f", rest {rest_ms} ms" * bool(rest_ms)
-            for base in (_ONE, _PLANNED):
+            for base in BASES:
                 for name, line in of_rest.items():
                     if VARIANTS[name].replicas > 1:
                         ratio = round(of_rest[base]["step_ms"] / line["step_ms"], 3)

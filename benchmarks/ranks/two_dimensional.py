@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from benchmarks.ranks.embedding_step import SparsePart
 from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
+from rowmesh.data import Batch
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan
 
 
@@ -29,9 +31,10 @@ class Commands:
         self._batches = [sparse_batch(self._tables, batch) for batch in batches]
         self._gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
         self._parts: dict[str, SparsePart] = {}
+        self._pipelines: dict[str, Pipeline[Batch]] = {}
 
-    def make(self, name: str, plan: str, synchronization: dict[str, Any]) -> dict[str, Any]:
-        """Makes a collection by the plan of a file."""
+    def make(self, name: str, plan: str, synchronization: dict[str, Any], ahead: bool = False) -> dict[str, Any]:
+        """Makes a collection by the plan of a file; `ahead` has a pipeline look one batch ahead."""
         embeddings = EmbeddingCollection(
             self._tables,
             mesh=self._mesh,
@@ -39,10 +42,14 @@ class Commands:
             synchronization=Synchronization(**synchronization),
         )
         self._parts[name] = SparsePart(embeddings, EmbeddingOptimizer(embeddings), self._batches, self._gradient)
+        if ahead:
+            self._pipelines[name] = Pipeline[Batch](embeddings, depth=1)
         return {"transport": embeddings.transport, "memory_bytes": sum(embeddings.memory_bytes.values())}
 
     def drop(self, name: str) -> dict[str, Any]:
         """Gives the memory of a collection back."""
+        if name in self._pipelines:
+            self._pipelines.pop(name).close()
         self._parts.pop(name).embeddings.close()
         gc.collect()
         return {}
@@ -53,10 +60,11 @@ class Commands:
         What replicas told last has arrived when the second barrier lets go. Nothing is timed within the loop: what one
         step defers to the next must not be hidden.
         """
-        part = self._parts[name]
+        part, pipeline = self._parts[name], self._pipelines.get(name)
         before = _counted(part.embeddings)
-        _loop(part, 0, warmup, rest_ms)
-        seconds = _timed(lambda: _loop(part, warmup, steps, rest_ms), part.embeddings.barrier) / max(steps, 1)
+        _loop(part, pipeline, 0, warmup, rest_ms)
+        seconds = _timed(lambda: _loop(part, pipeline, warmup, steps, rest_ms), part.embeddings.barrier)
+        seconds /= max(steps, 1)
         moved = {what: count - before[what] for what, count in _counted(part.embeddings).items()}
         return {"seconds": {"step": [seconds]}, **moved}
 
@@ -68,16 +76,35 @@ class Commands:
 
     def close(self) -> None:
         """Lets go of shared memory."""
+        for pipeline in self._pipelines.values():
+            pipeline.close()
         for part in self._parts.values():
             part.embeddings.close()
 
 
-def _loop(part: SparsePart, first: int, steps: int, rest_ms: float) -> None:
+def _loop(part: SparsePart, pipeline: Pipeline[Batch] | None, first: int, steps: int, rest_ms: float) -> None:
     """Steps; after each, a pause, as while an accelerator has work that does not depend on rows."""
-    for number in range(first, first + steps):
-        part.step(number)
+    for _ in _steps(part, first, steps) if pipeline is None else _steps_ahead(part, pipeline, first, steps):
         if rest_ms:
             time.sleep(rest_ms / 1e3)
+
+
+def _steps(part: SparsePart, first: int, steps: int) -> Iterator[None]:
+    """One after the other."""
+    for number in range(first, first + steps):
+        part.step(number)
+        yield
+
+
+def _steps_ahead(part: SparsePart, pipeline: Pipeline[Batch], first: int, steps: int) -> Iterator[None]:
+    """The same steps, while the rows of the next are on their way."""
+    sparse = (part.batches[number % len(part.batches)] for number in range(first, first + steps))
+    none = torch.zeros(part.batches[0].batch_size, 0)
+    for window in pipeline.windows(Batch(none, batch, none[:, :0].sum(1)) for batch in sparse):
+        for piece in window:
+            piece.embeddings.values.backward(part.gradient)
+        part.optimizer.step()
+        yield
 
 
 def _timed(function: Callable[[], None], barrier: Callable[[], None]) -> float:

@@ -61,7 +61,7 @@ def run_variants(mesh, plans):
     commands = Commands(WORKLOAD, replace(mesh, hosts=(0, 0, 1, 1)))
     answers = {}
     for name, plan in plans.items():
-        commands.make(name, plan, asdict(VARIANTS[name].synchronization))
+        commands.make(name, plan, asdict(VARIANTS[name].synchronization), VARIANTS[name].ahead)
         moved = commands.round(name, WORKLOAD.warmup, WORKLOAD.steps, 0)
         answers[name] = moved | commands.digest(name)
         commands.drop(name)
