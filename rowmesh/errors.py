@@ -27,3 +27,10 @@ class NoRoomError(RowmeshError):
 
 class PeerError(RowmeshError, RuntimeError):
     """Another rank died or stopped answering: names the rank."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM came: a command leaves through every `finally`, and ends with status 143."""
+
+    def __init__(self) -> None:
+        super().__init__(143)

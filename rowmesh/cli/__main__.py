@@ -15,11 +15,13 @@ import rowmesh
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
+from rowmesh.cli.launcher import end_with_launcher
 from rowmesh.cli.plan import plan
 from rowmesh.cli.train import train
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import RowmeshError, Terminated
+from rowmesh.faults import reach
 
-FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
+FAILED, INTERRUPTED = 2, 130
 
 app = cyclopts.App(
     name="rowmesh",
@@ -40,17 +42,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
     Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 130 after Ctrl-C, 143 after
-    SIGTERM; errors go to standard error, under torchrun with the rank in front.
+    SIGTERM; errors go to standard error, under torchrun with the rank in front. A rank ends when torchrun is gone.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    end_with_launcher(_complain)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
+        reach("cli.command")
         app(arguments, exit_on_error=False)
     except cyclopts.CycloptsError:  # cyclopts has printed it
         sys.exit(FAILED)
     except RowmeshError as error:
         _complain(str(error))
-        sys.exit(FAILED)
+        sys.exit(Terminated().code if isinstance(error.__cause__, Terminated) else FAILED)
+    except Terminated as stop:
+        if (error := _failure_before(stop)) is not None:
+            _complain(str(error))
+        raise
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("rowmesh: interrupted", file=sys.stderr)  # noqa: T201
@@ -85,8 +93,17 @@ def _interrupt_again(ignored: Any) -> None:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Leaves through every `finally`, so that a run killed by torchrun cleans up."""
-    sys.exit(TERMINATED)
+    """Leaves through every `finally`, so that a run killed by torchrun cleans up; a second signal must not cut that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def _failure_before(stop: BaseException) -> RowmeshError | None:
+    """What a rank was failing of when torchrun, which saw another one fail, told it to end."""
+    error = stop.__context__
+    while error is not None and not isinstance(error, RowmeshError):
+        error = error.__context__
+    return error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
