@@ -8,9 +8,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from rowmesh.checkpoint.manifest import (
     dtype_name,
     file_name,
 )
+from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -240,21 +242,34 @@ def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | 
         reason = getattr(error, "strerror", None) or partly  # NumPy raises OSError without a reason
         rank = 0 if group is None else dist.get_rank(group)
         failure = f"rank {rank} cannot write the checkpoint in {folder}: {reason}"
-    outcomes: list[Any] = [(result, failure)]
-    if group is not None:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (result, failure), group=group)
-    failures = [failure for _, failure in outcomes if failure]
+    if group is None:
+        results, failures = [result], [failure]
+    else:
+        outcomes = gather_in_group(group, (_to_plain(result), failure), "writing a checkpoint")
+        results, failures = [_from_plain(each) for each, _ in outcomes], [failure for _, failure in outcomes]
+    failures = list(filter(None, failures))
     if failures:
         raise CheckpointError(
             "; ".join(failures) + "; what was there before is unchanged. Free space or choose another folder"
         )
-    return [result for result, _ in outcomes]
+    return cast("list[T]", results)
 
 
 def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:
     if group is None:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+    return gather_in_group(group, value, "writing a checkpoint")[0]
+
+
+def _to_plain(parts: Any) -> Any:
+    """What a step of writing returns, to be sent: nothing, or the parts of tables."""
+    return None if parts is None else {table: asdict(part) for table, part in parts.items()}
+
+
+def _from_plain(values: Any) -> dict[str, Part] | None:
+    if values is None:
+        return None
+    return {
+        table: Part(part["rank"], tuple(RowRange(**rows) for rows in part["ranges"]), part["files"])
+        for table, part in values.items()
+    }

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 130 after Ctrl-C, 143 after
     SIGTERM; errors go to standard error, under torchrun with the rank in front. A rank ends when torchrun is gone.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     end_with_launcher(_complain)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
@@ -80,15 +80,18 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     finally:
         sys.unraisablehook = hook
+        signal.signal(signal.SIGTERM, before)  # there is nothing more to clean up
 
 
 def _interrupt_again(ignored: Any) -> None:
     """Delivers a signal once more that came while an object was being freed, where Python drops what is raised."""
-    signals: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+    signals: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}
     number = signals.get(ignored.exc_type)
     if number is None:
         sys.__unraisablehook__(ignored)
     else:
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, _terminate)
         threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 

@@ -143,7 +143,7 @@ class PipelinedSteps:
         ]
         everyone = gather_objects(self._job.mesh, mine, "collecting the trace of all ranks")
         if self._job.mesh.rank == 0:
-            write_trace(trace, everyone)
+            write_trace(trace, [[Event(*event) for event in events] for events in everyone])
 
     def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
         config = self._job.config.pipeline
