@@ -27,3 +27,10 @@ class NoRoomError(RowmeshError):
 
 class PeerError(RowmeshError, RuntimeError):
     """Another rank died or stopped answering: names the rank."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP came: a command leaves through every `finally`, and ends with status 143 or 129."""
+
+    def __init__(self, signal: int = 15) -> None:
+        super().__init__(128 + signal)

@@ -8,9 +8,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ from rowmesh.checkpoint.manifest import (
 from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_folder, synced_file, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
+from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -278,17 +280,19 @@ def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | 
         result = action()
     except Exception as error:  # of whatever kind: the other ranks wait
         failure = _Failure(f"rank {rank} cannot write the checkpoint in {folder}: {_reason(error)}", _may_pass(error))
-    outcomes: list[Any] = [(result, failure)]
-    if group is not None:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (result, failure), group=group)
-    if failures := [failure for _, failure in outcomes if failure]:
+    if group is None:
+        results, failures = [result], [failure]
+    else:
+        outcomes = gather_in_group(group, (_to_plain(result), failure), "writing a checkpoint")
+        results = [_from_plain(each) for each, _ in outcomes]
+        failures = [_Failure(*failure) for _, failure in outcomes if failure]
+    if failures := [failure for failure in failures if failure]:
         kind = CheckpointWriteError if all(failure.may_pass for failure in failures) else CheckpointError
         raise kind(
             "; ".join(failure.text for failure in failures)
             + "; what was there before is unchanged. Free space or choose another folder"
         )
-    return [result for result, _ in outcomes]
+    return cast("list[T]", results)
 
 
 class _Failure(NamedTuple):
@@ -311,6 +315,25 @@ def _may_pass(error: Exception) -> bool:
 def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:
     if group is None:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+    return gather_in_group(group, value, "writing a checkpoint")[0]
+
+
+def _to_plain(written: Any) -> Any:
+    """What a step of writing returns, to be sent: nothing, or the parts of tables and the checksums of their files."""
+    if written is None:
+        return None
+    parts = {table: asdict(part) for table, part in written.parts.items()}
+    return parts, {name: sums.to_json() for name, sums in written.checksums.items()}
+
+
+def _from_plain(values: Any) -> _Written | None:
+    if values is None:
+        return None
+    parts, checksums = values
+    return _Written(
+        {
+            table: Part(part["rank"], tuple(RowRange(**rows) for rows in part["ranges"]), part["files"])
+            for table, part in parts.items()
+        },
+        {name: Checksums.from_json(sums) for name, sums in checksums.items()},
+    )

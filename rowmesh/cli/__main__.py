@@ -15,13 +15,15 @@ import rowmesh
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
+from rowmesh.cli.launcher import end_with_launcher
 from rowmesh.cli.plan import plan
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import RowmeshError, Terminated
+from rowmesh.faults import reach
 from rowmesh.files.advice import described
 
-FAILED, HUNG_UP, INTERRUPTED, TERMINATED = 2, 129, 130, 143
+FAILED, INTERRUPTED = 2, 130
 _is_leaving = False
 
 app = cyclopts.App(
@@ -43,16 +45,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
     Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 129 where the terminal was closed, 130
-    after Ctrl-C, 143 after SIGTERM; errors go to standard error, under torchrun with the rank in front.
+    after Ctrl-C, 143 after SIGTERM; errors go to standard error, under torchrun with the rank in front. A rank ends
+    when torchrun is gone.
     """
     global _is_leaving
     _is_leaving = False
     lasting_streams()
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, _terminate)
+    end_with_launcher(_complain)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
+        reach("cli.command")
         app(arguments, exit_on_error=False, result_action="return_value")
         if problem := lost():
             _complain(f"{problem}; what the command was to do is done")
@@ -62,7 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except RowmeshError as error:
         _complain(str(error))
-        sys.exit(FAILED)
+        sys.exit(Terminated().code if isinstance(error.__cause__, Terminated) else FAILED)
+    except Terminated as stop:
+        if (error := _failure_before(stop)) is not None:
+            _complain(str(error))
+        raise
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("rowmesh: interrupted", file=sys.stderr)  # noqa: T201
@@ -80,14 +89,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     finally:
         sys.unraisablehook = hook
+        signal.signal(signal.SIGTERM, before)  # there is nothing more to clean up
 
 
 def _interrupt_again(ignored: Any) -> None:
     """Delivers a signal once more that came while an object was being freed, where Python drops what is raised."""
     global _is_leaving
-    numbers: dict[Any, int] = {TERMINATED: signal.SIGTERM, HUNG_UP: signal.SIGHUP}
-    number = numbers.get(getattr(ignored.exc_value, "code", None))
-    if ignored.exc_type is KeyboardInterrupt:
+    number = None
+    if isinstance(ignored.exc_value, Terminated):
+        number = int(ignored.exc_value.code or 0) - 128
+    elif ignored.exc_type is KeyboardInterrupt:
         number = signal.SIGINT
     if number is None:
         sys.__unraisablehook__(ignored)
@@ -101,7 +112,15 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     global _is_leaving
     if not _is_leaving:
         _is_leaving = True
-        sys.exit(TERMINATED if signum == signal.SIGTERM else HUNG_UP)
+        raise Terminated(signum)
+
+
+def _failure_before(stop: BaseException) -> RowmeshError | None:
+    """What a rank was failing of when torchrun, which saw another one fail, told it to end."""
+    error = stop.__context__
+    while error is not None and not isinstance(error, RowmeshError):
+        error = error.__context__
+    return error
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -7,7 +7,6 @@ for that thread.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
@@ -18,10 +17,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-_LAST_TAG = (1 << 21) - 1  # of a message that never comes
+from rowmesh.mesh.groups import abort
 
 
 class Messages:
@@ -40,7 +38,7 @@ class Messages:
         try:
             error = self.outcome.exception(timeout.total_seconds())
         except FutureTimeoutError as late:
-            raise RuntimeError("messages are not through yet") from late
+            raise RuntimeError("timed out: messages are not through yet") from late
         if error is not None:  # not itself: it stays here, and would keep whoever waits alive
             raise RuntimeError(str(error)) from error
 
@@ -54,13 +52,11 @@ class Waiter:
 
     Args:
         group: the process group.
-        member: the number of this rank in it.
-        size: its members.
         timeout: how long at most.
     """
 
-    def __init__(self, group: Any, member: int, size: int, timeout: timedelta) -> None:
-        self._abort = partial(_abort, group, (member + 1) % size)  # without a reference to this
+    def __init__(self, group: Any, timeout: timedelta) -> None:
+        self._abort = partial(abort, group)  # without a reference to this
         self._posted: queue.SimpleQueue[Messages | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._posted, timeout), name="rowmesh messages", daemon=True)
         thread.start()
@@ -74,15 +70,6 @@ class Waiter:
         else:
             messages.outcome.set_result(None)
         return messages
-
-
-def _abort(group: Any, other: int) -> None:
-    """Ends all messages of a group, here and, by broken connections, at its other members."""
-    never = torch.empty(1, dtype=torch.uint8, device="cpu")
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(never, group=group, group_src=other, tag=_LAST_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
 
 
 def _serve(posted: queue.SimpleQueue[Messages | None], timeout: timedelta) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -102,7 +101,7 @@ class Channel:
     def __init__(self, mesh: Mesh, group: Any, member: int, size: int, *, is_direct: bool = False) -> None:
         self.member, self.size = member, size
         self._mesh, self._group = mesh, group
-        self._waiter = Waiter(group, member, size, timedelta(seconds=mesh.timeout_s)) if is_direct else None
+        self._waiter = Waiter(group, mesh.group_timeout) if is_direct else None
         self._num_posted = 0
         self._is_done = Waiting(mesh)
 

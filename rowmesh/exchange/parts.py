@@ -80,22 +80,24 @@ class Parts:
                 make the file of a tiered table; names it.
             MemoryError: on all ranks alike, where one has no room; names it.
         """
-        obstacle: str | ConfigurationError | None = None
+        obstacle: tuple[str, str] | None = None
         try:
             for part in self.parts:
                 part.allocate()
         except ConfigurationError as error:
-            obstacle = error.with_traceback(None)  # whose frames hold memory
+            obstacle = "configuration", str(error)
         except (MemoryError, OSError) as error:  # anonymous memory fails with the second
-            obstacle = str(error)
+            obstacle = "memory", str(error)
         for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, "making room for rows")):
-            if isinstance(theirs, ConfigurationError):
-                raise ConfigurationError(f"rank {rank}: {theirs}")
-            if theirs is not None:
-                raise MemoryError(
-                    f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
-                    f"state that the plan gives it: {theirs}{outcome}"
-                )
+            if theirs is None:
+                continue
+            kind, text = theirs
+            if kind == "configuration":
+                raise ConfigurationError(f"rank {rank}: {text}")
+            raise MemoryError(
+                f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
+                f"state that the plan gives it: {text}{outcome}"
+            )
 
     def connect(self) -> None:
         """Makes ranks known to each other, when all rows have their values."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rowmesh.mesh.groups import backend_name
 from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 
@@ -43,11 +44,9 @@ def device_group(mesh: Mesh, device: torch.device, use: str = "devices") -> tupl
 
 def _gloo_group(mesh: Mesh, use: str) -> Any:
     """The ranks' group where gloo moves the tensors of GPUs, too; else, as of "cpu:gloo,cuda:nccl", another one."""
-    try:
-        name = mesh.group._get_backend(torch.device("cuda")).name()
-    except RuntimeError:
-        name = "nothing"
-    return mesh.group if name == "gloo" else mesh.subgroup([range(mesh.world_size)], use, "gloo")
+    if backend_name(mesh.group, "cuda") == "gloo":
+        return mesh.group
+    return mesh.subgroup([range(mesh.world_size)], use, "gloo")
 
 
 def gpu_identity(device: torch.device | int) -> str:

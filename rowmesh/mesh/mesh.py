@@ -5,24 +5,33 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-import socket
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from threading import Event
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
+from rowmesh.faults import reach
 from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.grid import Grid
-from rowmesh.mesh.roll_call import RollCall
+from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
+from rowmesh.mesh.joining import CERTAIN_S, join, meet
+from rowmesh.mesh.patience import LOOK_S, Stopwatch, patiently
+from rowmesh.mesh.processes import state_of
+from rowmesh.mesh.roll_call import RollCall, forget_store
 
+T = TypeVar("T")
+
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,6 +70,7 @@ class Mesh:
     _owns_group: bool = False
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
     _claims: Claims = field(default_factory=Claims, repr=False)
+    _lost: Event = field(default_factory=Event, repr=False)  # set when a collective failed, or was given up
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -68,12 +78,16 @@ class Mesh:
 
         Every rank must call it; it blocks until all have. Uses an initialised default process group if there is one.
 
+        A rank of a script of your own outlives a torchrun that is killed with SIGKILL, as any program under torchrun
+        does; the commands of rowmesh end with it.
+
         Raises:
             ConfigurationError: some of the variables are set and others are not, or the process group that is there
                 cannot move memory of the CPU.
-            PeerError: not all ranks came within the timeout.
+            PeerError: not all ranks came within the timeout, or one died; names it.
         """
         owns_group = False
+        reach("mesh.connect")
         if not dist.is_initialized():
             if not _launched():
                 return Mesh(timeout_s=timeout_s)
@@ -85,37 +99,22 @@ class Mesh:
             # Without an interface gloo resolves the host name, which many containers cannot.
             if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1"):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            try:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-            except (RuntimeError, ValueError) as error:
-                raise PeerError(
-                    f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join at "
-                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:.0f} s: {error}"
-                ) from error
+            join(timeout_s)
         group = dist.group.WORLD
         _check_backend(group)
-        world_size = dist.get_world_size(group)
-        identities: list[Any] = [None] * world_size
-        try:
-            dist.all_gather_object(identities, (_host_identity(), os.getpid()), group)
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {dist.get_rank(group)} of {world_size}: the ranks met but not all of them told their host "
-                f"within {timeout_s:.0f} s; every rank must call Mesh.connect: {error}"
-            ) from error
-        names = [identity for identity, _ in identities]
-        first_seen = list(dict.fromkeys(names))
+        identities = meet(group, timeout_s)
+        first_seen = list(dict.fromkeys(host for host, _ in identities))
         mesh = Mesh(
             rank=dist.get_rank(group),
-            world_size=world_size,
-            hosts=tuple(first_seen.index(name) for name in names),
+            world_size=dist.get_world_size(group),
+            hosts=tuple(first_seen.index(host) for host, _ in identities),
             pids=tuple(pid for _, pid in identities),
             timeout_s=timeout_s,
             group=group,
             _owns_group=owns_group,
         )
         if owns_group:  # a program that never closes it would sometimes abort: gloo's threads outlive the interpreter
-            atexit.register(mesh.close)
+            atexit.register(mesh._close_at_exit)
         return mesh
 
     @property
@@ -156,15 +155,47 @@ class Mesh:
         mine = None
         for part in map(tuple, partition):  # all ranks make all groups, in the same order
             if (use, part) not in self._subgroups:
-                try:
-                    timeout = timedelta(seconds=self.timeout_s)
-                    group = dist.new_group(list(part), timeout=timeout, backend=backend)
-                except RuntimeError as error:
-                    raise self.peer_error(f"connecting ranks {list(part)}", error) from error
-                self._subgroups[use, part] = group
+                reach("mesh.subgroup")
+                self._subgroups[use, part] = self._connect(list(part), backend)
             if self.rank in part:
                 mine = self._subgroups[use, part]
         return mine
+
+    def _connect(self, part: list[int], backend: str | None) -> Any:
+        limit = timedelta(seconds=self.timeout_s)
+        doing = f"connecting ranks {part}"
+        group = self.patiently(lambda: dist.new_group(part, timeout=limit, backend=backend), doing)
+        if self._owns_group:
+            make_patient(group, self.timeout_s)
+        return group
+
+    def patiently(self, call: Callable[[], T], doing: str) -> T:
+        """What `call` returns, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
+
+        Raises:
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+        """
+        watch, dead_looks = Stopwatch(LOOK_S), 0
+
+        def look() -> None:
+            nonlocal dead_looks
+            watch.read()
+            dead_looks = dead_looks + 1 if (dead := self.dead_ranks()) else 0
+            if dead_looks * LOOK_S >= CERTAIN_S:
+                self.give_up()
+                raise self.died(dead, doing)
+
+        try:
+            return patiently(call, look)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise self.peer_error(doing, error, watch) from error
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """How long collectives of the mesh's process groups wait if nobody ends them."""
+        return patience(self.timeout_s) if self.run._owns_group else timedelta(seconds=self.timeout_s)
 
     def apart(self, use: str) -> Mesh:
         """The same ranks with a process group of their own. Collective.
@@ -268,7 +299,7 @@ class Mesh:
         return [
             rank
             for rank, (host, pid) in enumerate(zip(self.hosts, self.pids, strict=True))
-            if host == here and rank != self.rank and not _is_alive(pid)
+            if host == here and rank != self.rank and state_of(pid) == "gone"
         ]
 
     def died(self, dead: Sequence[int], doing: str) -> PeerError:
@@ -278,10 +309,19 @@ class Mesh:
         names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
         return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
 
-    def peer_error(self, doing: str, cause: BaseException) -> PeerError:
-        """The error for a collective that failed; names the ranks that died, else those that did not come to it."""
+    def peer_error(self, doing: str, cause: BaseException, watch: Stopwatch | None = None) -> PeerError:
+        """The error for a collective that failed, or was waited for in vain.
+
+        It names the ranks that died, else those that did not come to it.
+
+        Args:
+            doing: what the collective was for.
+            cause: what it failed of.
+            watch: how long it was waited for.
+        """
         if self.whole is not None:
-            return self.whole.peer_error(doing, cause)
+            return self.whole.peer_error(doing, cause, watch)
+        self._lost.set()
         calls, absent = self.roll_call, None
         calls.answer()
         for _ in range(30):  # a broken connection is seen before the process is gone, and not by all at once
@@ -289,46 +329,91 @@ class Mesh:
                 return self.died(dead, doing)
             absent = calls.absent()
             time.sleep(0.05)
-        if absent:
-            return PeerError(f"rank {self.rank}: {self.not_come(absent)} while {doing}: {cause}")
-        return PeerError(
-            f"rank {self.rank}: {doing} failed; the ranks of this host are alive, so one elsewhere died or did not "
-            f"answer within {self.timeout_s:.0f} s: {cause}"
-        )
+        if _TIMED_OUT.search(str(cause)):
+            return PeerError(f"rank {self.rank}: {self._waited_in_vain(absent, doing, watch)}")
+        return PeerError(f"rank {self.rank}: {self._broken(absent, doing, watch)}: {cause}")
 
-    def not_come(self, absent: Sequence[int]) -> str:
-        """Which ranks of the whole others wait for in vain, and what to do about it; a part of a message."""
+    def give_up(self) -> None:
+        """Says that a collective is left which is still under way: what is closed ends it then."""
+        self.run._lost.set()
+
+    def _waited_in_vain(self, absent: Sequence[int] | None, doing: str, watch: Stopwatch | None) -> str:
+        if absent:
+            return f"{self.not_come(absent, watch)} while {doing}"
+        what = "nobody can say which ranks are missing, since the process through which they met is gone"
+        if absent is not None:
+            what = (
+                "all ranks wait, and not for the same: some gave up before, or ranks do not call forward and step "
+                "equally often and in the same order"
+            )
+        waited = "" if watch is None else f" for {watch}"
+        return f"waited in vain{waited} while {doing} (the timeout is {self.timeout_s:.0f} s); {what}"
+
+    def _broken(self, absent: Sequence[int] | None, doing: str, watch: Stopwatch | None) -> str:
+        after = "" if watch is None else f", after {watch}"
+        text = f"a connection between ranks broke while {doing}{after}"
+        if absent:
+            return (
+                f"{text}; not there are {self.describe(absent)}: the output of the one that ended or gave up says why"
+            )
+        return f"{text}; a rank ended or gave up, and its own output says why"
+
+    def not_come(self, absent: Sequence[int], watch: Stopwatch | None = None) -> str:
+        """Which ranks of the whole others wait for in vain, and what to do about it; a part of a message.
+
+        Args:
+            absent: their numbers.
+            watch: how long they were waited for.
+        """
         if self.whole is not None:
-            return self.whole.not_come(absent)
+            return self.whole.not_come(absent, watch)
+        waited = "" if watch is None else f" (this rank waited {watch})"
         return (
             f"waited in vain for {self.describe(absent)}; every rank must call forward and step equally often, and "
-            f"within the timeout of {self.timeout_s:.0f} s"
+            f"within the timeout of {self.timeout_s:.0f} s{waited}"
         )
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Ranks of the whole that are there, with their processes; a part of a message."""
+        """Ranks of the whole with their processes, and what is seen of them; a part of a message."""
         if self.whole is not None:
             return self.whole.describe(ranks)
-        here = self.hosts[self.rank]
-        return ", ".join(
-            f"rank {rank} (process {self.pids[rank]}{', alive' if self.hosts[rank] == here else ' on another host'})"
-            for rank in ranks
-        )
+        here, names = self.hosts[self.rank], []
+        for rank in ranks:
+            seen = " on another host"
+            if self.hosts[rank] == here:
+                state = state_of(self.pids[rank])
+                seen = f", {state}"
+                if state == "stopped":
+                    seen += f": `kill -CONT {self.pids[rank]}` continues it"
+            names.append(f"rank {rank} (process {self.pids[rank]}{seen})")
+        return ", ".join(names)
 
     def close(self) -> None:
         """Leaves the process group if `connect` joined it. May be called again."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if self._owns_group and dist.is_initialized():
+            if self._lost.is_set():
+                for group in (self.group, *self._subgroups.values()):
+                    abort(group)
             # gloo's threads take the GIL to let go of the last call's tensors. Whoever drops the last reference to
             # the group (DistributedDataParallel, say) joins those threads, holding the GIL: they must be done by then.
             time.sleep(0.05)
+            forget_store()
             object.__setattr__(self, "group", None)  # the last reference ends the group's threads
             dist.destroy_process_group()
+
+    def _close_at_exit(self) -> None:
+        self._lost.set()  # an error or a signal may have ended the program while a collective was under way
+        self.close()
 
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._lost.set()
         self.close()
 
 
@@ -343,46 +428,8 @@ def _launched() -> bool:
 
 
 def _check_backend(group: Any) -> None:
-    try:
-        name = group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:
-        name = "nothing"
-    if name != "gloo":
+    if (name := backend_name(group)) != "gloo":
         raise ConfigurationError(
             f"the default process group moves CPU tensors with {name}, and rowmesh needs gloo there: start it with "
             'init_process_group("cpu:gloo,cuda:nccl"), or call Mesh.connect before there is a process group'
         )
-
-
-def _host_identity() -> str:
-    """Equal for two processes of one host, which can map each other's memory: one kernel, user and namespaces.
-
-    The network namespace counts although memory could be shared across it: containers that have networks of their own
-    talk to each other through links that placement must see.
-    """
-    parts = [socket.gethostname(), str(os.getuid())]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net"):
-        try:
-            parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text().strip())
-        except OSError:
-            parts.append("")
-    return "/".join(parts)
-
-
-def _is_alive(pid: int) -> bool:
-    """False for a process that is gone or a zombie that nobody has reaped yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _answers: Counter[str] = Counter()  # by key: threads of this process that wait
 _counting = threading.Lock()
+_copies: list[tuple[Any, Any]] = []  # of the store in use, and of which one it is a copy
 
 
 class RollCall:
@@ -49,6 +50,18 @@ class RollCall:
         if self._group is None:
             return None
         try:
-            return question(_get_default_store())
+            return question(_copy_of(_get_default_store()))
         except (RuntimeError, ValueError):
             return None
+
+
+def forget_store() -> None:
+    """Lets go of the store, for the time when the process group ends."""
+    _copies.clear()
+
+
+def _copy_of(store: Any) -> Any:
+    """A copy that nobody else uses: while a process group connects, it has the store for itself."""
+    if not _copies or _copies[0][0] is not store:
+        _copies[:] = [(store, store.clone())]
+    return _copies[0][1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -114,6 +114,16 @@ class Link:
     readable: frozenset[str]
     missing: str | None
 
+    def to_plain(self) -> list[Any]:
+        """Plain values, to be sent."""
+        return [self.identity, self.number, sorted(self.readable), self.missing]
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """From plain values."""
+        identity, number, readable, missing = values
+        return cls(identity, number, frozenset(readable), missing)
+
 
 def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
     """Why the devices of all ranks cannot read each other, or None where they can. Collective.
@@ -124,7 +134,8 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
         device: of this rank.
     """
     doing = "telling how devices are linked"
-    links = gather_objects(mesh, None if device.type == "cpu" else _link(device), doing)
+    own = None if device.type == "cpu" else _link(device).to_plain()
+    links = [theirs and Link.from_plain(theirs) for theirs in gather_objects(mesh, own, doing)]
     obstacle = _obstacle_of(mesh, links)
     of_parts = [obstacle] if mesh.whole is None else gather_objects(mesh.run, obstacle, doing)
     return next(filter(None, of_parts), None)

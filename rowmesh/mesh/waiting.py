@@ -6,19 +6,20 @@ are missing.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import PeerError
+from rowmesh.mesh.groups import gather_bytes
 from rowmesh.mesh.mesh import Mesh
+from rowmesh.mesh.patience import Stopwatch
+from rowmesh.mesh.plain import decode, encode
 
 
 class Waiting:
@@ -40,28 +41,30 @@ class Waiting:
                 set.
         """
         assert work is not None
+        began_s = time.monotonic()
         try:
             work.wait(self._soon)
         except RuntimeError:
-            self._wait_long(work, doing)
+            self._wait_long(work, doing, Stopwatch(self._soon.total_seconds(), began_s))
 
-    def _wait_long(self, work: dist.Work, doing: str) -> None:
+    def _wait_long(self, work: dist.Work, doing: str, watch: Stopwatch) -> None:
         mesh = self._mesh
         calls = mesh.roll_call
         calls.answer()
-        deadline = time.monotonic() + mesh.timeout_s - self._soon.total_seconds()
         while True:
+            watch.read()
             is_over = work.is_completed()  # asked first: an error that follows is then the collective's own
             try:
                 work.wait(self._soon)
             except RuntimeError as error:
                 if mesh.cancellation.is_set:
                     calls.withdraw()
+                    mesh.give_up()
                     if (abort := getattr(work, "abort", None)) is not None:
                         abort()  # or a thread that waits for it would stay
                     raise PeerError(f"gave up {doing}: something else failed") from error
-                if is_over or time.monotonic() >= deadline:
-                    raise mesh.peer_error(doing, error) from error
+                if watch.read() >= mesh.timeout_s or is_over:
+                    raise mesh.peer_error(doing, error, watch) from error
             else:
                 calls.withdraw()
                 return
@@ -88,33 +91,39 @@ def complete(mesh: Mesh, post: Callable[[], dist.Work | None], doing: str) -> No
 def gather_objects(mesh: Mesh, value: Any, doing: str) -> list[Any]:
     """The values of all ranks, in their order. Collective and blocking; for a few kilobytes, seldom.
 
+    Args:
+        mesh: the ranks.
+        value: of this rank; plain, as in `rowmesh.mesh.plain`. Tuples arrive as lists.
+        doing: what this is for, for the message.
+
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
     if mesh.group is None:
         return [value]
-    mine = np.frombuffer(pickle.dumps(value), np.uint8)
-    own = torch.full((1,), mine.size, dtype=torch.int64, device="cpu")
-    sizes = [int(size) for size in _gather(mesh, own, doing)]
-    padded = torch.from_numpy(np.pad(mine, (0, max(sizes) - mine.size)))
-    everyone = _gather(mesh, padded, doing)
-    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+    texts = gather_bytes(encode(value), lambda own: _gather(mesh, own, doing))
+    return [decode(text, mesh.name(rank), doing) for rank, text in enumerate(texts)]
 
 
 def broadcast_object(mesh: Mesh, value: Any, doing: str) -> Any:
     """Rank 0's value, on every rank. Collective and blocking.
+
+    Args:
+        mesh: the ranks.
+        value: of rank 0; plain, as in `rowmesh.mesh.plain`. Tuples arrive as lists, on rank 0 too.
+        doing: what this is for, for the message.
 
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
     if mesh.group is None:
         return value
-    pickled = bytearray(pickle.dumps(value)) if mesh.rank == 0 else bytearray()
-    size = torch.full((1,), len(pickled), dtype=torch.int64, device="cpu")
+    text = bytearray(encode(value)) if mesh.rank == 0 else bytearray()
+    size = torch.full((1,), len(text), dtype=torch.int64, device="cpu")
     _broadcast(mesh, size, doing)
-    content = torch.frombuffer(pickled or bytearray(int(size)), dtype=torch.uint8)
+    content = torch.frombuffer(text or bytearray(int(size)), dtype=torch.uint8)
     _broadcast(mesh, content, doing)
-    return value if mesh.rank == 0 else pickle.loads(content.numpy().tobytes())
+    return decode(content.numpy().tobytes(), mesh.name(0), doing)
 
 
 def barrier(mesh: Mesh, doing: str) -> None:

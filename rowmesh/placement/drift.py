@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,16 @@ class Fit:
 
     coverage: float
     balance: float
+
+    def to_plain(self) -> list[float]:
+        """To be sent to other ranks."""
+        return [float(self.coverage), float(self.balance)]
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """What another rank sent."""
+        coverage, balance = values
+        return cls(coverage, balance)
 
     def shortfall(self, predicted: Fit, min_coverage: float, min_balance: float) -> str:
         """What is below its share of the prediction, in words; empty where nothing is."""
@@ -165,6 +175,16 @@ class Proposal:
 
     plan: Plan | None
     text: str
+
+    def to_plain(self) -> list[str | None]:
+        """To be sent to other ranks."""
+        return [self.plan and self.plan.to_json(), self.text]
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """What another rank sent."""
+        plan, text = values
+        return cls(None if plan is None else Plan.from_json(plan), text)
 
 
 class Planner:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from rowmesh.data import Batch
-from rowmesh.errors import DataError, RowmeshError
+from rowmesh.errors import DataError, RowmeshError, Terminated
 from rowmesh.mesh import Mesh
 from rowmesh.train.metrics import check_labels
 
@@ -58,6 +58,8 @@ def check_loss(loss: float, where: str) -> float:
 def naming_lost_peers(mesh: Mesh, doing: str) -> Iterator[None]:
     """Turns the error of a broken connection into a PeerError that names the rank that is gone.
 
+    So it does with SIGTERM, by which torchrun ends the other ranks where one has failed.
+
     Args:
         mesh: the ranks.
         doing: what is interrupted, for the message.
@@ -65,6 +67,10 @@ def naming_lost_peers(mesh: Mesh, doing: str) -> Iterator[None]:
     try:
         yield
     except RowmeshError:
+        raise
+    except Terminated as stop:
+        if dead := mesh.dead_ranks():
+            raise mesh.died(dead, doing) from stop
         raise
     except RuntimeError as error:
         if mesh.world_size == 1 or not _LOST.search(str(error)):

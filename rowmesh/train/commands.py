@@ -14,6 +14,7 @@ from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
@@ -194,19 +195,24 @@ def _say_mapped(job: Job) -> None:
     mine: Counter[str] = Counter()
     for counters in job.embeddings.counters:
         mine.update(counters.out_of_range)
-    everyone = gather_objects(job.mesh, mine, SAVING)
-    for feature, count in sorted(sum(everyone, Counter()).items()):
+    everyone: Counter[str] = Counter()
+    for theirs in gather_objects(job.mesh, mine, SAVING):
+        everyone.update(theirs)
+    for feature, count in sorted(everyone.items()):
         _say(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
 
 
 @contextmanager
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
-    placement = on_rank_0(mesh, SETTING_UP, place)
+    reach("train.plan")
+    placement = on_rank_0(mesh, SETTING_UP, place, Placement)
     averages = config.parallel.synchronization == "average"
     network = network_bytes(config, data, mesh.world_size, trains=trains) if config.train.device == "cpu" else 0
     check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages, network_bytes=network)
+    reach("train.build")
     job = build(config, mesh, data, placement)
+    reach("train.built")
     try:
         yield job
     finally:

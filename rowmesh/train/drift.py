@@ -91,9 +91,11 @@ class Drift:
     def _check(self) -> str:
         planner = self._planner
         is_planning = planner is not None and planner.is_planning
-        mine = (self._traffic.take(), planner.take() if planner is not None else None, is_planning)
+        made = planner.take() if planner is not None else None
+        mine = (self._traffic.take(), made and made.to_plain(), is_planning)
         everyone = gather_objects(self._collection.mesh, mine, "measuring the traffic of all ranks")
-        proposal, is_planning = everyone[0][1], everyone[0][2]
+        _, made, is_planning = everyone[0]
+        proposal = None if made is None else Proposal.from_plain(made)
         fit = Traffic.fit(taken for taken, _, _ in everyone)
         if proposal is not None:
             return self._follow(proposal)
@@ -169,7 +171,7 @@ def _configured(job: Job) -> Drift | None:
         problem = problem_of(job.config, job.data, run_topology(job.config, mesh))
         return predict(plan, problem)
 
-    predicted, planner = on_rank_0(mesh, SETTING_UP, fit), None
+    predicted, planner = on_rank_0(mesh, SETTING_UP, fit, Fit), None
     if problem is not None:
         wanted = job.config.placement.strategy or plan.strategy
         strategy = wanted if wanted in STRATEGIES else "auto"

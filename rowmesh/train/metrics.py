@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,15 @@ class Metrics:
     def as_record(self) -> dict[str, Any]:
         """For JSON, which has no NaN: what is undefined becomes null."""
         return {key: None if value != value else value for key, value in asdict(self).items()}
+
+    def to_plain(self) -> dict[str, Any]:
+        """To be sent to other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """What another rank sent."""
+        return cls(**values)
 
 
 class Predictions:
@@ -101,7 +110,7 @@ class Predictions:
         logits = np.concatenate([np.empty(0, np.float32), *self._logits])
         labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
         logits, labels = _gather(logits, mesh, doing), _gather(labels, mesh, doing)
-        return on_rank_0(mesh, doing, lambda: compute(logits, labels))
+        return on_rank_0(mesh, doing, lambda: compute(logits, labels), Metrics)
 
 
 def compute(logits: Logits, labels: Labels) -> Metrics:

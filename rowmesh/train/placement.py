@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
@@ -45,6 +46,16 @@ class Placement:
         levels = ", ".join(f"{name} {rows:,}" for name, rows in plan_levels(self.plan).items())
         why = self.plan.notes.get("why", "")
         return f"{self.plan.strategy}, {self.source}: rows {levels}" + (f"; {why}" if why else "")
+
+    def to_plain(self) -> list[str]:
+        """To be sent to other ranks."""
+        return [self.plan.to_json(), self.source]
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """What another rank sent."""
+        plan, source = values
+        return cls(Plan.from_json(plan), source)
 
 
 def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:

@@ -144,7 +144,7 @@ class PipelinedSteps:
         everyone = gather_objects(self._job.mesh, mine, "collecting the trace of all ranks")
         if self._job.mesh.rank == 0:
             try:
-                write_trace(trace, everyone)
+                write_trace(trace, [[Event(*event) for event in events] for events in everyone])
             except OSError as error:  # no reason to lose the model
                 self._say(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 

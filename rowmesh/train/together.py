@@ -5,34 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.plain import Plain, error_from_plain, error_to_plain
 from rowmesh.mesh.waiting import broadcast_object
 
 T = TypeVar("T")
 
 
-def on_rank_0(mesh: Mesh, doing: str, action: Callable[[], T]) -> T:
+def on_rank_0(mesh: Mesh, doing: str, action: Callable[[], T], kind: type[Plain] | None = None) -> T:
     """The result of `action`, which only rank 0 runs.
 
-    Collective and blocking: every rank calls it; moves the pickled result from rank 0.
+    Collective and blocking: every rank calls it; moves the result from rank 0, as JSON.
 
     Args:
         mesh: the ranks.
         doing: what the action is for, for the message of a PeerError.
-        action: what to do; what it returns must pickle.
+        action: what to do.
+        kind: the class of what it returns, which knows how it is sent; None where that is plain values.
 
     Raises:
         RowmeshError, OSError, MemoryError: on every rank, where `action` raised one of them.
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
-    outcome: list[Any] = [None, None]
+    if mesh.group is None:
+        return action()
+    outcome: dict[str, Any] = {}
     if mesh.rank == 0:
         try:
-            outcome[0] = action()
+            result: Any = action()
+            outcome["result"] = result if kind is None else result.to_plain()
         except (RowmeshError, OSError, MemoryError) as error:
-            outcome[1] = error
-    result, error = broadcast_object(mesh, outcome, doing)
-    if error is not None:
-        raise error
-    return result
+            outcome["error"] = error_to_plain(error)
+    sent = broadcast_object(mesh, outcome, doing)
+    try:
+        result = sent.get("result")
+        if "error" not in sent:
+            return result if kind is None else kind.from_plain(result)  # pyright: ignore[reportReturnType]
+        failure = error_from_plain(sent["error"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PeerError(
+            f"while {doing}, rank {mesh.name(0)} sent what this rank cannot read ({error}); start all ranks with the "
+            "same version of rowmesh"
+        ) from error
+    raise failure

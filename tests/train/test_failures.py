@@ -1,18 +1,12 @@
 """How runs end that cannot go on: which message, which status, what is left."""
 
-import contextlib
 import importlib
 import math
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pytest
 
@@ -22,8 +16,7 @@ from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
 from tests.support.commands import launch
 from tests.support.ranks import RankError
-
-LONG = ["train.epochs=100000", "train.log_every=1"]
+from tests.support.runs import LONG, rank_processes, start, wait_for_steps
 
 
 @pytest.fixture
@@ -47,36 +40,6 @@ def spoil(clicks, tmp_path):
         return f"data.folder={folder}"
 
     return spoil
-
-
-def start(config_file, *options, ranks=0):
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.Popen(
-        [*command, "-m", "rowmesh.cli", "train", str(config_file), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(config_file.parent)},  # torchrun leaves a folder there
-        start_new_session=True,
-    )
-
-
-def wait_for_steps(process, metrics: Path, timeout_s=120.0):
-    deadline = time.monotonic() + timeout_s
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def rank_processes(process):
-    ranks = {}
-    for child in psutil.Process(process.pid).children():
-        with contextlib.suppress(psutil.Error):  # a child of a moment, which is gone again
-            ranks[child.environ().get("RANK")] = child
-    return ranks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Ranks that are stopped and continued: they are not called dead, and a stop that all share does no harm."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from rowmesh.errors import PeerError
+from rowmesh.mesh.processes import state_of
+from rowmesh.mesh.waiting import barrier
+from tests.support.ranks import RankPool
+
+TIMEOUT_S = 8.0
+MEET = f"""
+from rowmesh import Mesh
+from rowmesh.faults import reach
+from rowmesh.mesh.waiting import barrier
+with Mesh.connect({TIMEOUT_S}) as mesh:
+    barrier(mesh, "testing")
+    print("met", flush=True)
+    reach("test.late")
+    barrier(mesh, "testing")
+    print("met again", flush=True)
+"""
+
+
+def wait_for_a_stopped_rank(mesh):
+    """Rank 1 stops itself; rank 0 waits for it in vain, and then continues it."""
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    while state_of(mesh.pids[1]) != "stopped":
+        time.sleep(0.01)
+    try:
+        barrier(replace(mesh, timeout_s=1.0), "testing")
+    except PeerError as error:
+        return str(error)
+    finally:
+        os.kill(mesh.pids[1], signal.SIGCONT)
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_as_that():
+    pool = RankPool()
+    try:
+        message, _ = pool.run(wait_for_a_stopped_rank, world_size=2)
+    finally:
+        pool.close()
+    assert "rank 0: waited in vain for rank 1 (process" in message
+    assert ", stopped: `kill -CONT" in message
+    assert "within the timeout of 1 s (this rank waited 1." in message
+    assert message.endswith("while testing")
+
+
+@pytest.mark.slow
+def test_ranks_that_are_all_stopped_longer_than_the_timeout_go_on(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | common | {"RANK": str(rank), "ROWMESH_FAULTS": f"test.late,rank1=hold:{tmp_path}/held"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            assert rank.stdout
+            assert rank.stdout.readline() == "met\n", rank.communicate()
+        while not (tmp_path / "held").exists():
+            assert ranks[1].poll() is None
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        time.sleep(TIMEOUT_S + 3)  # what is tested is that this time passes
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        (tmp_path / "held.go").touch()
+        for rank in ranks:
+            out, err = rank.communicate(timeout=90)
+            assert (out, rank.returncode) == ("met again\n", 0), err
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -1,0 +1,77 @@
+"""Waiting that signals interrupt, deaths end, and standing still does not count in."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rowmesh.errors import PeerError
+from rowmesh.mesh import Mesh, patience
+from rowmesh.mesh import mesh as module
+from rowmesh.mesh.patience import Stopwatch, patiently
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(patience, "time", clock)
+    return clock
+
+
+def test_what_a_process_could_not_use_does_not_count(clock):
+    watch = Stopwatch(look_s=1.0)
+    clock.now += 1.5
+    assert watch.read() == 1.5
+    clock.now += 26.0  # stopped and continued
+    assert watch.read() == 2.5
+    clock.now += 0.5
+    assert watch.read() == 3.0
+    assert str(watch) == "3.0 s, and stood still (stopped or asleep) for 25 s"
+
+
+def test_results_and_errors_of_a_call():
+    assert patiently(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        patiently(lambda: 1 // 0)
+
+
+def test_a_signal_ends_the_waiting():
+    """As SIGTERM does, which a command answers by an exception."""
+    started, never = threading.Event(), threading.Event()
+
+    def block():
+        started.set()
+        never.wait()
+
+    def interrupt():
+        if started.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            patiently(block, interrupt)
+    finally:
+        never.set()
+
+
+def test_a_rank_that_dies_while_others_connect_is_named(monkeypatch):
+    monkeypatch.setattr(module, "CERTAIN_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mesh = Mesh(rank=0, world_size=2, hosts=(0, 0), pids=(os.getpid(), process.pid))
+    never = threading.Event()
+    try:
+        with pytest.raises(PeerError, match=rf"rank 0: rank 1 \(process {process.pid}\) died while connecting;"):
+            mesh.patiently(never.wait, "connecting")
+    finally:
+        never.set()
