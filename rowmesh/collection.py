@@ -354,8 +354,12 @@ class EmbeddingCollection(nn.Module):
         self.mesh.claim("pipeline")
         self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
 
+    def prepare_to_take_back(self) -> None:
+        """Says that `take_back` follows as soon as the threads of the pipeline have ended."""
+        self.mesh.end_claim("pipeline")
+
     def take_back(self) -> None:
-        """Takes rows and steps back."""
+        """Takes rows and steps back, when no thread of the pipeline uses them."""
         self._driver = self._rows_mesh.cancellation.event = None
         self.mesh.unclaim("pipeline")
 

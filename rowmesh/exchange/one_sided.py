@@ -19,6 +19,7 @@ from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.shared_memory import share
 from rowmesh.ops.memory import Memory
@@ -109,6 +110,7 @@ class OneSidedTransport:
         self._announce(routes)
         self._barrier.wait()
         self._check_fetches()
+        reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange)
             for rank in range(self._mesh.world_size):

@@ -16,6 +16,7 @@ Source: NestPipe §III–VI; EL-Rec §V.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -312,9 +313,19 @@ class Pipeline(Generic[T]):
             )
         if self._current is not None:
             self._note_dense(self._current)
-        self._runner.settle()
+        with self._stops_if_it_fails():
+            self._runner.settle()
         self._streams.meet()
         self._has_settled = True
+
+    @contextlib.contextmanager
+    def _stops_if_it_fails(self) -> Iterator[None]:
+        """Ends a loop that cannot go on; the program may keep it, with what was raised, and begin another one."""
+        try:
+            yield
+        except RowmeshError:
+            self._stop()
+            raise
 
     def close(self) -> None:
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
@@ -339,12 +350,14 @@ class Pipeline(Generic[T]):
         runner, self._runner = self._runner, None
         if runner is None:
             return
-        self._make_room(runner)
-        self._untold = runner.close()
+        try:
+            self._make_room(runner)
+        finally:
+            self._embeddings.prepare_to_take_back()
+            self._untold = runner.close(self._embeddings.take_back)
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
-        self._embeddings.take_back()
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
@@ -375,7 +388,8 @@ class Pipeline(Generic[T]):
         there: what the host waits meanwhile for other threads, who ask for them, is exposed where the device is idle.
         """
         runner, start = self._runner_of(flight), self.recorder.now()
-        runner.wait(task)
+        with self._stops_if_it_fails():
+            runner.wait(task)
         self._streams.begin(task)
         end = self.recorder.now()
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rowmesh.errors import RowmeshError
-from rowmesh.pipeline.schedule import COMPUTE, Schedule, Task
+from rowmesh.pipeline.schedule import COMPUTE, SENDING, Schedule, Task
 
 logger = logging.getLogger("rowmesh")
 
@@ -64,7 +64,9 @@ class Runner:
         self._error: RowmeshError | None = None
         self._is_told = self._is_settling = self._is_closing = False
         self.cancelled = cancelled or threading.Event()
+        self._when_silent: Callable[[], None] | None = None
         others = [resource for resource in schedule.resources if resource != COMPUTE]
+        self._sending = {resource for resource in others if threads and resource in SENDING}  # whose threads are there
         self._left = {resource: self._queue(resource) for resource in others}
         self._next = {resource: next(queue) for resource, queue in self._left.items()}
         self._threads = [
@@ -130,26 +132,37 @@ class Runner:
             self._changed.wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
             return task in self._done and not self.cancelled.is_set()
 
-    def close(self) -> RowmeshError | None:
+    def close(self, when_silent: Callable[[], None] | None = None) -> RowmeshError | None:
         """Ends the threads, once they have done what can be; what waits for other ranks for long then gives up.
 
         Ranks that are closed at the same place have sent the same messages.
+
+        Args:
+            when_silent: is called once no thread of this sends any more: before this returns, or, where one is busy
+                for longer, by that thread at its end.
 
         Returns:
             What failed, where no other call has raised it.
         """
         atexit.unregister(self.close)
+        self._when_silent = when_silent or self._when_silent
         self._is_closing = True
-        self._finish()
+        try:
+            self._finish()
+        finally:
+            with self._changed:
+                self.cancelled.set()
+                self._changed.notify_all()
+            self._join()
+            self._tell_when_silent()
+        return None if self._is_told else self._error
+
+    def _join(self) -> None:
         deadline = time.monotonic() + _GIVE_UP_S
-        with self._changed:
-            self.cancelled.set()
-            self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 logger.warning("rank %d: the thread %r is still busy and is left alone", self._rank, thread.name)
-        return None if self._is_told else self._error
 
     def _finish(self) -> None:
         """Has done what can be without the driver."""
@@ -169,6 +182,22 @@ class Runner:
             turn += 1
 
     def _serve(self, resource: str) -> None:
+        try:
+            self._serve_until_closed(resource)
+        finally:
+            with self._changed:
+                self._sending.discard(resource)
+            self._tell_when_silent()
+
+    def _tell_when_silent(self) -> None:
+        """Calls back, once, if no thread sends any more."""
+        with self._changed:
+            if self._sending or self._when_silent is None:
+                return
+            call, self._when_silent = self._when_silent, None
+        call()
+
+    def _serve_until_closed(self, resource: str) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.cancelled.is_set() or self._is_ready(resource))

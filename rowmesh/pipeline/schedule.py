@@ -22,6 +22,8 @@ from rowmesh.errors import ConfigurationError
 
 COMPUTE = "compute"
 """The resource of the thread that drives the pipeline."""
+SENDING = ("rows", "gradients", "communication")
+"""Resources whose threads exchange messages with other ranks, or meet them at barriers."""
 REUSED_AFTER = 2
 """Turns after its own in which the memory of a batch is used again, on a device."""
 

@@ -1,6 +1,7 @@
 """What a program can do wrong around a pipeline, and what it may do: nothing is stale, and nothing waits for ever."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -250,3 +251,27 @@ def test_what_a_pipeline_holds_is_counted(ranks):
     for told, rows, left in ranks.run(count_memory, world_size=2):
         assert told > 8 * rows  # of each row, who asked for it last, and who changed it
         assert left == 0
+
+
+def test_a_loop_that_failed_is_over_though_the_program_keeps_it():
+    """As one does that keeps what was raised: another loop can begin."""
+    given = threading.Event()
+
+    def spoil(task):
+        if (task.stage, task.batch, task.part) == ("rows", 1, 1) and not kept:
+            given.wait()
+            raise ValueError("spoilt")
+
+    kept = []
+    collection, optimizer = make()
+    pipeline = Pipeline(collection, micro_batches=2, disturb=spoil)
+    running = pipeline.windows(items(3))
+    train(next(running), optimizer)
+    window = next(running)
+    given.set()
+    with pytest.raises(RowmeshError, match="in stage 'rows' of batch 1: ValueError: spoilt"):
+        train(window, optimizer)
+    kept.append(running)
+    for window in pipeline.windows(items(3)):
+        train(window, optimizer)
+    assert collection.step_count == 4

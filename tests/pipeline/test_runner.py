@@ -287,3 +287,29 @@ def test_a_driver_that_waits_hears_a_signal():
         release.set()
         timer.join()
         runner.close()
+
+
+@pytest.mark.parametrize("stage, waits", [("rows", True), ("read", False)])
+def test_whoever_still_sends_when_it_is_closed_says_when_it_is_done(monkeypatch, caplog, stage, waits):
+    """A thread that reads holds nobody up: it sends nothing."""
+    for name in ("_CLOSE_S", "_GIVE_UP_S"):
+        monkeypatch.setattr(f"rowmesh.pipeline.runner.{name}", 0.01)
+    schedule, began, goes_on, silent = make_schedule(1, 1), threading.Event(), threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        goes_on.wait()
+
+    runner = make(schedule, Log({Task(stage, 0, 0): hold}))
+    runner.enter(-1)
+    runner.enter(0)
+    began.wait()
+    with caplog.at_level(logging.WARNING, logger="rowmesh"):
+        runner.close(silent.set)
+    assert "is still busy and is left alone" in caplog.text
+    assert silent.is_set() is not waits
+    goes_on.set()
+    assert silent.wait(30.0)
+    for thread in threading.enumerate():
+        if thread.name.startswith("rowmesh "):
+            thread.join()

@@ -57,10 +57,11 @@ class RankPool:
 
     Args:
         mesh_timeout_s: how long they wait for each other.
+        world_size: how many processes; where not four, all of them run whatever is run.
     """
 
-    def __init__(self, mesh_timeout_s: float = MESH_TIMEOUT_S) -> None:
-        self._mesh_timeout_s = mesh_timeout_s
+    def __init__(self, mesh_timeout_s: float = MESH_TIMEOUT_S, world_size: int = WORLD_SIZE) -> None:
+        self._mesh_timeout_s, self._world_size = mesh_timeout_s, world_size
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: list[Any] = []
@@ -118,16 +119,18 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="rowmesh-ranks-")
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world_size):
             here, there = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, there, f"{self._folder}/store", self._mesh_timeout_s), daemon=True
+                target=_serve,
+                args=(rank, there, f"{self._folder}/store", self._mesh_timeout_s, self._world_size),
+                daemon=True,
             )
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        started = self._collect(WORLD_SIZE, START_TIMEOUT_S)
+        started = self._collect(self._world_size, START_TIMEOUT_S)
         if failed := {rank: text for rank, (is_good, text) in started.items() if not is_good}:
             self.close()
             raise RankError(failed, {})
@@ -149,11 +152,11 @@ class RankPool:
             self._folder = None
 
 
-def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float) -> None:
+def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float, world_size: int) -> None:
     """A rank's life: join, then run what is asked for until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
-        meshes = _join(rank, store, mesh_timeout_s)
+        meshes = _join(rank, store, mesh_timeout_s, world_size)
         _compile_once(Path(store).parent)
         gc.freeze()  # else every collection of what a test left looks at a million objects of imported modules
         _answer(pipe, True, None)
@@ -181,7 +184,7 @@ def _answer(pipe: Any, is_good: bool, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((is_good, value)))
 
 
-def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
+def _join(rank: int, store: str, mesh_timeout_s: float, world_size: int) -> dict[int, Any]:
     import torch.distributed as dist
 
     from rowmesh.mesh import Mesh
@@ -192,14 +195,14 @@ def _join(rank: int, store: str, mesh_timeout_s: float) -> dict[int, Any]:
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout=timedelta(seconds=mesh_timeout_s),
     )
-    pids: list[Any] = [None] * WORLD_SIZE
+    pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     meshes = {1: Mesh(timeout_s=mesh_timeout_s)}
-    for size in range(2, WORLD_SIZE + 1):
-        group = dist.group.WORLD if size == WORLD_SIZE else dist.new_group(list(range(size)))
+    for size in range(2, WORLD_SIZE + 1) if world_size == WORLD_SIZE else [world_size]:
+        group = dist.group.WORLD if size == world_size else dist.new_group(list(range(size)))
         parts = _connect_parts(size, mesh_timeout_s)
         if rank < size:
             meshes[size] = Mesh(

@@ -1,0 +1,73 @@
+"""What ranks do in the tests of ranks that come late. Functions that run on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import RowmeshError
+from rowmesh.faults import arm
+from rowmesh.mesh import Mesh
+from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.pipeline import Pipeline
+from tests.support.pipelines import pipeline_threads, same
+from tests.support.scenario import Scenario
+from tests.support.training import Item, train
+
+LATE = 1
+"""The rank that is held."""
+
+
+def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) -> tuple[str, str, list[str], bool]:
+    """One rank is held within an update until all others have given up; then all begin anew, on the same mesh.
+
+    Returns:
+        What was raised, what the same tables say to the next pipeline, which threads of the pipeline are left, and
+        whether new tables then train what the plain loop does.
+    """
+    expected = train(mesh, replace(scenario, pipeline=None), "one_sided")
+    train(mesh, scenario, "one_sided")
+    plan, synchronization = scenario.plan, scenario.synchronization
+    collection = EmbeddingCollection(
+        scenario.tables, mesh=replace(mesh, timeout_s=timeout_s), transport="one_sided", plan=plan,
+        synchronization=synchronization,
+    )  # fmt: skip
+    held = arm(f"one_sided.update@2=hold:{folder}/held") if mesh.rank == LATE else contextlib.nullcontext()
+    with held:
+        first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which nobody closes
+    (folder / f"rank {mesh.rank}").touch()
+    others = [folder / f"rank {rank}" for rank in range(mesh.world_size) if rank != LATE]
+    if mesh.rank == 0:
+        _await(others)
+        (folder / "held.go").touch()
+    threads = pipeline_threads()
+    second, _ = _train_until_it_fails(mesh, scenario, collection)
+    return str(first), str(second), threads, same(train(mesh, scenario, "one_sided"), expected)
+
+
+def _train_until_it_fails(
+    mesh: Mesh, scenario: Scenario, collection: EmbeddingCollection
+) -> tuple[RowmeshError | None, object]:
+    """What was raised, and the loop in which it was, as a program may keep both."""
+    optimizer = EmbeddingOptimizer(collection)
+    batches = (scenario.local_batch(step, 0, mesh.rank) for step in range(scenario.num_steps))
+    items = (Item(batch.sparse, batch.labels) for batch in batches)
+    loop = Pipeline(collection, **scenario.pipeline or {}).windows(items)
+    try:
+        for window in loop:
+            for part in window:
+                part.embeddings.values.square().sum().backward()
+            optimizer.step()
+    except RowmeshError as error:
+        return error, loop
+    return None, loop
+
+
+def _await(paths: list[Path]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"not all of {paths} came"
+        time.sleep(0.005)
