@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from threading import Event
 from typing import Any, NamedTuple, cast
 
@@ -25,12 +26,15 @@ from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.exchange.gate import Gate
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
+from rowmesh.exchange.pending import Pending
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
@@ -93,6 +97,11 @@ class EmbeddingCollection(nn.Module):
     them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
     construct it, and call `forward`, `backward` and the optimizer's `step`, equally often. As with `nn.EmbeddingBag`,
     `eval()` changes nothing; `torch.no_grad()` does.
+
+    Under `torch.no_grad()` any number of threads may look up at once, also while one trains: each finds rows as they
+    are between two steps. On several ranks every rank must still make equally many look-ups, and in a thread beside the
+    training only where the transport is one-sided; on a GPU all are asked of the stream that is current. One thread at
+    a time trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up.
 
     Args:
         tables: what to store.
@@ -163,12 +172,15 @@ class EmbeddingCollection(nn.Module):
         self._exchanges = self._parts.exchanges
         self._initialize(seed)
         self._parts.connect()
-        self._pending: list[Route] = []
+        self._pending = Pending()
+        self._gate = Gate(is_shared=self._backend.look_ups_overlap)
+        self._fetching = threading.Lock()  # ranks number their fetches alike
         self._driver: Driver | None = None
         self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
         self._window_maker = self._backend.make_window_maker()
         self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
+        self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = 0
         logger.info("transport %s: %s", self.transport, self.transport_reason)
 
@@ -251,17 +263,33 @@ class EmbeddingCollection(nn.Module):
         Raises:
             DataError: the batch's features are not the tables', or an id is out of range.
         """
-        return self.pool(self.fetch(self.route(batch)))
+        self._settle_replicas()
+        with self._gate.reading:
+            self.settle()
+            route = self._route(batch, self._moment())
+            self._fetch(route)
+            reach("collection.fetched")
+            return self._pool_route(route)
+
+    def _settle_replicas(self) -> None:
+        """Brings rows up to date that a look-up would change otherwise, while others read them."""
+        if self._parts.is_behind:
+            with self._gate.writing:
+                self._parts.settle()
 
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
-        self.settle()
-        return self._route(batch)
+        with self._gate.reading:
+            self.settle()
+            return self._route(batch, self._moment())
 
-    def _route(self, batch: SparseBatch) -> Route:
+    def _moment(self) -> tuple[int, int]:
+        return next(self._look_ups), self.step_count
+
+    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None) -> Route:
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError("weights of a SparseBatch get no gradient; detach them")
-        route = self._router(batch, self._exchanges)
+        route = self._router(batch, self._exchanges, moment)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
                 group.count_into(self.traffic)
@@ -269,11 +297,19 @@ class EmbeddingCollection(nn.Module):
 
     def fetch(self, route: Route) -> Rows:
         """Brings the rows of a route within reach; collective."""
-        self.settle()
-        self._num_fetches += 1
-        route.number = self._num_fetches
-        self._parts.fetch(route, self._outputs.pooling.compress if torch.is_grad_enabled() else _nothing)
-        return Rows(route, self._num_pushes)
+        self._settle_replicas()
+        with self._gate.reading:
+            self.settle()
+            self._fetch(route)
+            return Rows(route, self._num_pushes)
+
+    def _fetch(self, route: Route) -> None:
+        meanwhile = self._outputs.pooling.compress if torch.is_grad_enabled() else _nothing
+        with self._fetching:
+            self._num_fetches += 1
+            route.number = self._num_fetches
+            self._parts.fetch(route, meanwhile)
+        self._parts.compute(route, meanwhile)
 
     def pool(self, rows: Rows) -> Embeddings:
         """The vectors of the batch; differentiable, without communication.
@@ -281,9 +317,14 @@ class EmbeddingCollection(nn.Module):
         Raises:
             RowmeshError: rows were updated since they were fetched.
         """
-        route = rows.route
-        if rows.num_pushes != self._num_pushes:
-            raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+        with self._gate.reading:
+            if rows.num_pushes != self._num_pushes:
+                raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+            return self._pool_route(rows.route)
+
+    def _pool_route(self, route: Route) -> Embeddings:
+        if torch.is_grad_enabled():
+            route.thread, route.num_pushes = threading.get_ident(), self._num_pushes
         return self._outputs(_LookUp(self, route), route.groups, route.batch, slice(0, route.batch.batch_size))
 
     def _pool(self, route: Route) -> tuple[Tensor, ...]:
@@ -294,7 +335,7 @@ class EmbeddingCollection(nn.Module):
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
         self._outputs.pooling.backward(route.groups, gradients)
         route.has_gradients = True
-        self._pending.append(route)
+        self._pending.add(route)
 
     def push(self, routes: Sequence[Route], lrs: Sequence[float]) -> None:
         """Sends the gradients of routes to the owners, which update their rows; collective.
@@ -306,27 +347,26 @@ class EmbeddingCollection(nn.Module):
             lrs: the learning rate of each group.
 
         Raises:
-            RowmeshError: a route has no gradients, or they were pushed already.
+            RowmeshError: a route has no gradients, or they were pushed already; or two threads train at once.
             PeerError: a rank died, or did not call forward and push as the others did; names it.
         """
         self._check_no_driver("rows are updated")
         if len(lrs) != len(self.groups):
             raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
-        waiting = {id(route) for route in self._pending}
-        if len({id(route) for route in routes} & waiting) != len(routes):
-            raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
-        routes = sorted(routes, key=lambda route: route.number)  # backward may run in another order on every rank
-        self._pending = [route for route in self._pending if all(route is not pushed for pushed in routes)]
-        self._num_pushes += 1
-        self._parts.push(routes, lrs, self.step_count + 1)
-        self.step_count += 1
-        for exchange in self._exchanges:
-            exchange.counters.pushes += 1
+        with self._gate.writing:
+            taken = self._pending.take(routes)
+            self._num_pushes += 1
+            self._pending.note_push(self._num_pushes)
+            reach("collection.push")
+            self._parts.push(taken, lrs, self.step_count + 1)
+            self.step_count += 1
+            for exchange in self._exchanges:
+                exchange.counters.pushes += 1
 
     def push_pending(self, lrs: Sequence[float]) -> None:
         """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
         if self._driver is None:
-            self.push(self._pending, lrs)
+            self.push(self._pending.routes, lrs)
             return
         if self._pending:
             raise RowmeshError(
@@ -350,9 +390,10 @@ class EmbeddingCollection(nn.Module):
         Raises:
             RowmeshError: another one has them, or runs on the same mesh.
         """
-        self._check_no_driver("another one begins")
-        self.mesh.claim("pipeline")
-        self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+        with self._gate.writing:
+            self._check_no_driver("another one begins")
+            self.mesh.claim("pipeline")
+            self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
 
     def prepare_to_take_back(self) -> None:
         """Says that `take_back` follows as soon as the threads of the pipeline have ended."""
@@ -416,6 +457,10 @@ class EmbeddingCollection(nn.Module):
         rows that were fetched before are stale.
         """
         self.settle()
+        with self._gate.writing:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
         self._num_pushes += self._parts.averages
         self._parts.synchronize()
 
@@ -428,8 +473,9 @@ class EmbeddingCollection(nn.Module):
             RowmeshError: a pipeline runs, which has rows of later batches already.
         """
         self._check_no_driver("rows are set")
-        self._num_pushes += 1
-        self._parts.forget()
+        with self._gate.writing:
+            self._num_pushes += 1
+            self._parts.forget()
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
@@ -465,8 +511,12 @@ class EmbeddingCollection(nn.Module):
             >>> embeddings.migrate(Plan((TablePlan(shape, halves),), world_size=1, ranks_per_node=1)).rows
             0
         """
-        began = time.perf_counter()
         self._check_no_driver("rows migrate")
+        with self._gate.writing:
+            return self._migrate(plan)
+
+    def _migrate(self, plan: Plan) -> Moved:
+        began = time.perf_counter()
         self._parts.barrier()  # whose devices may hold batches that they have not looked at
         agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self._exchanges))
         plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
@@ -474,7 +524,7 @@ class EmbeddingCollection(nn.Module):
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
-        self.synchronize()
+        self._synchronize()
         parts = self._make_parts(plan)
         try:
             parts.allocate("; the old plan goes on")
@@ -530,14 +580,18 @@ class EmbeddingCollection(nn.Module):
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
 
     def _found_rows(self, table: str) -> tuple[Part, GroupExchange, int]:
-        self.settle()
-        part, exchange, number = self._parts.find(table)
+        part, exchange, number = self._find(table)
         if isinstance(part, CorePart):
             raise ConfigurationError(
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
             )
         return part, exchange, number
+
+    def _find(self, table: str) -> tuple[Part | CorePart, GroupExchange, int]:
+        self.settle()
+        with self._gate.writing:  # what replicas told may be on its way
+            return self._parts.find(table)
 
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.
@@ -555,8 +609,7 @@ class EmbeddingCollection(nn.Module):
             >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
-        self.settle()
-        part, exchange, number = self._parts.find(table)
+        part, exchange, number = self._find(table)
         if not isinstance(part, CorePart):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
         return cast("CoreExchange", exchange).arena.tables[number]
@@ -564,7 +617,8 @@ class EmbeddingCollection(nn.Module):
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""
         self.settle()
-        self._parts.barrier()
+        with self._gate.writing:
+            self._parts.barrier()
 
     def close(self) -> None:
         """Lets no further rank map this one's memory, which is freed with its last view; not to be used any more."""

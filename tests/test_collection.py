@@ -384,7 +384,7 @@ def test_all_features_with_ids_outside_their_table_are_named():
         embeddings(SparseBatch.from_bags(bags))
     outside = "1 of 1 ids are outside table"
     assert str(caught.value) == (
-        f"rank 0: feature 'item': {outside} 'item' (0 to 9), the first is 11; "
+        f"rank 0, look-up 1 (after 0 steps): feature 'item': {outside} 'item' (0 to 9), the first is 11; "
         f"feature 'seen': {outside} 'item' (0 to 9), the first is 10; "
         f"feature 'wide': {outside} 'wide' (0 to 9), the first is -1; "
         "correct the data, raise num_rows, or set out_of_range to the row such ids should read"
@@ -456,3 +456,15 @@ def test_ranks_with_other_tables_are_told_apart(ranks, transport):
 def test_a_batch_on_another_device_is_refused():
     with pytest.raises(DataError, match=r"ids of a SparseBatch are on meta.*\.cpu\(\)"):
         SparseBatch.from_dense(["item"], torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+
+
+def test_an_error_about_ids_names_the_look_up_and_the_step():
+    embeddings = EmbeddingCollection([a_table()])
+    optimizer = EmbeddingOptimizer(embeddings)
+    for step in range(3):
+        embeddings(SparseBatch.from_bags({"item": [[step]]})).values.sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        embeddings(SparseBatch.from_bags({"item": [[0]]}))
+    with pytest.raises(IdRangeError, match=r"rank 0, look-up 5 \(after 3 steps\): feature 'item': 1 of 1 ids"):
+        embeddings(SparseBatch.from_bags({"item": [[10]]}))

@@ -107,7 +107,7 @@ def test_ids_outside_are_mapped_and_counted():
     assert found[0][1].unique_ids == found[1][1].unique_ids == 6
 
 
-MESSAGE = r"rank 0: feature 'b': 1 of 2 ids are outside table 'b' \(0 to 3\), the first is 4"
+MESSAGE = r"rank 0, look-up \d \(after \d steps\): feature 'b': 1 of 2 ids .* table 'b' \(0 to 3\), the first is 4"
 
 
 def test_a_refused_batch_changes_nothing():
@@ -147,7 +147,7 @@ def refuse_on_rank_1(mesh):
 def test_all_ranks_learn_of_a_refused_batch(ranks):
     first, second = ranks.run(refuse_on_rank_1)
     assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
-    assert second.startswith("IdRangeError: rank 1: feature 'b'")
+    assert second.startswith("IdRangeError: rank 1, look-up 1 (after 0 steps): feature 'b'")
 
 
 def push_unlike(mesh, device):

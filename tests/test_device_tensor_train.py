@@ -169,7 +169,7 @@ def test_ids_outside_are_mapped_and_counted():
     assert [counters.unique_ids for counters in found[0][1]] == [counters.unique_ids for counters in found[1][1]]
 
 
-MESSAGE = r"rank 0: feature 'b': 1 of 2 ids are outside table 'b' \(0 to 3\), the first is 4"
+MESSAGE = r"rank 0, look-up \d \(after \d steps\): feature 'b': 1 of 2 ids .* table 'b' \(0 to 3\), the first is 4"
 
 
 @pytest.mark.parametrize("beside", [[], [TableSpec(name="user", num_rows=5, dim=3)]])
@@ -208,7 +208,7 @@ def test_all_ranks_learn_of_a_refused_batch_and_of_ranks_that_do_different_thing
     """Where there is no dense table, whose messages would tell them."""
     (first, unique), (second, _) = ranks.run(refuse_on_rank_1)
     assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
-    assert second.startswith("IdRangeError: rank 1: feature 'b'")
+    assert second.startswith("IdRangeError: rank 1, look-up 1 (after 0 steps): feature 'b'")
     assert unique == 3
 
 

@@ -51,6 +51,7 @@ class Backend(Protocol):
     """Where rows live and look-ups run."""
 
     device: torch.device
+    look_ups_overlap: bool  # those of several threads; else they take turns
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
     make_core_part: Callable[..., Any]  # likewise, `CorePart`
 
@@ -83,7 +84,7 @@ class Backend(Protocol):
 class HostBackend:
     """The CPU."""
 
-    device = torch.device("cpu")
+    device, look_ups_overlap = torch.device("cpu"), True
     make_part = Part
     make_core_part = CorePart
 

@@ -130,7 +130,7 @@ class CorePart:
         indices: their numbers in the collection.
     """
 
-    replicas, averages = 1, False  # the cores of all ranks are equal
+    replicas, averages, is_behind = 1, False, False  # the cores of all ranks are equal
 
     def __init__(
         self,

@@ -66,11 +66,11 @@ class Layouts:
         if batch.bag_size is None:
             return self._make(batch)
         key = (batch.features, batch.batch_size, batch.bag_size, batch.weights is None)
-        if key not in self._cache:
+        if (layouts := self._cache.get(key)) is None:  # another thread may empty it after any other question
             if len(self._cache) > 64:  # shapes that never repeat would pile up
                 self._cache.clear()
-            self._cache[key] = self._make(batch)
-        return self._cache[key]
+            self._cache[key] = layouts = self._make(batch)
+        return layouts
 
     def parts(
         self, batch: SparseBatch, layouts: Sequence[GroupLayout], bounds: Sequence[int]

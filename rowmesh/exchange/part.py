@@ -48,6 +48,7 @@ class Part:
         reason: why that transport.
         exchanges: of the groups, in their order; made by `allocate`.
         indices: their numbers in the collection.
+        is_behind: whether rows of this replica group change until the next look-up, by `settle`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Part:
         self.transport.common = common
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
-        self._is_behind = False  # rows of this replica group change until the next look-up
+        self.is_behind = False
 
     def _make_transport(self, name: TransportName, mesh: Mesh, grid: Grid) -> tuple[Any, str]:
         """The transport within the replica group, and why that one; makes what keeps replicas together beside it."""
@@ -193,7 +194,7 @@ class Part:
     def tell_replicas(self, updates: Sequence[Update]) -> None:
         """Tells the other replicas, if that is due, what was pushed; theirs arrives by `settle`. Collective."""
         if self.synchronizer is not None:
-            self._is_behind = self.synchronizer.begin(updates)
+            self.is_behind = self.synchronizer.begin(updates)
 
     def synchronize(self) -> None:
         """Makes replicas equal now, if they are only averaged now and then. Collective."""
@@ -202,7 +203,7 @@ class Part:
             assert self.synchronizer
             self.transport.barrier()  # ranks of this group may still read the rows that are about to change
             self.synchronizer.start()
-            self._is_behind = True
+            self.is_behind = True
             self.settle()
 
     def forget(self) -> None:
@@ -213,9 +214,9 @@ class Part:
 
     def settle(self) -> None:
         """Brings the rows of this replica group up to date. Collective."""
-        if self.synchronizer is not None and self._is_behind:
+        if self.synchronizer is not None and self.is_behind:
             self.synchronizer.finish()
-            self._is_behind = False
+            self.is_behind = False
             if self.transport.name == "one_sided":  # under the others, who replies with rows has settled before
                 self.transport.publish()
 

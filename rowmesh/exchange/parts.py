@@ -152,9 +152,27 @@ class Parts:
         raise KeyError(f"no table {table!r}; there are {names}")
 
     def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
-        """Brings the rows of a route within reach. Collective."""
+        """Brings the rows of a route within reach. Collective; one at a time. `compute` must follow."""
         for part in self.parts:
-            part.fetch(route, meanwhile)
+            if not isinstance(part, CorePart):
+                part.fetch(route, meanwhile)
+
+    def compute(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Computes the rows of a route that are nowhere, on this rank."""
+        for part in self.parts:
+            if isinstance(part, CorePart):
+                part.fetch(route, meanwhile)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether rows change by `settle`, before they can be looked up."""
+        return any(part.is_behind for part in self.parts)
+
+    def settle(self) -> None:
+        """Brings the rows of this rank's replica groups up to date. Collective."""
+        for part in self.parts:
+            if not isinstance(part, CorePart):
+                part.settle()
 
     def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
         """Sends gradients to the owners, which update. Collective."""

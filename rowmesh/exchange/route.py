@@ -7,6 +7,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from rowmesh.exchange.counters import GroupCounters
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.update import Update, Updater
 from rowmesh.exchange.workspace import Outbox, Workspace, held_bytes
+from rowmesh.faults import reach
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.merge_update import Merger, Singles
 from rowmesh.ops.pool import DESCRIPTOR
@@ -117,6 +119,7 @@ class Route:
         self.groups = groups
         self.number = 0  # of the fetch, the same on all ranks
         self.has_gradients = False
+        self.thread = self.num_pushes = 0  # which one pooled it for training, and after how many pushes
         self._memory = memory
         self._give_back = give_back
 
@@ -157,6 +160,26 @@ class RoutePart:
         self.groups = [route.groups[index] for index in indices]
 
 
+class Distinct:
+    """What finding the distinct ids of a group needs: lent to one call of `route` at a time."""
+
+    def __init__(self, num_rows: Sequence[int]) -> None:
+        self.hash = SegmentHash(list(num_rows))
+        self.ids, self.stops, self.keys = Scratch(), Scratch(), Scratch()
+        self.offsets = np.zeros(len(num_rows) + 1, np.int64)
+        self.offsets_address: int = self.offsets.ctypes.data  # asking NumPy costs more than some kernels take
+
+    @property
+    def num_found(self) -> int:
+        """Distinct ids of the last call."""
+        return int(self.offsets[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory held."""
+        return held_bytes(self) + held_bytes(self.hash)
+
+
 class GroupExchange:
     """What stays the same from batch to batch for one group.
 
@@ -187,15 +210,14 @@ class GroupExchange:
         self.workspaces: list[Workspace] = []  # idle
         self._all_workspaces: list[Workspace] = []  # and those that routes hold
         self._make_outbox = make_outbox
+        self._distinct: list[Distinct] = []  # idle
+        self._all_distinct: list[Distinct] = []
+        self._counting = threading.Lock()
         num_tables = len(group.tables)
         self._tables = np.repeat(np.arange(num_tables), [len(table.features) for table in group.tables])
-        self._hash = SegmentHash(list(address_map.num_rows))
-        self._unique, self._stops, self._keys = Scratch(), Scratch(), Scratch()
-        self._unique_offsets = np.zeros(num_tables + 1, np.int64)
         self._header = address_map.header(self.arenas.ctypes.data, self.row_bytes)
         # Asking NumPy for an address costs more than some kernels take.
         self._tables_address: int = self._tables.ctypes.data
-        self._unique_offsets_address: int = self._unique_offsets.ctypes.data
         self._header_address: int = self._header.ctypes.data
 
     @property
@@ -225,25 +247,32 @@ class GroupExchange:
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
-        workspace = self._borrow()
-        num_ids = layout.num_ids
-        unique = self._unique.reserve(8 * num_ids)
-        counts = workspace.counts.reserve(4 * num_ids)
-        ids = batch.ids
-        self._unique_ids(ids, layout, unique, counts, inverse)
-        while (refused := self._sort(workspace, unique, counts, num_ids)) >= 0:
-            try:
-                ids = self._mapped(ids, batch, layout)
-            except BaseException:  # peers know this outbox: it must not be lost
-                self.workspaces.append(workspace)
-                raise
-            self._unique_ids(ids, layout, unique, counts, inverse)
-        assert refused == -1
-        found = int(self._unique_offsets[-1])
-        self.counters.routes += 1
-        self.counters.ids += num_ids
-        self.counters.unique_ids += found
+        workspace, distinct = self._borrow(), self._borrow_distinct()
+        try:
+            found = self._find(workspace, distinct, batch, layout, inverse)
+        except BaseException:  # peers know this outbox: it must not be lost
+            self.workspaces.append(workspace)
+            raise
+        finally:
+            self._distinct.append(distinct)
+        with self._counting:
+            self.counters.routes += 1
+            self.counters.ids += layout.num_ids
+            self.counters.unique_ids += found
         return RouteGroup(self, workspace, layout, inverse, found)
+
+    def _find(
+        self, workspace: Workspace, distinct: Distinct, batch: SparseBatch, layout: GroupLayout, inverse: int
+    ) -> int:  # fmt: skip
+        """Lays out in a workspace what is asked of whom; returns how many distinct ids there are."""
+        counts, ids = workspace.counts.reserve(4 * layout.num_ids), batch.ids
+        self._unique_ids(distinct, ids, layout, counts, inverse)
+        reach("route.found_unique")
+        while (refused := self._sort(workspace, distinct, counts, layout.num_ids)) >= 0:
+            ids = self._mapped(ids, batch, layout)
+            self._unique_ids(distinct, ids, layout, counts, inverse)
+        assert refused == -1
+        return distinct.num_found
 
     def nothing(self) -> RouteGroup:
         """The group's part of a route that asks for no row."""
@@ -254,11 +283,20 @@ class GroupExchange:
         return RouteGroup(self, workspace, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), 0, 0)
 
     def _borrow(self) -> Workspace:
-        if self.workspaces:
+        try:
             return self.workspaces.pop()
-        workspace = Workspace(self._make_outbox(), self.world_size)
-        self._all_workspaces.append(workspace)
-        return workspace
+        except IndexError:  # asking before would not do: another thread may take the last one
+            workspace = Workspace(self._make_outbox(), self.world_size)
+            self._all_workspaces.append(workspace)
+            return workspace
+
+    def _borrow_distinct(self) -> Distinct:
+        try:
+            return self._distinct.pop()
+        except IndexError:
+            distinct = Distinct(self.address_map.num_rows)
+            self._all_distinct.append(distinct)
+            return distinct
 
     @property
     def num_lent(self) -> int:
@@ -268,23 +306,24 @@ class GroupExchange:
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers, lent or idle; without the arena."""
-        lent = sum(workspace.num_bytes for workspace in self._all_workspaces)
-        return lent + held_bytes(self) + held_bytes(self.merger) + held_bytes(self._hash)
+        lent = sum(memory.num_bytes for memory in (*self._all_workspaces, *self._all_distinct))
+        return lent + held_bytes(self) + held_bytes(self.merger)
 
-    def _unique_ids(self, ids: Tensor, layout: GroupLayout, unique: int, counts: int, inverse: int) -> None:
-        self._hash(
+    def _unique_ids(self, distinct: Distinct, ids: Tensor, layout: GroupLayout, counts: int, inverse: int) -> None:
+        distinct.hash(
             ids.data_ptr(), layout.address, 8 * DESCRIPTOR, self._tables_address, layout.num_features,
-            unique, counts, inverse, self._unique_offsets_address,
+            distinct.ids.reserve(8 * layout.num_ids), counts, inverse, distinct.offsets_address,
         )  # fmt: skip
 
-    def _sort(self, workspace: Workspace, unique: int, counts: int, num_ids: int) -> int:
-        found = int(self._unique_offsets[-1])
+    def _sort(self, workspace: Workspace, distinct: Distinct, counts: int, num_ids: int) -> int:
+        found = distinct.num_found
         outbox = workspace.outbox
         keys = outbox.reserve_lists(found)
         received = workspace.received.reserve(found * self.row_bytes) if self.has_remote else 0
         return route_kernel(
-            self._header_address, unique, self._unique_offsets_address, counts, self._stops.reserve(4 * num_ids),
-            self._keys.reserve(4 * num_ids), received, keys, workspace.uniques.reserve(4 * found),
+            self._header_address, distinct.ids.buffer.address, distinct.offsets_address, counts,
+            distinct.stops.reserve(4 * num_ids), distinct.keys.reserve(4 * num_ids), received, keys,
+            workspace.uniques.reserve(4 * found),
             outbox.lists.address, outbox.accesses_address, workspace.reply_address,
             workspace.addresses.reserve(8 * found),
         )  # fmt: skip
@@ -303,7 +342,8 @@ class GroupExchange:
                 count = int(outside.sum())
                 if count == 0:
                     continue
-                self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
+                with self._counting:
+                    self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
                 if table.out_of_range == "error":
                     refused.append(refused_ids(name, table, part))
                 else:

@@ -19,8 +19,15 @@ from rowmesh.sparse import SparseBatch
 class Router(Protocol):
     """From a batch to what it needs."""
 
-    def __call__(self, batch: SparseBatch, exchanges: Sequence[GroupExchange]) -> Route:
+    def __call__(
+        self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: tuple[int, int] | None = None
+    ) -> Route:  # fmt: skip
         """Routes a batch; no communication.
+
+        Args:
+            batch: of this rank.
+            exchanges: of all groups.
+            moment: which look-up this is, and after how many steps, for messages; None where others name it.
 
         Raises:
             DataError: the batch's features are not the tables', or its buffers do not fit together any more.
@@ -68,7 +75,9 @@ class HostRouter:
         self.idle: list[RouteMemory] = []
         self._made: list[RouteMemory] = []  # those that routes hold, too
 
-    def __call__(self, batch: SparseBatch, exchanges: Sequence[GroupExchange]) -> Route:
+    def __call__(
+        self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: tuple[int, int] | None = None
+    ) -> Route:  # fmt: skip
         """Routes a batch; refuses ids only when all groups are looked through."""
         memory = self._borrow()
         route = Route(batch, [], memory, self.idle.append)  # first: it gives everything back if anything fails
@@ -82,7 +91,7 @@ class HostRouter:
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if refused:
-            raise refusal(self._rank, refused)
+            raise refusal(self._rank, refused, moment)
         return route
 
     def _borrow(self) -> RouteMemory:
@@ -99,9 +108,14 @@ class HostRouter:
         return sum(memory.num_bytes for memory in self._made)
 
 
-def refusal(rank: int, refused: Sequence[str]) -> IdRangeError:
-    """The error for ids that are no rows of their tables."""
+def refusal(rank: int, refused: Sequence[str], moment: tuple[int, int] | None) -> IdRangeError:
+    """The error for ids that are no rows of their tables; `moment` as in `Router`.
+
+    >>> str(refusal(1, ["feature 'item': …"], (7, 3)))[:56]
+    "rank 1, look-up 7 (after 3 steps): feature 'item': …; co"
+    """
+    when = "" if moment is None else f", look-up {moment[0]} (after {moment[1]} steps)"
     return IdRangeError(
-        f"rank {rank}: {'; '.join(refused)}; correct the data, raise num_rows, or set out_of_range to the row such ids "
-        "should read"
+        f"rank {rank}{when}: {'; '.join(refused)}; correct the data, raise num_rows, or set out_of_range to the row "
+        "such ids should read"
     )

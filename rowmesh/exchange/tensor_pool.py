@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 
@@ -25,11 +26,13 @@ class TensorPool:
     def __init__(self, max_idle: int = 4) -> None:
         self._idle: deque[Buffer] = deque(maxlen=max_idle)
         self._made: weakref.WeakSet[Buffer] = weakref.WeakSet()
+        self._making = threading.Lock()  # a set must not grow while it is gone through
 
     @property
     def num_bytes(self) -> int:
         """Memory handed out and idle."""
-        return sum(buffer.num_bytes for buffer in self._made)
+        with self._making:
+            return sum(buffer.num_bytes for buffer in self._made)
 
     def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """An uninitialised tensor."""
@@ -62,5 +65,6 @@ class TensorPool:
 
     def _make(self, num_bytes: int) -> Buffer:
         buffer = Buffer(num_bytes + num_bytes // 8)
-        self._made.add(buffer)
+        with self._making:
+            self._made.add(buffer)
         return buffer

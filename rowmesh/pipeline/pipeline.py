@@ -193,6 +193,7 @@ class Pipeline(Generic[T]):
         if is_on_device and overlap:
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None
+        self._thread = 0  # which one runs the loop
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
         self._untold: RowmeshError | None = None  # what failed after a loop was left
@@ -240,7 +241,7 @@ class Pipeline(Generic[T]):
                 self._stop()
 
     def _begin(self, items: Iterable[T]) -> Runner:
-        reader, cancelled = iter(items), threading.Event()
+        reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
         self._embeddings.take_over(Driver(self._step, self.settle, cancelled))
         try:
             return self._start(reader, cancelled)
@@ -302,10 +303,16 @@ class Pipeline(Generic[T]):
         """Waits until the steps so far are done on this rank.
 
         Raises:
-            RowmeshError: a batch is half way: it waits for its step; or something failed in another thread.
+            RowmeshError: a batch is half way: it waits for its step; or something failed in another thread; or this is
+                not the thread that runs the loop, which would go on meanwhile.
         """
         if self._runner is None:
             return
+        if threading.get_ident() != self._thread:
+            raise RowmeshError(
+                f"a pipeline trains in another thread than {threading.current_thread().name!r}, which wants rows, and "
+                "changes them meanwhile; look rows up, read or save them in the pipeline's thread, between two windows"
+            )
         if self._current is not None and self._current.lrs is None:
             raise RowmeshError(
                 f"batch {self._current.batch} of the pipeline is half way; look rows up, read or save them between two "

@@ -64,6 +64,8 @@ class DeviceBackend:
         ConfigurationError: it cannot be used; says what is missing.
     """
 
+    look_ups_overlap = False  # the host only launches them, and what it keeps of them is kept once
+
     def __init__(self, device: str | torch.device) -> None:
         self.name, self.device = str(device), usable_device(device)
         self.make_part = partial(DevicePart, self.device)

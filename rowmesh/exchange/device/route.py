@@ -163,10 +163,11 @@ class DeviceRoute(Route):
     groups: list[DeviceRouteGroup]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, batch: SparseBatch, groups: list[DeviceRouteGroup], outside: Tensor, refused: Tensor
+        self, batch: SparseBatch, groups: list[DeviceRouteGroup], outside: Tensor, refused: Tensor,
+        moment: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(batch, groups, None, _keep_nothing)  # pyright: ignore[reportArgumentType]
-        self.outside, self.refused = outside, refused
+        self.outside, self.refused, self._moment = outside, refused, moment
         self._is_checked = False
 
     def check_ids(self, outside: Sequence[int], rank: int) -> None:
@@ -193,7 +194,7 @@ class DeviceRoute(Route):
                 if table.out_of_range == "error":
                     refused.append(refused_ids(name, table, self.batch.ids[begin:end]))
         if refused:
-            raise refusal(rank, refused)
+            raise refusal(rank, refused, self._moment)
 
 
 def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:

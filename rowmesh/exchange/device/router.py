@@ -44,7 +44,9 @@ class DeviceRouter:
         self._substitutes = torch.tensor(rows, device=device)
         self._refuses = torch.tensor([table.out_of_range == "error" for table in tables], device=device)
 
-    def __call__(self, batch: SparseBatch, exchanges: Sequence[Any]) -> DeviceRoute:
+    def __call__(
+        self, batch: SparseBatch, exchanges: Sequence[Any], moment: tuple[int, int] | None = None
+    ) -> DeviceRoute:  # fmt: skip
         """Routes a batch; the host waits for nothing."""
         self._layouts.check(batch)
         batch = batch.routed(self._take)
@@ -60,7 +62,8 @@ class DeviceRouter:
         outside = torch.zeros_like(self._limits)
         rows = self._bound(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside)
         refused = (outside * self._refuses).sum(0, keepdim=True)
-        route = DeviceRoute(batch, [], outside, refused)  # first: it tells exchanges when it is gone, even half made
+        # First: it tells exchanges when it is gone, even half made.
+        route = DeviceRoute(batch, [], outside, refused, moment)
         place, first = 0, 0
         for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):
             own = slice(first, first + layout.num_ids)

@@ -158,7 +158,9 @@ def refuse_on_rank_1(mesh, how):
 def test_all_ranks_learn_of_a_refused_batch_before_anything_changes(ranks, how):
     first, second = ranks.run(refuse_on_rank_1, how)
     assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
-    assert second.startswith("IdRangeError: rank 1: feature 'b': 1 of 2 ids are outside table 'b'")
+    assert second.startswith(
+        "IdRangeError: rank 1, look-up 1 (after 0 steps): feature 'b': 1 of 2 ids are outside table 'b'"
+    )
 
 
 def out_of_step(mesh):
