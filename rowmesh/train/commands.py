@@ -30,20 +30,26 @@ from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
-from rowmesh.train.splits import check_split, check_training_splits
+from rowmesh.train.splits import check_same_data, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
 
-def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
+def run_training(config: Config, *, overwrite: bool = False, verify: bool = True) -> Metrics | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
-    Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process.
+    Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process. The data
+    that are read are those that lay in their folder at the start, on all ranks, whatever becomes of the folder.
+
+    Args:
+        config: what to train on what.
+        overwrite: whether a former run in the folder may be removed.
+        verify: whether the data are compared with their checksums.
     """
     if config.train.tensorboard:
         require_tensorboard()
     check_device(config)
-    data = Prepared.open(config.data.folder)
+    data = Prepared.open(config.data.folder, verify=verify)
     check_training_splits(config, data)
     run = RunFolder(Path(config.run.folder))
     with (
@@ -187,6 +193,7 @@ def _say_mapped(job: Job) -> None:
 @contextmanager
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement]) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
+    check_same_data(mesh, data)
     placement = on_rank_0(mesh, SETTING_UP, place)
     averages = config.parallel.synchronization == "average"
     check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from rowmesh.data import Prepared
+from rowmesh.data.window import SplitFile
 from rowmesh.errors import DataError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.suggest import hint
+from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, DataConfig
 
 
@@ -28,7 +32,7 @@ def check_split(data: Prepared, key: str, split: str) -> str:
 
 
 def check_training_splits(config: Config, data: Prepared) -> None:
-    """Raises DataError where a split that the configuration names does not exist.
+    """Raises DataError where a split that the configuration names does not exist, or its file is of no use.
 
     Only the default names of the validation split and the test split may be absent, where nothing needs them:
     data prepared without them can be trained on.
@@ -40,3 +44,16 @@ def check_training_splits(config: Config, data: Prepared) -> None:
         is_default = split == DataConfig.model_fields[role].default
         if is_needed or split in data.splits or not is_default:
             check_split(data, f"data.{role}", split)
+    for split in {config.data.train, config.data.validation, config.data.test} & set(data.splits):
+        SplitFile(data, split)  # now, not when a trained model waits for it
+
+
+def check_same_data(mesh: Mesh, data: Prepared) -> None:
+    """Raises DataError, on all ranks alike, where ranks have opened different data. Collective and blocking."""
+    identities = gather_objects(mesh, data.identity, SETTING_UP)
+    others = [str(rank) for rank, each in enumerate(identities) if each != identities[0]]
+    if others:
+        raise DataError(
+            f"{data.folder} holds other data on rank {', '.join(others)} than on rank 0: it was replaced while ranks "
+            "started, or hosts have different copies; start again, with the same data everywhere"
+        )
