@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError, DataError
@@ -19,6 +19,13 @@ MAX_ROWS = 2**31 - 1  # rows are stored as int32
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def check_optimum(scores: dict[str, float]) -> dict[str, float]:
+    """The scores of an optimum, if those are there that are shown."""
+    if lost := {"auc", "log_loss"} - set(scores):
+        raise ValueError(f"lacks {', '.join(sorted(lost))}")
+    return scores
 
 
 class _Section(BaseModel):
@@ -36,13 +43,7 @@ class _Table(_Section):
 class _Split(_Section):
     samples: Count
     positive_rate: Share
-    optimum: dict[str, Finite] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> _Split:
-        if self.optimum is not None and not {"auc", "log_loss"} <= set(self.optimum):
-            raise ValueError("optimum lacks auc or log_loss")
-        return self
+    optimum: Annotated[dict[str, Finite], AfterValidator(check_optimum)] | None = None
 
 
 class _Order(_Section):

@@ -1,6 +1,7 @@
 """Prepared data that are replaced, damaged or cut short while they are read, and metadata with anything in them."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,15 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+import tomli_w
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rowmesh.data import Loader, PlantedConfig, Prepared
+from rowmesh.data import Loader, PlantedConfig, Prepared, Schema
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.prepare import prepare
 from rowmesh.data.synthetic import synthesize
-from rowmesh.errors import DamagedFileError, DataError
+from rowmesh.errors import ConfigurationError, DamagedFileError, DataError
 from rowmesh.faults import arm
 from rowmesh.train.commands import run_training
 from rowmesh.train.export import export
@@ -396,6 +400,68 @@ def test_files_of_nothing_are_named(folder, name, content, verify):
         read_everything(Prepared.open(folder, verify=verify))
 
 
+@pytest.mark.parametrize("transform", ["log1p", "none"])
+@pytest.mark.parametrize("form", ["text", "parquet"])
+def test_only_finite_dense_values_are_taken(tmp_path, transform, form):
+    values = [1.0, -1.0, -5.0, -math.inf, math.inf, math.nan, None, -0.5, 1e308, 3.0]
+    table = pa.table({"y": [0.0, 1.0] * 5, "x": pa.array(values), "a": ["p"] * 10})
+    path, write = tmp_path / "train", {"text": pa_csv.write_csv, "parquet": pq.write_table}[form]
+    write(table, path)
+    schema = Schema(format=form, label="y", dense=("x",), dense_transform=transform, categorical=("a",))
+    data = prepare({"train": [path]}, tmp_path / "out", schema)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    header = form == "text"
+    large = [9] if transform == "none" else []  # past float32
+    assert [row["line"] for row in rows] == [line + header for line in [4, 5, 6, *large]]
+    assert all("not a finite number" in row["reason"] for row in rows)
+    dense = next(iter(Loader(data, "train", batch_size=10))).dense[:, 0].tolist()
+    if transform == "none":
+        assert dense == [1, -1, -5, 0, -0.5, 3]
+    else:
+        assert dense == pytest.approx([math.log(2), 0, 0, 0, 0, math.log1p(1e308), math.log(4)])
+
+
+PLAIN = Schema(label="y", categorical=("a",))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"y,a\r1,p\r0,q\r", "its lines end with a carriage return alone.*tr"),
+        (b"y,a\r1,p\n0,q\n", "the header is no line of text"),
+        (b"\x00\x01\x02y,a\n1,p\n", "the header holds bytes of value 0; is this a text file"),
+        (bytes(range(1, 256)) * 3 + b"\n1,p\n", r"train\.csv: "),
+        (b"x" * 200_000 + b"\n1,p\n", "the header is no line of text .*is this a text file"),
+        (b"y,a,a\n1,p,q\n", "the file names a more than once"),
+        (b"\n\n", "column 'y' is missing"),
+    ],
+)
+def test_files_that_are_no_csv_are_named(tmp_path, content, message):
+    path = tmp_path / "train.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare({"train": [path]}, tmp_path / "out", PLAIN)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
+def test_lines_that_end_with_carriage_returns_are_named_without_a_header_too(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_bytes(b"1,p\r0,q\r")
+    with pytest.raises(DataError, match=r"train\.csv: its lines end with a carriage return alone"):
+        prepare({"train": [path]}, tmp_path / "out", PLAIN.model_copy(update={"columns": ("y", "a")}))
+
+
+@pytest.mark.parametrize("twice", ["y", "a"])
+def test_a_column_that_parquet_has_twice_is_named(tmp_path, twice):
+    columns = {"y": pa.array([0, 1]), "a": pa.array(["p", "q"])}
+    table = pa.Table.from_arrays([*columns.values(), columns[twice]], [*columns, twice])
+    pq.write_table(table, tmp_path / "train.parquet")
+    schema = PLAIN.model_copy(update={"format": "parquet"})
+    with pytest.raises(DataError, match=rf"train\.parquet: the file names {twice} more than once"):
+        prepare({"train": [tmp_path / "train.parquet"]}, tmp_path / "out", schema)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -455,6 +521,53 @@ def test_metadata_with_anything_in_them_are_read_or_refused_by_name(original, tm
             assert str(folder) in str(error)  # noqa: PT017
 
     check()
+
+
+@given(st.data())
+def test_an_optimum_with_anything_in_it_is_read_or_refused_by_name(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("raw")
+    (folder / "train.csv").touch()
+    path = folder / "optimum.json"
+    values = {"test": {"samples": 5, "positive_rate": 0.25, "auc": 0.75, "log_loss": 0.5}}
+    mutate(data.draw, values)
+    text = json.dumps(values).encode()
+    path.write_bytes(text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text)
+    try:
+        DataSource.find([folder], "criteo")
+    except DataError as error:
+        assert str(path) in str(error)  # noqa: PT017
+
+
+@example("%d%d")
+@example("%")
+@example("\0")
+@given(st.text("%YmdHjzfGuV:. ", max_size=6))
+def test_a_time_format_of_anything_is_taken_or_refused(time_format):
+    values = {"name": "w", "derive": "weekday", "time_format": time_format}
+    try:
+        Schema.parse({"label": "y", "categorical": [values]})
+    except ConfigurationError as error:
+        assert "time_format" in str(error)  # noqa: PT017
+
+
+@given(st.data())
+def test_a_schema_with_anything_in_it_is_read_or_refused_by_name(tmp_path_factory, data):
+    values = {
+        "format": "text", "delimiter": ",", "quote": '"', "columns": ["y", "x", "a", "t"], "label": "y", "dense": ["x"],
+        "dense_transform": "log1p",
+        "categorical": ["a", {"name": "w", "column": "t", "derive": "weekday", "time_format": "%Y-%m-%d"}],
+    }  # fmt: skip
+    mutate(data.draw, values)
+    path = tmp_path_factory.mktemp("schema") / "schema.toml"
+    try:
+        text = tomli_w.dumps(values).encode()
+    except (TypeError, ValueError):
+        return  # TOML has no null
+    path.write_bytes(text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text)
+    try:
+        Schema.load(path)
+    except ConfigurationError as error:
+        assert str(path) in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize(
