@@ -13,7 +13,7 @@ class DataError(RowmeshError, ValueError):
     """Input data is malformed: names the file and line, or the feature, and the values."""
 
 
-class DamagedFileError(RowmeshError):
+class DamagedFileError(DataError):
     """A file does not hold what was written: names the file and the bytes."""
 
 

@@ -8,7 +8,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def train(config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter(negative="")] = False) -> None:
+def train(
+    config: Path,
+    /,
+    *overrides: str,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    no_verify: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
     """Train a model, evaluate it on the test split and write it to the run's folder.
 
     Alone it is one process; `torchrun --standalone --nproc-per-node 2 -m rowmesh.cli train …` makes it two.
@@ -21,8 +27,10 @@ def train(config: Path, /, *overrides: str, overwrite: Annotated[bool, Parameter
         Keys that replace those of the file, as in `train.epochs=2 tables.dim=32`.
     overwrite
         Replace the run that the folder holds, once the model of the new one is written.
+    no_verify
+        Do not compare the data with their checksums.
     """
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
-    run_training(resolve(config, overrides), overwrite=overwrite)
+    run_training(resolve(config, overrides), overwrite=overwrite, verify=not no_verify)

@@ -73,15 +73,3 @@ class Bijection:
     def save(self, path: Path) -> None:
         """Writes the rows of the span."""
         np.save(path, self.row_of_rank)
-
-    @staticmethod
-    def load(path: Path, first: int) -> Bijection:
-        """Reads what `save` wrote, memory-mapped.
-
-        Raises:
-            DataError: the file is missing or damaged.
-        """
-        try:
-            return Bijection(first, np.load(path, mmap_mode="r"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read ({error}); reorder the data again") from error

@@ -6,14 +6,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from rowmesh.data.prepared import SPLITS
+from pydantic import AfterValidator, AllowInfNan, Strict, TypeAdapter, ValidationError
+
+from rowmesh.data.metadata import SPLITS, check_optimum
 from rowmesh.data.schema import SCHEMAS, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA_FILE = "schema.toml"
 OPTIMUM_FILE = "optimum.json"
 NO_SCHEMA = f"name the columns with --schema: {', '.join(SCHEMAS)} or a TOML file"
+_OPTIMUM = TypeAdapter(
+    dict[str, Annotated[dict[str, Annotated[float, Strict(), AllowInfNan(False)]], AfterValidator(check_optimum)]]
+)
 OTHER_NAMES = {"dev": "validation", "val": "validation", "eval": "validation", "holdout": "test", "held": "test"}
 """How files of splits are called elsewhere, and what they are called here."""
 
@@ -93,4 +99,13 @@ def _schema_file(folder: Path) -> Path:
 
 def _read_optimum(folder: Path) -> dict[str, dict[str, float]]:
     path = folder / OPTIMUM_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return _OPTIMUM.validate_python(json.loads(path.read_bytes()))
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = ".".join(str(part) for part in item["loc"] if part != "[key]") or "the file"
+        raise DataError(f"{path}: {key}: {item['msg']}; draw the data again, or remove the file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); draw the data again, or remove the file") from error

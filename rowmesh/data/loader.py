@@ -1,4 +1,4 @@
-"""Loader: the batches of one rank, in a reproducible order, from memory-mapped data."""
+"""Loader: the batches of one rank, in a reproducible order, from data of any size."""
 
 from __future__ import annotations
 
@@ -92,12 +92,13 @@ class Loader:
             )
         self.prepared = folder if isinstance(folder, Prepared) else Prepared.open(folder)
         self.split = split
+        self.prepared.split_path(split)  # which refuses a split that does not exist
+        if self.num_samples == 0:
+            raise DataError(f"{self.prepared.folder}: split {split!r} has no samples; prepare the data again")
         self._file = SplitFile(self.prepared, split)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.prefetch, self.window_blocks = prefetch, window_blocks
-        if self.num_samples == 0:
-            raise DataError(f"{self.prepared.folder}: split {split!r} has no samples; prepare the data again")
         self.epoch = 0
         self.waited_s = 0.0
         """How long iterating has waited for batches that were not ready, in total."""

@@ -28,6 +28,7 @@ from rowmesh.data.prepared import (
     Table,
     arrow_schema,
     counts_path,
+    split_file,
     vocabulary_path,
     write_vocabulary,
 )
@@ -39,6 +40,7 @@ from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.files.checksums import Checksums
 from rowmesh.files.folder import replacing_folder
 
 QUARANTINE = "quarantine.jsonl"
@@ -91,7 +93,8 @@ def prepare(
         optimum=optimum,
         block_samples=block_samples,
     )
-    with replacing_folder(out, kind=PREPARED, request=request, overwrite=overwrite) as folder:
+    sums: dict[str, Checksums] = {}
+    with replacing_folder(out, kind=PREPARED, request=request, overwrite=overwrite, checksums=sums) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
         with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
             coder = Coder(schema, multi_hot_features(files, schema), quarantine, progress)
@@ -101,12 +104,13 @@ def prepare(
         rankings = _rank(parts, coder.vocabularies, min_count, progress)
         _save_rankings(folder, rankings, coder.vocabularies)
         kinds = arrow_schema(schema, coder.multi_hot)
-        paths = {name: folder / f"{name}.arrow" for name in parts.splits}
+        paths = {name: folder / split_file(name) for name in parts.splits}
         with contextlib.ExitStack() as stack:
             writers = {
                 name: stack.enter_context(SplitWriter(path, kinds, block_samples)) for name, path in paths.items()
             }
             tallies = _write_splits(parts, rankings, writers, progress)
+        sums.update({split_file(name): writer.checksums for name, writer in writers.items()})
         for source in sources.values():
             source.path.unlink()
         Prepared(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from rowmesh.data.bijection import Bijection
+from rowmesh.data.metadata import FORMAT_VERSION as FORMAT_VERSION
+from rowmesh.data.metadata import SPLITS as SPLITS
+from rowmesh.data.metadata import check, parse_json
+from rowmesh.data.pinned import PinnedFolder
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
 from rowmesh.suggest import hint
@@ -21,9 +26,7 @@ METADATA = "metadata.json"
 PREPARED = "prepared data"
 """What the manifest of a prepared folder says that it is."""
 
-FORMAT_VERSION = 1
 BLOCK_SAMPLES = 16_384
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,9 @@ class Split:
 class Prepared:
     """A prepared data set.
 
+    What `open` gave reads the data as they were then: a folder that is renamed, removed or replaced meanwhile changes
+    nothing for the splits, and other files of it are refused when they are read.
+
     Attributes:
         folder: where it lies.
         schema: what it was read with.
@@ -93,42 +99,83 @@ class Prepared:
     rowmesh_version: str
     sources: dict[str, list[str]]
     reordering: Mapping[str, Any] | None = None
+    _pinned: PinnedFolder | None = field(default=None, init=False, repr=False, compare=False)
 
     @staticmethod
-    def open(folder: str | Path) -> Prepared:
-        """Reads the metadata of a prepared folder.
+    def open(folder: str | Path, *, verify: bool = True) -> Prepared:
+        """Reads the metadata of a prepared folder, and opens its splits.
+
+        Args:
+            folder: what `rowmesh data prepare` wrote.
+            verify: whether all that is read, from now on too, is compared with the checksums that preparation left.
+                Folders of earlier versions have none.
 
         Raises:
-            DataError: the folder was not written by `rowmesh data prepare`, or by another version's format.
+            DataError: the folder was not written by `rowmesh data prepare`, or by another version's format; or a file
+                of it is damaged or malformed: names file and key.
         """
         folder = Path(folder)
-        try:
-            values = json.loads((folder / METADATA).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{folder} holds no prepared data set ({METADATA} is missing); "
-                f"run: rowmesh data prepare INPUT --out {folder}"
-            ) from error
-        except ValueError as error:
-            raise DataError(f"{folder / METADATA}: not valid JSON ({error}); prepare the data again") from error
-        version = values.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise DataError(
-                f"{folder}: prepared in format {version}, this rowmesh reads format {FORMAT_VERSION}; "
-                "prepare the data again"
-            )
-        return Prepared(
+        files = _pinned_folder(folder, verify)
+        if (text := files.find(METADATA)) is None:
+            raise _not_prepared(folder)
+        values = parse_json(text, folder / METADATA)
+        files.whole(METADATA)  # now that it is known that this version reads them
+        schema = check(values, folder / METADATA)
+        del values["format_version"]
+        prepared = Prepared(
             **values
             | {
                 "folder": folder,
-                "schema": Schema.parse(values["schema"]),
+                "schema": schema,
                 "tables": tuple(Table(**table) for table in values["tables"]),
                 "splits": {name: Split(**split) for name, split in values["splits"].items()},
             }
         )
+        object.__setattr__(prepared, "_pinned", files)
+        prepared._pin()
+        return prepared
+
+    @property
+    def files(self) -> PinnedFolder:
+        """The files, as they were when this was opened."""
+        if self._pinned is None:  # made here, not opened: whoever reads first opens
+            object.__setattr__(self, "_pinned", _pinned_folder(self.folder, verify=True))
+            self._pin()
+        assert self._pinned is not None
+        return self._pinned
+
+    @property
+    def verification(self) -> str:
+        """Why what is read is not verified, in words; "" where it is."""
+        if self.files.is_verified:
+            return ""
+        if self.files.has_checksums:
+            return "not verified, as asked for"
+        return "not verified: an earlier version prepared them, without checksums"
+
+    @property
+    def identity(self) -> str:
+        """A digest of what the data are, the same for copies of a folder; with checksums, of every byte of them."""
+        facts = {key: value for key, value in self._values().items() if key not in ("rowmesh_version", "sources")}
+        sums = {
+            name: each.to_json() for name, each in self.files.checksums.items() if name.endswith((".arrow", ".npy"))
+        }
+        return xxhash.xxh3_128_hexdigest(json.dumps([facts, sums], sort_keys=True).encode())
+
+    def _pin(self) -> None:
+        others = [
+            str(path(Path(), table.name))
+            for path in (counts_path, vocabulary_path, bijection_path)
+            for table in self.tables
+        ]
+        self.files.pin([split_file(split) for split in self.splits], others)
 
     def save(self) -> None:
         """Writes the metadata into the folder."""
+        (self.folder / METADATA).write_text(json.dumps(self._values(), indent=1) + "\n", encoding="utf-8")
+
+    def _values(self) -> dict[str, Any]:
+        """The metadata as plain values."""
         values = {
             "format_version": FORMAT_VERSION,
             "rowmesh_version": self.rowmesh_version,
@@ -142,7 +189,7 @@ class Prepared:
         }
         if self.reordering is not None:
             values["reordering"] = self.reordering
-        (self.folder / METADATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        return values
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -171,20 +218,27 @@ class Prepared:
             raise DataError(
                 f"{self.folder} has no split {split!r}, only: {', '.join(self.splits)}{hint(split, self.splits)}"
             )
-        return self.folder / f"{split}.arrow"
+        return self.folder / split_file(split)
 
     def counts(self, name: str) -> NDArray[np.int64]:
         """How often each row of a table occurs in the training split, `[num_rows]`, memory-mapped.
 
         Non-increasing up to the rare row, which is last and holds the sum of the rare ids, but for `unordered_rows`.
+
+        Raises:
+            DataError: the file is missing, damaged, of another table, or was replaced since the data set was opened.
         """
-        return np.load(counts_path(self.folder, self.table(name).name), mmap_mode="r")
+        table = self.table(name)
+        return self.files.array(str(counts_path(Path(), name)), np.int64, table.num_rows)
 
     def vocabulary(self, name: str) -> pa.Array:
-        """The value of each row but the rare one, memory-mapped; null stands for missing."""
-        with pa.memory_map(str(vocabulary_path(self.folder, self.table(name).name))) as file:
-            values = pa.ipc.open_file(file).read_all().column("value")
-        return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies even one
+        """The value of each row but the rare one, memory-mapped; null stands for missing.
+
+        Raises:
+            DataError: see `counts`.
+        """
+        table = self.table(name)
+        return self.files.column(str(vocabulary_path(Path(), name)), table.num_rows - 1)
 
     def unordered_rows(self, name: str) -> range:
         """The rows of a table that are in order of communities; all others but the rare row are by frequency."""
@@ -197,16 +251,21 @@ class Prepared:
         `bijection(name).ranks(rows)` is its inverse.
 
         Raises:
-            DataError: the file is missing, damaged, or of another table.
+            DataError: the file is missing, damaged, of another table, or was replaced since the data set was opened.
         """
         rows = self.unordered_rows(name)
         if not rows:
             return Bijection()
-        path = bijection_path(self.folder, name)
-        bijection = Bijection.load(path, rows.start)
-        if bijection.span != rows:
-            raise DataError(f"{path}: has {len(bijection.span)} ids instead of {len(rows)}; reorder the data again")
-        return bijection
+        row_of_rank = self.files.array(str(bijection_path(Path(), name)), np.int32, len(rows))
+        try:
+            return Bijection(rows.start, row_of_rank)
+        except DataError as error:
+            raise DataError(f"{bijection_path(self.folder, name)}: {error}; reorder the data again") from error
+
+
+def split_file(split: str) -> str:
+    """The name of a split's file."""
+    return f"{split}.arrow"
 
 
 def counts_path(folder: Path, name: str) -> Path:
@@ -242,6 +301,21 @@ def _file_name(feature: str) -> str:
 
 def _escaped(character: str) -> str:
     return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def _pinned_folder(folder: Path, verify: bool) -> PinnedFolder:
+    try:
+        return PinnedFolder(folder, verify=verify)
+    except FileNotFoundError as error:
+        raise _not_prepared(folder) from error
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be opened as a prepared data set ({error.strerror})") from error
+
+
+def _not_prepared(folder: Path) -> DataError:
+    return DataError(
+        f"{folder} holds no prepared data set ({METADATA} is missing); run: rowmesh data prepare INPUT --out {folder}"
+    )
 
 
 def arrow_schema(schema: Schema, multi_hot: Sequence[bool]) -> pa.Schema:

@@ -63,7 +63,7 @@ def total_size(path: Path, schema: Schema) -> int:
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
-    """The dense transform: log(1 + max(x, 0)) or the value itself.
+    """The dense transform: log(1 + max(x, 0)) or the value itself. What is not finite is for the caller to refuse.
 
     >>> transform_dense(np.array([-2.0, 0.0, np.e - 1]), "log1p").tolist()
     [0.0, 0.0, 1.0]
@@ -126,7 +126,8 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults) -> NDA
         numbers = _numbers(column, name, faults)
         missing = _missing(column)
         values = transform_dense(numbers, schema.dense_transform)
-        faults.add(np.flatnonzero(~np.isfinite(values) & ~missing), name, column, "not a finite number")
+        is_finite = np.isfinite(numbers) & np.isfinite(values)  # log1p makes 0 of −∞; float32 makes ∞ of 1e39
+        faults.add(np.flatnonzero(~is_finite & ~missing), name, column, "not a finite number")
         dense[:, i] = np.where(missing, 0, values)
     return dense
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -113,6 +114,8 @@ class Schema(BaseModel):
         if twice:
             raise ValueError(f"named more than once: {', '.join(twice)}; give each feature its own name")
         if self.columns:
+            if twice := sorted({name for name in self.source_columns if self.columns.count(name) > 1}):
+                raise ValueError(f"columns: {', '.join(twice)} more than once; give each column its own name")
             for column in self.source_columns:
                 if column not in self.columns:
                     raise ValueError(f"column {column!r} is not among columns{hint(column, self.columns)}")
@@ -169,7 +172,9 @@ class Schema(BaseModel):
 def _check_time_format(time_format: str) -> None:
     try:
         datetime.datetime.strptime("", time_format)
-    except ValueError as error:  # also raised because "" is no such time
+    except re.error:  # strptime makes a pattern of it
+        raise ValueError(f"time_format: {time_format!r} has a directive twice") from None
+    except (ValueError, IndexError) as error:  # also raised because "" is no such time
         if "does not match" not in str(error):
             raise ValueError(f"time_format: {error}; for seconds since 1970 write {UNIX_TIME!r}") from error
 

@@ -14,6 +14,8 @@ from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
 from rowmesh.suggest import hint
 
+MAX_SHOWN = 1000
+
 
 @dataclass(frozen=True)
 class RawTable:
@@ -33,9 +35,17 @@ class RawTable:
 
 
 def check_columns(path: Path, schema: Schema, found: Sequence[str]) -> None:
-    """Raises DataError, naming the columns, where the file lacks one that the schema reads."""
+    """Raises DataError, naming the columns, where the file lacks one that the schema reads, or has it twice."""
     for column in schema.source_columns:
         if column not in found:
             is_whole_line = schema.format == "text" and len(found) == 1
             suggestion = f"; is the delimiter {schema.delimiter!r} right?" if is_whole_line else hint(column, found)
-            raise DataError(f"{path}: column {column!r} is missing{suggestion} (the file has: {', '.join(found)})")
+            raise DataError(f"{path}: column {column!r} is missing{suggestion} (the file has: {_shown(found)})")
+    if twice := sorted({name for name in schema.source_columns if found.count(name) > 1}):
+        raise DataError(f"{path}: the file names {', '.join(twice)} more than once; rename one of them, or drop it")
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Some names, without what a terminal would take for commands."""
+    text = ", ".join(name if name.isprintable() else repr(name) for name in names)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

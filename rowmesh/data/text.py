@@ -35,6 +35,7 @@ def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[Ra
     for block, position in _line_blocks(path):
         if line == 1:
             block = block.removeprefix(BYTE_ORDER_MARK)
+            _check_line_ends(path, block)
         if not names:
             header, _, block = block.partition(b"\n")
             names, line = _header(path, header, schema), 2
@@ -55,7 +56,8 @@ def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                     rest = b""
                 rest += data[cut:]
                 if len(rest) > MAX_LINE_BYTES:
-                    raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES} bytes; is this a text file?")
+                    ends = "; its lines end with a carriage return alone" if b"\r" in rest else ""
+                    raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES} bytes{ends}; is this a text file?")
             if rest:
                 yield rest + b"\n", raw.tell()
     except (pa.ArrowInvalid, OSError) as error:
@@ -64,12 +66,23 @@ def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def _header(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
     text = header.decode("utf-8", "backslashreplace").rstrip("\r")
-    names = next(_csv_rows(text, schema), [])
+    if "\0" in text:
+        raise DataError(f"{path}: the header holds bytes of value 0; is this a text file?")
+    try:
+        names = next(_csv_rows(text, schema), [])
+    except csv.Error as error:
+        raise DataError(f"{path}: the header is no line of text ({error}); is this a text file?") from error
     check_columns(path, schema, names)
-    twice = sorted({name for name in schema.source_columns if names.count(name) > 1})
-    if twice:
-        raise DataError(f"{path}: the header names {', '.join(twice)} more than once; rename one of them")
     return tuple(names)
+
+
+def _check_line_ends(path: Path, block: bytes) -> None:
+    """Raises DataError where the first block of a file ends its lines in a way that is not read."""
+    if block.count(b"\n") == 1 and block.rstrip(b"\r\n").count(b"\r"):  # the one that was added at the end
+        raise DataError(
+            f"{path}: its lines end with a carriage return alone, so that it is one line; convert it, as in: "
+            f"tr '\\r' '\\n' < {path.name}"
+        )
 
 
 def _csv_rows(text: str, schema: Schema, *, strict: bool = False) -> Iterator[list[str]]:

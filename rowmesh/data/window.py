@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowmesh.data.prepared import Prepared
+from rowmesh.data.prepared import Prepared, arrow_schema, split_file
 from rowmesh.errors import DataError
+from rowmesh.faults import reach
+from rowmesh.files.verified import PositionedReader
 from rowmesh.ops.compiled import compiled
 
 
@@ -41,20 +44,39 @@ class Window:
 
 
 class SplitFile:
-    """The memory-mapped Arrow file of one split."""
+    """The Arrow file of one split, mapped, and verified as it is read.
+
+    What is handed out has been checked: the columns, how many rows a record batch has, the bounds of lists, and that
+    ids are rows of their tables. So nothing that follows can read or write where it must not.
+
+    Raises:
+        DataError: the file cannot be read as Arrow, or is not of this data set.
+    """
 
     def __init__(self, prepared: Prepared, split: str) -> None:
-        path = prepared.split_path(split)
-        self._num_dense = prepared.num_dense
-        self._multi_hot = [table.multi_hot for table in prepared.tables]
-        self._map, self._reader = _open(path)
+        self.path = prepared.split_path(split)
+        self._tables, self._num_dense = prepared.tables, prepared.num_dense
+        self._num_samples, self._block_samples = prepared.splits[split].samples, prepared.block_samples
+        self._file = prepared.files.open(split_file(split))
+        self._source = PositionedReader(self._file)
+        self._lock = threading.Lock()  # of the reader's position
+        self._source.copies = True  # the index of record batches, which is used without being read again
+        with self._reading():
+            self._reader = pa.ipc.open_file(pa.PythonFile(self._source, mode="r"))
+            self.schema = self._reader.schema
+            self.num_blocks = self._reader.num_record_batches
+        self._source.copies = False
+        self._check_file(arrow_schema(prepared.schema, [table.multi_hot for table in prepared.tables]))
+        self._checked = np.full(self.num_blocks, -1, np.int32)
+        """Of which generation of the file each record batch was checked."""
 
     def window(self, blocks: Sequence[int] | NDArray[np.integer]) -> Window:
         """Copies some blocks into memory, one sequential read for each."""
-        batches = [self._reader.get_batch(int(block)) for block in blocks]
+        reach("data.window", self.path)
+        batches = [self.block(int(block)) for block in blocks]
         first_feature = 1 + self._num_dense
         columns = list(zip(*(batch.columns for batch in batches), strict=True))
-        features = list(zip(self._multi_hot, columns[first_feature:], strict=True))
+        features = list(zip([table.multi_hot for table in self._tables], columns[first_feature:], strict=True))
         num_samples = sum(batch.num_rows for batch in batches)
         return Window(
             labels=_stack(columns[:1], num_samples, np.float32)[0],
@@ -63,13 +85,84 @@ class SplitFile:
             bags=tuple(_bags(parts) for is_list, parts in features if is_list),
         )
 
+    def block(self, number: int) -> pa.RecordBatch:
+        """One record batch, in the map, checked.
 
-def _open(path: Path) -> tuple[pa.MemoryMappedFile, pa.ipc.RecordBatchFileReader]:
-    try:
-        file = pa.memory_map(str(path))
-        return file, pa.ipc.open_file(file)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path}: cannot be read as Arrow ({error}); prepare the data again") from error
+        Raises:
+            DataError: the record batch is not what preparation writes; names the feature.
+            DamagedFileError: the file is not what was written.
+        """
+        with self._lock, self._reading():
+            batch = self._reader.get_batch(number)
+        if self._checked[number] != self._file.generation:
+            self._check(batch, number)
+            self._checked[number] = self._file.generation
+        return batch
+
+    def _size(self, block: int) -> int:
+        return min(self._num_samples - block * self._block_samples, self._block_samples)
+
+    def _check(self, batch: pa.RecordBatch, number: int) -> None:
+        """Refuses what copying would trust."""
+        where = f"record batch {number}"
+        with self._reading():
+            batch.validate()  # that buffers are as long as they should be
+        if batch.num_rows != self._size(number):
+            raise self._refusal(f"{where} has {batch.num_rows:,} samples, not {self._size(number):,}")
+        for name, column in zip(self.schema.names, batch.columns, strict=True):
+            if column.null_count:
+                raise self._refusal(f"{where}: {name!r} has {column.null_count:,} missing values")
+        for table, column in zip(self._tables, batch.columns[1 + self._num_dense :], strict=True):
+            if table.multi_hot:
+                self._check_lists(f"{where}, feature {table.name!r}", column)
+            ids = column.values if table.multi_hot else column
+            self._check_ids(f"{where}, feature {table.name!r}", ids.to_numpy(), table.num_rows)
+
+    def _check_file(self, expected: pa.Schema) -> None:
+        found = self.schema
+        if found.names != expected.names or not all(map(_is_alike, found.types, expected.types)):
+            raise self._refusal(f"its columns are not those of the data set: {_shown(found)}")
+        num_blocks = -(-self._num_samples // self._block_samples)
+        if self.num_blocks != num_blocks:
+            raise self._refusal(
+                f"has {self.num_blocks:,} record batches, not {num_blocks:,} for {self._num_samples:,} samples"
+            )
+
+    def _check_lists(self, where: str, column: pa.ListArray) -> None:
+        offsets, num_ids = column.offsets.to_numpy(), len(column.values)
+        if column.values.null_count:
+            raise self._refusal(f"{where}: lists have missing ids")
+        if offsets[0] < 0 or offsets[-1] > num_ids or (offsets[1:] < offsets[:-1]).any():
+            raise self._refusal(f"{where}: the bounds of its lists do not rise from 0 to {num_ids:,}")
+
+    def _check_ids(self, where: str, ids: NDArray[np.int32], num_rows: int) -> None:
+        if len(ids) and int(ids.view(np.uint32).max()) >= num_rows:  # ids below 0 are large then
+            wrong = ids[(ids < 0) | (ids >= num_rows)]
+            raise self._refusal(
+                f"{where}: {len(wrong):,} ids are no rows of its table, the first of them {wrong[0]}; rows are 0 to "
+                f"{num_rows - 1:,}"
+            )
+
+    def _refusal(self, what: str) -> DataError:
+        return DataError(f"{self.path}: {what}; prepare the data again")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self.path}: cannot be read as Arrow ({error}); prepare the data again") from error
+
+
+def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
+    """Whether two types are the same, whatever the items of lists are called."""
+    if pa.types.is_list(found) and pa.types.is_list(expected):
+        return found.value_type == expected.value_type
+    return found == expected
+
+
+def _shown(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in list(schema)[:5]) + (", …" if len(schema) > 5 else "")
 
 
 def _stack(columns: Sequence[Sequence[pa.Array]], num_samples: int, dtype: type) -> NDArray:
@@ -81,9 +174,11 @@ def _stack(columns: Sequence[Sequence[pa.Array]], num_samples: int, dtype: type)
 
 
 def _bags(parts: Sequence[pa.ListArray]) -> Bags:
-    lengths = [np.diff(part.offsets.to_numpy()) for part in parts]
-    offsets = np.concatenate([[0], np.concatenate(lengths).cumsum(dtype=np.int64)])
-    return Bags(np.concatenate([part.flatten().to_numpy() for part in parts]), offsets)
+    bounds = [part.offsets.to_numpy() for part in parts]
+    lengths = np.concatenate([np.diff(each) for each in bounds])
+    offsets = np.concatenate([[0], lengths.cumsum(dtype=np.int64)])
+    ids = [part.values.to_numpy()[each[0] : each[-1]] for part, each in zip(parts, bounds, strict=True)]
+    return Bags(np.concatenate(ids), offsets)
 
 
 @compiled(nogil=True)

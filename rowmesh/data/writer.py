@@ -8,6 +8,11 @@ from typing import Self
 
 import pyarrow as pa
 
+from rowmesh.files.checksums import Checksums, ChecksumWriter
+
+CHECKSUM_BYTES = 1 << 19
+"""Less than a record batch, so that reading record batches in any order verifies little that is not read."""
+
 
 class SplitWriter:
     """Writes rows as uncompressed Arrow IPC, `block_samples` to a record batch, so that a position in the
@@ -20,7 +25,8 @@ class SplitWriter:
         self.block_samples = block_samples
         self.schema = schema
         self.num_samples = 0
-        self._file = path.open("wb", buffering=1 << 20)  # a Python file, so that a full disk keeps its errno
+        # A Python file, so that a full disk keeps its errno.
+        self._file = ChecksumWriter(path.open("wb", buffering=1 << 20), CHECKSUM_BYTES)
         self._writer = pa.ipc.new_file(self._file, schema)
         self._pending: list[pa.RecordBatch] = []
         self._num_pending = 0
@@ -50,6 +56,11 @@ class SplitWriter:
             self._pending, self._num_pending = [], 0
         self._writer.close()
         self._file.close()
+
+    @property
+    def checksums(self) -> Checksums:
+        """Of the file, once it is closed."""
+        return self._file.checksums()
 
     def abandon(self) -> None:
         """Closes the file as it is; does nothing after `close`."""

@@ -90,6 +90,15 @@ class ChecksumWriter:
         """Flushes the file."""
         self._file.flush()
 
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return self._file.closed
+
     def checksums(self) -> Checksums:
         """Of all that was written so far."""
         rest = (self._open.hexdigest(),) if self._open_bytes else ()

@@ -13,12 +13,20 @@ from typing import Any
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_file, sync_folder
+from rowmesh.files.checksums import Checksums, checksums_of
 from rowmesh.files.lock import exclusive
 from rowmesh.files.manifest import MANIFEST, Manifest, contents
 
 
 @contextlib.contextmanager
-def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], overwrite: bool) -> Iterator[Path]:
+def replacing_folder(
+    target: Path,
+    *,
+    kind: str,
+    request: Mapping[str, Any],
+    overwrite: bool,
+    checksums: dict[str, Checksums] | None = None,
+) -> Iterator[Path]:
     """A temporary folder beside `target`, which takes its place if the block ends without an error.
 
     On any error or interruption the temporary folder is removed and what stood at `target` stays. After a
@@ -32,6 +40,8 @@ def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], ove
         kind: what the folder is, for its manifest.
         request: what was asked for, for its manifest.
         overwrite: replace a folder that is not empty.
+        checksums: where given, the manifest gets checksums of all files: those that the block puts in here by name,
+            and of other files those that are read here.
 
     Raises:
         RowmeshError: the target is not empty and `overwrite` is not given or something else is in it, another
@@ -51,7 +61,9 @@ def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], ove
             partial.mkdir()
             Manifest(kind=kind).write(partial)
             yield partial
-            Manifest(kind=kind, request=request, files=tuple(contents(partial))).write(partial)
+            files = contents(partial)
+            sums = {} if checksums is None else _completed(checksums, partial, files)
+            Manifest(kind=kind, request=request, files=tuple(files), checksums=sums).write(partial)
             _sync(partial)
             _check_free(target, kind, overwrite)  # much time may have passed
             if target.exists():
@@ -67,6 +79,11 @@ def replacing_folder(target: Path, *, kind: str, request: Mapping[str, Any], ove
         finally:
             _restore(old, target)
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _completed(known: Mapping[str, Checksums], folder: Path, files: list[str]) -> dict[str, Checksums]:
+    """Checksums of all files but the manifest, which is written after them."""
+    return {name: known.get(name) or checksums_of(folder / name) for name in files if name != MANIFEST}
 
 
 def _sync(folder: Path) -> None:

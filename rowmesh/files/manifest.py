@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from rowmesh.errors import DataError
 from rowmesh.files.atomic import write_text
+from rowmesh.files.checksums import Checksums
 
 MANIFEST = "manifest.json"
 _SIGNATURE = "rowmesh"
+_OWN_SUM = "xxh3_64"
 MAX_SHOWN = 200
 _ABSENT = object()
 
@@ -25,31 +30,81 @@ class Manifest:
         kind: what the folder is, such as "prepared data".
         request: what was asked for: files, options, formats; plain JSON values.
         files: every file of the folder; empty while it is being written.
+        checksums: of some of the files, or all: what they are to hold.
     """
 
     kind: str
     request: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    checksums: Mapping[str, Checksums] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
         """The manifest of a folder; None where rowmesh did not write the folder."""
         try:
-            values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            if values["written_by"] != _SIGNATURE:
-                return None
-            kind, request, files = values["kind"], values["request"], values["files"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no such file, or one of something else
+            return Manifest.parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+        except (OSError, DataError):  # no such file, or one of something else
             return None
-        is_ours = isinstance(kind, str) and isinstance(request, dict) and isinstance(files, list)
-        if not is_ours or not all(isinstance(name, str) for name in files):
-            return None
-        return Manifest(kind=kind, request=request, files=tuple(files))
+
+    @staticmethod
+    def parse(text: bytes, path: Path) -> Manifest:
+        """What the bytes of a `manifest.json` say.
+
+        Args:
+            text: the bytes.
+            path: the file, for messages.
+
+        Raises:
+            DataError: they are no manifest, or not what was written; names the key.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not valid JSON ({error})") from None
+        if not isinstance(values, dict) or values.get("written_by") != _SIGNATURE:
+            raise DataError(f"{path}: written_by is not {_SIGNATURE!r}: something else wrote this file")
+        files = _checked(path, values, "files", list if isinstance(values.get("files"), list) else dict)
+        if not all(isinstance(name, str) for name in files):
+            raise DataError(f"{path}: files: not all of them are names")
+        checksums = {name: sums for name, sums in files.items() if sums} if isinstance(files, dict) else {}
+        manifest = Manifest(
+            kind=_checked(path, values, "kind", str),
+            request=_checked(path, values, "request", dict),
+            files=tuple(files),
+            checksums={name: _parse_checksums(path, name, sums) for name, sums in checksums.items()},
+        )
+        if values.pop(_OWN_SUM, None) not in (None, _own_sum(values)):
+            raise DataError(f"{path} is damaged: {_OWN_SUM} is not that of the other keys")
+        return manifest
 
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""
-        values = {"written_by": _SIGNATURE, "kind": self.kind, "request": self.request, "files": self.files}
-        write_text(folder / MANIFEST, json.dumps(values, indent=1) + "\n")
+        sums = {name: self.checksums[name].to_json() if name in self.checksums else None for name in self.files}
+        values = {"written_by": _SIGNATURE, "kind": self.kind, "request": self.request}
+        values["files"] = sums if self.checksums else list(self.files)
+        text = json.dumps({**values, _OWN_SUM: _own_sum(values)}, indent=1)
+        write_text(folder / MANIFEST, text + "\n")
+
+
+def _own_sum(values: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's other keys, whatever they are formatted like."""
+    plain = json.loads(json.dumps(values))  # keys that are no strings become some before they are sorted
+    return xxhash.xxh3_64_hexdigest(json.dumps(plain, sort_keys=True).encode())
+
+
+def _checked(path: Path, values: Mapping[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(values.get(key), kind):
+        what = f"is {_short(values[key])}, not a {kind.__name__}" if key in values else "is missing"
+        raise DataError(f"{path}: {key} {what}")
+    return values[key]
+
+
+def _parse_checksums(path: Path, name: str, values: Any) -> Checksums:
+    try:
+        return Checksums.from_json(values)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise DataError(f"{path}: files.{name}: no checksums ({what})") from None
 
 
 def contents(folder: Path) -> list[str]:

@@ -34,20 +34,26 @@ from rowmesh.train.report import describe, describe_training, results, warn_of_s
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
-from rowmesh.train.splits import check_file, check_split, check_training_splits
+from rowmesh.train.splits import check_same_data, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
 
-def run_training(config: Config, *, overwrite: bool = False) -> Metrics | None:
+def run_training(config: Config, *, overwrite: bool = False, verify: bool = True) -> Metrics | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
-    Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process.
+    Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process. The data
+    that are read are those that lay in their folder at the start, on all ranks, whatever becomes of the folder.
+
+    Args:
+        config: what to train on what.
+        overwrite: whether a former run in the folder may be removed.
+        verify: whether the data are compared with their checksums.
     """
     if config.train.tensorboard:
         require_tensorboard()
     check_device(config)
-    data = Prepared.open(config.data.folder)
+    data = Prepared.open(config.data.folder, verify=verify)
     check_training_splits(config, data)
     run = RunFolder(Path(config.run.folder))
     with (
@@ -93,7 +99,7 @@ def run_evaluation(
         raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
     config = resolve(run.config, overrides)
     manifest = checkpoint.read_manifest(run.model)
-    data = Prepared.open(config.data.folder)
+    data = Prepared.open(config.data.folder, verify=verify)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     check_file(data, split)
     with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
@@ -205,6 +211,7 @@ def _say_mapped(job: Job) -> None:
 @contextmanager
 def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
     """Rank 0 reads or makes the plan for all: files may be on its host alone."""
+    check_same_data(mesh, data)
     reach("train.plan")
     placement = on_rank_0(mesh, SETTING_UP, place, Placement)
     averages = config.parallel.synchronization == "average"

@@ -129,7 +129,8 @@ def _device(job: Job) -> str:
 def _data(job: Job) -> str:
     splits = ", ".join(f"{name} {split.samples:,}" for name, split in job.data.splits.items())
     features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
-    return f"{job.data.folder}: {splits} samples; {features}"
+    unverified = f"; {job.data.verification}" if job.data.verification else ""
+    return f"{job.data.folder}: {splits} samples; {features}{unverified}"
 
 
 def _group(group: Any, tiers: Tiers) -> str:

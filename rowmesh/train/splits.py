@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
-
 from rowmesh.data import Prepared
-from rowmesh.data.prepared import METADATA, arrow_schema
+from rowmesh.data.window import SplitFile
 from rowmesh.errors import DataError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.suggest import hint
+from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, DataConfig
 
 
@@ -31,47 +32,40 @@ def check_split(data: Prepared, key: str, split: str) -> str:
 
 
 def check_training_splits(config: Config, data: Prepared) -> None:
-    """Raises DataError where a split that the configuration names does not exist, or the run cannot read it in the end.
+    """Raises DataError where a split that the configuration names does not exist, or its file is of no use.
 
     Only the default names of the validation split and the test split may be absent, where nothing needs them:
     data prepared without them can be trained on.
     """
-    check_file(data, check_split(data, "data.train", config.data.train))
+    check_split(data, "data.train", config.data.train)
     needed = {"validation": config.train.eval_every > 0, "test": False}
-    read = {"validation": config.train.eval_every > 0, "test": True}
     for role, is_needed in needed.items():
         split = getattr(config.data, role)
         is_default = split == DataConfig.model_fields[role].default
         if is_needed or split in data.splits or not is_default:
             check_split(data, f"data.{role}", split)
-            if read[role]:
-                check_file(data, split)
+    for split in {config.data.train, config.data.validation, config.data.test} & set(data.splits):
+        check_file(data, split)  # now, not when a trained model waits for it
 
 
 def check_file(data: Prepared, split: str) -> None:
-    """Compares head and foot of a split's file with the metadata; reads no more, however large it is.
+    """Opens a split's file and reads its first and last record batch, however large it is.
 
     Raises:
         DataError: it is missing, cut or of other data.
+        DamagedFileError: it is not what was written.
     """
-    path = data.split_path(split)
-    try:
-        with pa.memory_map(str(path)) as file:
-            problem = _mismatch(pa.ipc.open_file(file), data, data.splits[split].samples)
-    except (OSError, pa.ArrowException) as error:
-        problem = f"cannot be read as Arrow ({error})"
-    if problem:
-        raise DataError(f"{path}: {problem}; prepare the data again")
+    file = SplitFile(data, split)
+    for number in {0, file.num_blocks - 1}:
+        file.block(number)
 
 
-def _mismatch(reader: pa.ipc.RecordBatchFileReader, data: Prepared, samples: int) -> str | None:
-    """What is not as the metadata say: columns, number of blocks, sizes of the first and the last."""
-    expected = arrow_schema(data.schema, [table.multi_hot for table in data.tables])
-    if not reader.schema.equals(expected):
-        odd = sorted({field.name for field in set(expected) ^ set(reader.schema)})
-        return f"has other columns than {METADATA} says ({', '.join(odd) or 'in another order'})"
-    blocks = -(-samples // data.block_samples)
-    sizes = {0: min(samples, data.block_samples), blocks - 1: samples - (blocks - 1) * data.block_samples}
-    if reader.num_record_batches != blocks or any(reader.get_batch(at).num_rows != size for at, size in sizes.items()):
-        return f"does not hold the {samples:,} samples that {METADATA} says"
-    return None
+def check_same_data(mesh: Mesh, data: Prepared) -> None:
+    """Raises DataError, on all ranks alike, where ranks have opened different data. Collective and blocking."""
+    identities = gather_objects(mesh, data.identity, SETTING_UP)
+    others = [str(rank) for rank, each in enumerate(identities) if each != identities[0]]
+    if others:
+        raise DataError(
+            f"{data.folder} holds other data on rank {', '.join(others)} than on rank 0: it was replaced while ranks "
+            "started, or hosts have different copies; start again, with the same data everywhere"
+        )

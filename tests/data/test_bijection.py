@@ -31,10 +31,7 @@ def test_what_is_no_bijection(rows):
 
 def test_saved_and_loaded(tmp_path):
     Bijection(3, np.array([4, 3], np.int32)).save(tmp_path / "a.npy")
-    loaded = Bijection.load(tmp_path / "a.npy", 3)
-    assert isinstance(loaded.row_of_rank, np.memmap)
+    loaded = Bijection(3, np.load(tmp_path / "a.npy", mmap_mode="r"))
     assert loaded.rows(np.arange(6)).tolist() == [0, 1, 2, 4, 3, 5]
-    with pytest.raises(DataError, match="reorder the data again"):
-        Bijection.load(tmp_path / "absent.npy", 3)
     with pytest.raises(DataError, match="no bijection"):
-        Bijection.load(tmp_path / "a.npy", 2)
+        Bijection(2, np.load(tmp_path / "a.npy"))

@@ -308,11 +308,15 @@ def test_a_damaged_split_is_named(tmp_path):
     prepared = prepare({"train": [train]}, tmp_path / "out", SCHEMA)
     path = prepared.split_path("train")
     path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"train\.arrow had .* when it was opened.*prepare the data again"):
+        Loader(prepared, "train", batch_size=1)
+    with pytest.raises(DataError, match=r"train\.arrow has .* bytes where .* were written.*prepare the data again"):
+        Prepared.open(prepared.folder)
     with pytest.raises(DataError, match=r"train\.arrow: cannot be read as Arrow.*prepare the data again"):
-        Loader(prepared, "train", batch_size=1)
+        Loader(Prepared.open(prepared.folder, verify=False), "train", batch_size=1)
     path.unlink()
-    with pytest.raises(DataError, match=r"train\.arrow: cannot be read"):
-        Loader(prepared, "train", batch_size=1)
+    with pytest.raises(DataError, match=r"train\.arrow is missing"):
+        Loader(Prepared.open(prepared.folder), "train", batch_size=1)
 
 
 def test_unknown_feature_and_split(tmp_path):

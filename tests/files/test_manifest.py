@@ -2,6 +2,8 @@
 
 import pytest
 
+from rowmesh.errors import DataError
+from rowmesh.files.checksums import checksums_of
 from rowmesh.files.manifest import Manifest, contents, differences, why_stale
 
 REQUEST = {"files": {"train": ["a.csv, 3 bytes"]}, "min_count": 2}
@@ -52,3 +54,20 @@ def test_long_values_are_cut_short():
     (reason,) = differences({"schema": "a" * 9999}, {"schema": "b"})
     assert len(reason) < 300
     assert reason.endswith("…, is b")
+
+
+def test_checksums_come_back_and_damage_is_named(tmp_path):
+    (tmp_path / "rows").write_bytes(b"1234")
+    sums = {"rows": checksums_of(tmp_path / "rows")}
+    manifest = Manifest(kind="data", request=REQUEST | {3: 1.5}, files=("rows", "other"), checksums=sums)
+    manifest.write(tmp_path)
+    path = tmp_path / "manifest.json"
+    text = path.read_bytes()
+    read = Manifest.parse(text, path)
+    assert (read.files, read.checksums) == (("rows", "other"), sums)
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: xxh3_64 is not that of the other keys"):
+        Manifest.parse(text.replace(b"a.csv", b"b.csv"), path)
+    with pytest.raises(DataError, match=r"manifest\.json: files\.rows: no checksums"):
+        Manifest.parse(text.replace(b'"size_bytes": 4', b'"size_bytes": -4'), path)
+    with pytest.raises(DataError, match=r"manifest\.json: request is missing"):
+        Manifest.parse(text.replace(b'"request"', b'"requests"'), path)

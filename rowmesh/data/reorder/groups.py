@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowmesh.data.prepared import Prepared, Table
+from rowmesh.data.window import SplitFile
 
 MOST_HELD_OUT = 256
 LEAST_APART = 10
@@ -67,16 +67,15 @@ class Column:
     def _blocks(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]]:
         """Ids, where those of each sample begin, and with which sample each batch begins; both have an end."""
         column = self.data.features.index(self.table.name) - len(self.data.features)
-        with pa.memory_map(str(self.data.split_path("train"))) as file:
-            reader = pa.ipc.open_file(file)
-            for block in range(reader.num_record_batches):
-                values = reader.get_batch(block).columns[column]
-                size = len(values)
-                batches = np.append(np.arange(0, size, self.batch_size, dtype=np.int64), size)
-                if self.table.multi_hot:
-                    yield values.values.to_numpy(), values.offsets.to_numpy().astype(np.int64), batches
-                else:
-                    yield values.to_numpy(), np.arange(size + 1, dtype=np.int64), batches
+        file = SplitFile(self.data, "train")
+        for block in range(file.num_blocks):
+            values = file.block(block).columns[column]
+            size = len(values)
+            batches = np.append(np.arange(0, size, self.batch_size, dtype=np.int64), size)
+            if self.table.multi_hot:
+                yield values.values.to_numpy(), values.offsets.to_numpy().astype(np.int64), batches
+            else:
+                yield values.to_numpy(), np.arange(size + 1, dtype=np.int64), batches
 
 
 def count_prefixes(batches: Sequence[NDArray[np.int32]], prefix_rows: int) -> NDArray[np.int64]:

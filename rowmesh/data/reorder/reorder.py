@@ -59,10 +59,11 @@ def reorder(
     chosen = choose_tables(source, tables, min_rows)
     load_louvain()
     request = reorder_request(source, chosen, options)
-    with replacing_folder(Path(out).absolute(), kind=PREPARED, request=request, overwrite=overwrite) as folder:
+    target, sums = Path(out).absolute(), {}
+    with replacing_folder(target, kind=PREPARED, request=request, overwrite=overwrite, checksums=sums) as folder:
         orders = {table.name: find_order(source, table, options, progress) for table in chosen}
         bijections = {name: order.bijection for name, order in orders.items() if len(order.bijection.span)}
-        rewrite(source, bijections, folder, progress)
+        sums.update(rewrite(source, bijections, folder, progress))
         reordering = {"options": asdict(options), "tables": {name: _facts(order) for name, order in orders.items()}}
         replace(source, folder=folder, reordering=reordering, rowmesh_version=rowmesh.__version__).save()
     return Prepared.open(out)

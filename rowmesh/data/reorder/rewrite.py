@@ -11,15 +11,26 @@ import pyarrow as pa
 
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.codes import map_ids
-from rowmesh.data.prepared import Prepared, bijection_path, counts_path, vocabulary_path, write_vocabulary
+from rowmesh.data.prepared import (
+    Prepared,
+    bijection_path,
+    counts_path,
+    split_file,
+    vocabulary_path,
+    write_vocabulary,
+)
 from rowmesh.data.progress import Progress
+from rowmesh.data.window import SplitFile
 from rowmesh.data.writer import SplitWriter
+from rowmesh.files.checksums import Checksums
 
 OTHER_FILES = ("quarantine.jsonl",)
 
 
-def rewrite(data: Prepared, bijections: Mapping[str, Bijection], folder: Path, progress: Progress) -> None:
-    """Writes all but the metadata.
+def rewrite(
+    data: Prepared, bijections: Mapping[str, Bijection], folder: Path, progress: Progress
+) -> dict[str, Checksums]:
+    """Writes all but the metadata; returns the checksums of the splits.
 
     Args:
         data: what is read.
@@ -31,21 +42,23 @@ def rewrite(data: Prepared, bijections: Mapping[str, Bijection], folder: Path, p
         (folder / name).mkdir()
     for name in data.features:
         _rewrite_table(data, name, bijections.get(name, Bijection()), folder)
-    for split in data.splits:
-        _rewrite_split(data, split, bijections, folder / f"{split}.arrow", progress)
     for name in OTHER_FILES:
         if (data.folder / name).exists():
             shutil.copyfile(data.folder / name, folder / name)
+    return {
+        split_file(split): _rewrite_split(data, split, bijections, folder / split_file(split), progress)
+        for split in data.splits
+    }
 
 
 def _rewrite_table(data: Prepared, name: str, bijection: Bijection, folder: Path) -> None:
+    for path in (counts_path, vocabulary_path):
+        with path(folder, name).open("wb") as file:
+            data.files.open(str(path(Path(), name))).copy_to(file)
     if not len(bijection.span):
-        shutil.copyfile(counts_path(data.folder, name), counts_path(folder, name))
-        shutil.copyfile(vocabulary_path(data.folder, name), vocabulary_path(folder, name))
         return
     span = slice(bijection.span.start, bijection.span.stop)
     order = bijection.rank_of_row
-    shutil.copyfile(counts_path(data.folder, name), counts_path(folder, name))
     counts = np.load(counts_path(folder, name), mmap_mode="r+")
     counts[span] = counts[order]
     counts.flush()
@@ -57,13 +70,13 @@ def _rewrite_table(data: Prepared, name: str, bijection: Bijection, folder: Path
 
 def _rewrite_split(
     data: Prepared, split: str, bijections: Mapping[str, Bijection], path: Path, progress: Progress
-) -> None:
-    with pa.memory_map(str(data.split_path(split))) as file:
-        reader = pa.ipc.open_file(file)
-        with SplitWriter(path, reader.schema, data.block_samples) as writer:
-            for block in range(reader.num_record_batches):
-                writer.write(_mapped(reader.get_batch(block), bijections))
-                progress(f"writing {split}", (block + 1) / reader.num_record_batches)
+) -> Checksums:
+    file = SplitFile(data, split)
+    with SplitWriter(path, file.schema, data.block_samples) as writer:
+        for block in range(file.num_blocks):
+            writer.write(_mapped(file.block(block), bijections))
+            progress(f"writing {split}", (block + 1) / file.num_blocks)
+    return writer.checksums
 
 
 def _mapped(batch: pa.RecordBatch, bijections: Mapping[str, Bijection]) -> list[pa.Array]:

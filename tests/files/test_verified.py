@@ -1,0 +1,66 @@
+"""Files that are kept open and verified where they are read."""
+
+import os
+
+import pytest
+
+from rowmesh.errors import DamagedFileError
+from rowmesh.files.checksums import checksums_of
+from rowmesh.files.verified import PositionedReader, VerifiedFile
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    return path
+
+
+def opened(path, block_bytes=10):
+    sums = checksums_of(path, block_bytes) if block_bytes else None
+    return VerifiedFile(path, os.open(path, os.O_RDONLY), sums, "copy it again")
+
+
+def test_what_is_removed_can_still_be_read(path):
+    file = opened(path)
+    path.unlink()
+    assert bytes(file.read(95)) == bytes(range(95, 100))
+    assert bytes(file.read(3, 3)) == b""
+    with (path.parent / "copy").open("wb+") as copy:
+        file.copy_to(copy, chunk_bytes=7)
+        copy.seek(0)
+        assert copy.read() == bytes(range(100))
+
+
+def test_blocks_that_are_not_read_are_not_verified(path):
+    sums = checksums_of(path, 10)
+    content = bytearray(path.read_bytes())
+    content[55] ^= 4
+    path.write_bytes(content)
+    file = VerifiedFile(path, os.open(path, os.O_RDONLY), sums, "copy it again")
+    file.read(0, 50)
+    file.read(60)
+    with pytest.raises(DamagedFileError, match="file is damaged: bytes 50 to 59 are not what was written; copy it"):
+        file.read(49, 51)
+
+
+def test_descriptors_end_with_the_file(path):
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []  # noqa: PTH112, PTH208
+    file = opened(path)
+    del file
+    after = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []  # noqa: PTH112, PTH208
+    assert len(after) == len(before)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc"])
+def test_a_reader_has_a_position(path, content):
+    path.write_bytes(content)
+    reader = PositionedReader(opened(path))
+    assert bytes(reader.read(2)) == content[:2]
+    assert reader.tell() == len(content[:2])
+    assert reader.seek(0, os.SEEK_END) == len(content)
+    assert bytes(reader.read()) == b""
+    reader.seek(-1, os.SEEK_CUR)
+    reader.copies = True
+    assert reader.seek(0) == 0
+    assert reader.read() == content
