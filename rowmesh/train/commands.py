@@ -34,7 +34,7 @@ from rowmesh.train.report import describe, describe_training, results, warn_of_s
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
-from rowmesh.train.splits import check_same_data, check_split, check_training_splits
+from rowmesh.train.splits import check_file, check_same_data, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 

@@ -44,7 +44,8 @@ def check_training_splits(config: Config, data: Prepared) -> None:
         is_default = split == DataConfig.model_fields[role].default
         if is_needed or split in data.splits or not is_default:
             check_split(data, f"data.{role}", split)
-    for split in {config.data.train, config.data.validation, config.data.test} & set(data.splits):
+    validated = {config.data.validation} if config.train.eval_every > 0 else set()
+    for split in {config.data.train, config.data.test, *validated} & set(data.splits):
         check_file(data, split)  # now, not when a trained model waits for it
 
 

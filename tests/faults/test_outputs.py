@@ -5,8 +5,6 @@ import errno
 from pathlib import Path
 
 import pytest
-from rowmesh.placement.report import write_report
-from rowmesh.placement.two_dimensional_report import write_replica_report
 
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.faults import arm
@@ -16,6 +14,8 @@ from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
+from rowmesh.report.plan_page import write_report
+from rowmesh.report.replica_page import write_replica_report
 from tests.placement.problems import problem
 
 ROOT = Path(__file__).parents[2] / "rowmesh"
@@ -56,7 +56,7 @@ def opened_for_writing(path):
                 yield node.lineno
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "cli", "observe", "placement", "train"])
+@pytest.mark.parametrize("package", ["checkpoint", "cli", "observe", "placement", "report", "train"])
 def test_files_are_written_by_one_mechanism(package):
     found = [f"{path}:{line}" for path in (ROOT / package).rglob("*.py") for line in opened_for_writing(path)]
     assert not found, "use rowmesh.files.atomic"
