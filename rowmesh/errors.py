@@ -34,3 +34,11 @@ class Terminated(SystemExit):
 
     def __init__(self, signal: int = 15) -> None:
         super().__init__(128 + signal)
+
+
+class CheckpointError(RowmeshError, RuntimeError):
+    """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """The system refused to write a checkpoint (a full disk, say): another place, or another time, may do."""

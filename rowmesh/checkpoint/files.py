@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rowmesh.checkpoint.manifest import DENSE, CheckpointError, Manifest, as_numpy
-from rowmesh.errors import DamagedFileError
+from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
+from rowmesh.errors import CheckpointError, DamagedFileError
 from rowmesh.files.checksums import VerifiedBytes
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"

@@ -29,7 +29,7 @@ import torch
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
 
 FORMAT = 1
@@ -39,14 +39,6 @@ FOLDER_PATTERN = "[0-9a-f]{16}"
 _PRIME = 2**61 - 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
-
-
-class CheckpointError(RowmeshError, RuntimeError):
-    """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
-
-
-class CheckpointWriteError(CheckpointError):
-    """The system refused to write a checkpoint (a full disk, say): another place, or another time, may do."""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rowmesh.checkpoint.files import UNVERIFIABLE, SavedArray, SavedFiles
-from rowmesh.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointError,
-    CoresEntry,
-    Manifest,
-    Part,
-    TableEntry,
-    as_numpy,
-    dtype_name,
-)
+from rowmesh.checkpoint.manifest import MANIFEST, CoresEntry, Manifest, Part, TableEntry, as_numpy, dtype_name
 from rowmesh.checkpoint.write import CHUNK_ROWS, Cores, LocalRows, RowHolder
+from rowmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.files import SavedArray, SavedFiles
-from rowmesh.checkpoint.manifest import CheckpointError, Manifest, as_numpy
+from rowmesh.checkpoint.manifest import Manifest, as_numpy
 from rowmesh.checkpoint.read import fill_piece
+from rowmesh.errors import CheckpointError
 from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train.lookup import Lookup, Workspace
 

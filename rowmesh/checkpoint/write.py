@@ -23,8 +23,6 @@ from rowmesh.checkpoint.manifest import (
     DENSE,
     FOLDER_PATTERN,
     MANIFEST,
-    CheckpointError,
-    CheckpointWriteError,
     CoresEntry,
     Manifest,
     Part,
@@ -34,6 +32,7 @@ from rowmesh.checkpoint.manifest import (
     dtype_name,
     file_name,
 )
+from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_folder, synced_file, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter

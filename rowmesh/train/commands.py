@@ -65,7 +65,7 @@ def run_training(config: Config, *, overwrite: bool = False, verify: bool = True
         trainer = Trainer(job)
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
-        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement))
+        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement), RunFolder)
         _say(mesh, *warn_of_space(job, run.path))  # now: what is removed of an earlier run is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)

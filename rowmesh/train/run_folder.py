@@ -63,6 +63,15 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.model = self._at("model")
 
+    def to_plain(self) -> str:
+        """The folder, to be sent to other ranks."""
+        return str(self.path)
+
+    @classmethod
+    def from_plain(cls, values: str) -> Self:
+        """From what another rank sent."""
+        return cls(Path(values))
+
     def evaluation(self, split: str) -> Path:
         """Where the metrics of a split go."""
         return self.path / "evaluation" / f"{split}.json"

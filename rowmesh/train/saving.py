@@ -47,7 +47,7 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
             try:
                 run = _write(job, place, state, metadata)
                 if place is places[0]:
-                    return on_rank_0(job.mesh, SAVING, claim.finish)
+                    return on_rank_0(job.mesh, SAVING, claim.finish, RunFolder)
             except (OSError, CheckpointWriteError) as error:
                 reasons.append(error)
             else:
@@ -57,7 +57,7 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
 
 
 def _write(job: Job, place: Callable[[], RunFolder], state: dict[str, Any], metadata: dict[str, Any]) -> RunFolder:
-    run = on_rank_0(job.mesh, SAVING, place)
+    run = on_rank_0(job.mesh, SAVING, place, RunFolder)
     checkpoint.save(run.model, job.embeddings, state, metadata=metadata, group=job.mesh.group)
     return run
 

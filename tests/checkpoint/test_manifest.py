@@ -1,6 +1,7 @@
 import pytest
 
-from rowmesh.checkpoint.manifest import CheckpointError, Manifest, file_name
+from rowmesh.checkpoint.manifest import Manifest, file_name
+from rowmesh.errors import CheckpointError
 
 
 def test_any_table_name_is_a_file_name():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rowmesh import AdaGrad, EmbeddingCollection, SparseBatch, TableSpec, checkpoint
-from rowmesh.checkpoint.manifest import CheckpointError
 from rowmesh.checkpoint.rows import SavedRows
+from rowmesh.errors import CheckpointError
 from rowmesh.tables import TensorTrain
 
 RANGES = [range(0), range(100), range(7, 8), range(40, 95)]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rowmesh.checkpoint.manifest import CheckpointError
-from rowmesh.errors import DataError, NoRoomError, PeerError, RowmeshError
+from rowmesh.errors import CheckpointError, DataError, NoRoomError, PeerError, RowmeshError
 from rowmesh.mesh.plain import decode, encode, error_from_plain, error_to_plain
 
 ROOT = Path(__file__).parents[2] / "rowmesh"
