@@ -35,7 +35,6 @@ def _copy(source, target, num_rows):
         store_row(target + row * 256, load_row(source + row * 256, 64, FLOAT32), FLOAT32)
 
 
-# Not cached on disk: the address of sched_yield is part of the code.
 @uncached_kernel
 def _ping_pong(flags, rank, world_size, generation, rounds):
     """Every rank raises its flag and waits for all the others', over and over; returns the last generation."""

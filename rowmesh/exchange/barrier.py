@@ -42,6 +42,7 @@ from rowmesh.ops.simd import (
     load_acquire,
     load_i64,
     load_ordered,
+    sched_yield,
     store_i64,
 )
 
@@ -59,7 +60,6 @@ _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # of the system 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = 2**31 - 1
 
-_sched_yield = c_function("sched_yield", types.int32)
 _usleep = c_function("usleep", types.int32, types.int64)
 _clock_gettime = c_function("clock_gettime", types.int32, types.int64, types.int64)
 _syscall = c_function("syscall", types.int64, *[types.int64] * 7)
@@ -126,7 +126,7 @@ def _wait(flags, rank, world_size, generation, futex, clock):
             if began == 0:
                 began = _now(clock)
             if now - began < _YIELD_NS:
-                _sched_yield()
+                sched_yield()
             else:
                 _sleep(line, generation, futex, naps, clock)
                 naps += 1

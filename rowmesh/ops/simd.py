@@ -402,12 +402,23 @@ def store_scalar(typing: Any, address: Any, value: Any, storage: Any) -> Any:
 
 @_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Atomic load: what the writer wrote before its `exchange_atomic` is visible after it."""
+    """Atomic load: what the writer wrote before its `store_release` is visible after it."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), codegen
+
+
+@_intrinsic
+def store_release(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic store that publishes everything written before it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @_intrinsic
@@ -442,3 +453,6 @@ def add_atomic(typing: Any, address: Any, value: Any) -> Any:
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
     """A function of the C library, for kernels; by name, so that they can be kept on disk."""
     return types.ExternalFunction(name, signature(result, *arguments))
+
+
+sched_yield = c_function("sched_yield", types.int32)
