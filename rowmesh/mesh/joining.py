@@ -105,10 +105,12 @@ class Arrivals:
         """Ranks that have not come."""
         absent = [rank for rank in range(len(self._keys)) if rank not in self._seen]
         if absent and time.monotonic() >= self._next_look:
+            written: dict[int, bytes] = {}
             with contextlib.suppress(RuntimeError):  # who holds the store may be gone
                 for rank in absent:
                     if self._store.check([self._keys[rank]]):
-                        self._seen[rank] = decode(self._store.get(self._keys[rank]), rank, "joining", _host_and_pid)
+                        written[rank] = self._store.get(self._keys[rank])
+            self._seen |= {rank: decode(text, rank, "joining", _host_and_pid) for rank, text in written.items()}
             absent = [rank for rank in absent if rank not in self._seen]
             self._next_look = time.monotonic() + LOOK_S * (1 + len(absent) // 64)  # of many, it takes a while
         return absent

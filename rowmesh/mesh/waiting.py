@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import PeerError
+from rowmesh.faults import reach
 from rowmesh.mesh.groups import gather_bytes
 from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.patience import Stopwatch
@@ -51,6 +52,7 @@ class Waiting:
         mesh = self._mesh
         calls = mesh.roll_call
         calls.answer()
+        reach("mesh.wait_long")
         while True:
             watch.read()
             is_over = work.is_completed()  # asked first: an error that follows is then the collective's own

@@ -138,3 +138,34 @@ def test_env_prints_text_and_json(capsys):
 def test_errors_of_rowmesh_are_printed_without_a_traceback(capsys, monkeypatch):
     failing_with(monkeypatch, RowmeshError("table 'item': no room\n  for 3 rows"))
     assert run(capsys, "env") == (2, "", "rowmesh: error: table 'item': no room\n  for 3 rows\n")
+
+
+def test_sigterm_ends_with_its_own_status_and_what_it_interrupted(capsys, monkeypatch):
+    """torchrun sends it, too, to a rank that was failing by itself."""
+
+    def terminate(*_, **__):
+        try:
+            raise PeerError("rank 1: rank 0 (process 7) died while training")
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(capsys, "env") == (143, "", "rowmesh (rank 1): error: rank 0 (process 7) died while training\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_sigterm_does_not_cut_the_clean_up(capsys, monkeypatch):
+    cleaned = []
+
+    def terminate(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned.append(True)
+
+    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    assert run(capsys, "env") == (143, "", "")
+    assert cleaned

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from rowmesh.errors import PeerError
@@ -17,14 +18,17 @@ from tests.support.ranks import RankPool
 
 TIMEOUT_S = 8.0
 MEET = f"""
+from dataclasses import replace
 from rowmesh import Mesh
-from rowmesh.faults import reach
+import sys
+from rowmesh.faults import arm, reach
 from rowmesh.mesh.waiting import barrier
-with Mesh.connect({TIMEOUT_S}) as mesh:
+with Mesh.connect(60.0) as mesh:
     barrier(mesh, "testing")
     print("met", flush=True)
     reach("test.late")
-    barrier(mesh, "testing")
+    with arm(f"mesh.wait_long@1=hold:{{sys.argv[1]}}"):
+        barrier(replace(mesh, timeout_s={TIMEOUT_S}), "testing")
     print("met again", flush=True)
 """
 
@@ -66,7 +70,8 @@ def test_ranks_that_are_all_stopped_longer_than_the_timeout_go_on(tmp_path):
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEET], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", MEET, f"{tmp_path}/waiting{rank}"], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | common | {"RANK": str(rank), "ROWMESH_FAULTS": f"test.late,rank1=hold:{tmp_path}/held"},
         )
         for rank in range(2)
@@ -75,13 +80,18 @@ def test_ranks_that_are_all_stopped_longer_than_the_timeout_go_on(tmp_path):
         for rank in ranks:
             assert rank.stdout
             assert rank.stdout.readline() == "met\n", rank.communicate()
-        while not (tmp_path / "held").exists():
+        (tmp_path / "waiting0.go").touch()
+        while not (tmp_path / "held").exists() or not (tmp_path / "waiting0").exists():
+            assert ranks[0].poll() is None
             assert ranks[1].poll() is None
         for rank in ranks:
             rank.send_signal(signal.SIGSTOP)
         time.sleep(TIMEOUT_S + 3)  # what is tested is that this time passes
+        slept = psutil.Process(ranks[0].pid).num_ctx_switches().voluntary
         for rank in ranks:
             rank.send_signal(signal.SIGCONT)
+        while ranks[0].poll() is None and psutil.Process(ranks[0].pid).num_ctx_switches().voluntary < slept + 5:
+            time.sleep(0.01)  # until rank 0 has looked at the time again, while rank 1 does not come yet
         (tmp_path / "held.go").touch()
         for rank in ranks:
             out, err = rank.communicate(timeout=90)
