@@ -1,6 +1,6 @@
 """Device rows: the fast rows of tiered tables in a GPU's memory, and how they get there and back.
 
-See [Note: copies beside the computation] in `rowmesh.tables.streams`.
+See [Note: copies beside the computation] in `rowmesh.ops.streams`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.tables.arena import compute_dtype
 from rowmesh.tables.columns import Columns
 from rowmesh.tables.device_arena import DeviceArena
 from rowmesh.tables.fast_rows import CHUNK, make_records
 from rowmesh.tables.group import TableGroup
-from rowmesh.tables.streams import Mark, Stream
 
 
 class Uses:

@@ -1,7 +1,7 @@
 """Device tiered arena: a bounded number of a group's rows in a GPU's memory, all of them in a backing store.
 
 See [Note: leases] in `rowmesh.tables.leased_rows` and [Note: copies beside the computation] in
-`rowmesh.tables.streams`.
+`rowmesh.ops.streams`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.tables.backing import MakeStore, MemoryStore
 from rowmesh.tables.device_rows import DeviceRows
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.leased_rows import Lease, LeasedRows
-from rowmesh.tables.streams import Mark, Stream
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged

@@ -9,12 +9,12 @@ import torch
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import never
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.optim import Adam, RowWiseAdaGrad
 from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, device_rows, fuse, leased_rows
 from rowmesh.tables import write_back as write_backs
 from rowmesh.tables.device_rows import DeviceRows, DeviceShuttle, Uses
 from rowmesh.tables.device_tiered import DeviceTieredArena
-from rowmesh.tables.streams import Mark, Stream
 from tests.support.streams import Machine, Real
 from tests.support.triton import kernels_of
 
