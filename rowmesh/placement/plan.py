@@ -30,7 +30,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 RuleName = Literal["dealt", "node", "replicated", "fixed"]
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""A tiered arena is a dense arena that fits into less memory: the same rows, to the bit, in any order of events."""
+"""A cached arena is a dense arena that fits into less memory: the same rows, to the bit, in any order of events."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.ops.merge_update import Singles
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
-from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, TieredArena, fuse
+from rowmesh.tables import CachedArena, DenseArena, FileStore, MemoryStore, Normal, TableSpec, fuse
 
 NUM_A, NUM_SLOTS = 25, 60
 RULES = [SGD(lr=0.1), RowWiseAdaGrad(lr=0.1, initial_accumulator=0.25), AdaGrad(lr=0.1), Adam(lr=0.1)]
@@ -40,8 +40,8 @@ def held():
     return [[first], [second]]
 
 
-def make_tiered(group, num_frames, make_store=MemoryStore, **options):
-    arena = TieredArena(group, NUM_SLOTS, num_frames, make_store, **({"timeout_s": 20.0} | options))
+def make_cached(group, num_cached, make_store=MemoryStore, **options):
+    arena = CachedArena(group, NUM_SLOTS, num_cached, make_store, **({"timeout_s": 20.0} | options))
     arena.initialize(3, held())
     return arena
 
@@ -52,13 +52,12 @@ def make_dense(group):
     return arena
 
 
-def update(arena, slots, gradients, step, frames=None):
-    """One gradient a slot, applied to a dense or (given frames) a tiered arena."""
+def update(rows, slots, gradients, step):
+    """One gradient a slot, applied to a dense arena, or to pinned rows."""
     singles, slots = Singles(), u32(slots)
     gradient_bytes = gradients.element_size() * gradients.shape[1]
     singles(slots.ctypes.data, gradients.data_ptr(), gradient_bytes, len(slots))
-    where = () if frames is None else (frames.ctypes.data,)
-    arena.apply(singles, *where, 0.1, 0.5, step)
+    rows.apply(singles, 0.1, 0.5, step)
 
 
 def gradients_of(group, slots, step):
@@ -67,9 +66,8 @@ def gradients_of(group, slots, step):
     return torch.randn(len(slots), group.dim, generator=generator, dtype=dtype)
 
 
-def lease_of(arena, slots, *may_wait):
-    slots = u32(slots)
-    return arena.lease(slots.ctypes.data, len(slots), *may_wait)
+def pin(arena, slots, *may_wait):
+    return arena.pin(u32(slots), *may_wait)
 
 
 def index(slots):
@@ -82,40 +80,40 @@ def assert_same(rows, state, dense, slots):
         assert torch.equal(state[name], values[index(slots)]), name
 
 
-def assert_lease_holds(arena, lease, dense):
-    frames = index(lease.frames)
-    state = {name: values[frames] for name, values in arena.state.items()}
-    assert_same(arena.rows[frames], state, dense, lease.slots)
+def assert_holds(arena, pinned, dense):
+    cache_slots = index(pinned.cache_slots)
+    state = {name: values[cache_slots] for name, values in arena.state.items()}
+    assert_same(arena.rows[cache_slots], state, dense, pinned.slots)
 
 
 class Pair:
-    """A tiered arena and the dense one it must equal; the pipeline that drives them looks `depth` batches ahead."""
+    """A cached arena and the dense one it must equal; the pipeline that drives them looks `depth` batches ahead."""
 
-    def __init__(self, tiered, dense, depth):
-        self.tiered, self.dense, self.depth = tiered, dense, depth
-        self.leases, self.step = [], 0
+    def __init__(self, cached, dense, depth):
+        self.cached, self.dense, self.depth = cached, dense, depth
+        self.pins, self.step = [], 0
 
     def train(self, batches):
         for batch in batches:
-            self.leases.append(lease_of(self.tiered, batch))
-            if len(self.leases) > self.depth:
+            self.pins.append(pin(self.cached, batch))
+            if len(self.pins) > self.depth:
                 self.update_oldest()
-        while self.leases:
+        while self.pins:
             self.update_oldest()
 
     def update_oldest(self):
-        lease = self.leases.pop(0)
+        pinned = self.pins.pop(0)
         self.step += 1
-        self.tiered.check(lease)
-        assert_lease_holds(self.tiered, lease, self.dense)
-        gradients = gradients_of(self.tiered.group, lease.slots, self.step)
-        update(self.dense, lease.slots, gradients, self.step)
-        update(self.tiered, lease.slots, gradients, self.step, lease.frames)
-        self.tiered.release(lease)
+        pinned.check()
+        assert_holds(self.cached, pinned, self.dense)
+        gradients = gradients_of(self.cached.group, pinned.slots, self.step)
+        update(self.dense, pinned.slots, gradients, self.step)
+        update(pinned, pinned.slots, gradients, self.step)
+        pinned.unpin(changed=True)
 
     def check(self):
         slots = list(range(NUM_SLOTS))
-        assert_same(*self.tiered.read_rows(np.array(slots)), self.dense, slots)
+        assert_same(*self.cached.read_rows(np.array(slots)), self.dense, slots)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -123,8 +121,8 @@ class Pair:
 def test_every_rule_and_dtype(rule, dtype):
     group = make_group(rule, dtype)
     rng = np.random.default_rng(0)
-    with make_tiered(group, 24, verify=True, poison=True) as tiered:
-        pair = Pair(tiered, make_dense(group), depth=1)
+    with make_cached(group, 24, verify=True, poison=True) as cached:
+        pair = Pair(cached, make_dense(group), depth=1)
         pair.train(rng.permutation(NUM_SLOTS)[:12] for _ in range(20))
         pair.check()
 
@@ -139,17 +137,17 @@ def test_every_rule_and_dtype(rule, dtype):
 def test_any_batches_at_any_depth(batches, depth, spare, flags):
     retain, verify, poison = flags
     group = make_group()
-    num_frames = max([len(set().union(*batches[i : i + depth + 1])) for i in range(len(batches))], default=0) + spare
-    with make_tiered(group, max(num_frames, 1), retain=retain, verify=verify, poison=poison) as tiered:
-        pair = Pair(tiered, make_dense(group), depth)
+    num_cached = max([len(set().union(*batches[i : i + depth + 1])) for i in range(len(batches))], default=0) + spare
+    with make_cached(group, max(num_cached, 1), retain=retain, verify=verify, poison=poison) as cached:
+        pair = Pair(cached, make_dense(group), depth)
         pair.train(batches)
         pair.check()
-        tiered.flush()
+        cached.flush()
         pair.check()
-        counters = tiered.counters
+        counters = cached.counters
         read = counters.rows_found + counters.rows_read + counters.rows_initialized
         assert read == sum(map(len, batches))
-        assert counters.peak_frames <= num_frames
+        assert counters.peak_frames <= num_cached
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -159,14 +157,14 @@ def test_over_a_file(tmp_path, direct, poison):
     rng = np.random.default_rng(1)
     store = partial(FileStore, path=tmp_path / "rows", num_threads=3, direct=direct)
     try:
-        tiered = make_tiered(group, 30, store, verify=True, poison=poison)
+        cached = make_cached(group, 30, store, verify=True, poison=poison)
     except ConfigurationError as error:
         pytest.skip(str(error))
-    pair = Pair(tiered, make_dense(group), depth=2)
+    pair = Pair(cached, make_dense(group), depth=2)
     pair.train(rng.permutation(NUM_SLOTS)[:10] for _ in range(60))
     pair.check()
-    assert tiered.counters.rows_read > 0
-    tiered.close()
+    assert cached.counters.rows_read > 0
+    cached.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,23 +182,23 @@ SHAPES = {
 def test_shapes_of_batches(batches, depth, poison):
     group = make_group()
     fits = max(len(set().union(*batches[i : i + depth + 1])) for i in range(len(batches)))
-    with make_tiered(group, fits, verify=True, poison=poison) as tiered:
-        pair = Pair(tiered, make_dense(group), depth)
+    with make_cached(group, fits, verify=True, poison=poison) as cached:
+        pair = Pair(cached, make_dense(group), depth)
         pair.train(batches)
         pair.check()
         if batches == SHAPES["all rows shared"] and not (poison and depth == 0):
-            assert tiered.counters.rows_found == 19 * 8
-            assert tiered.counters.rows_forwarded == (19 * 8 if depth else 0)
+            assert cached.counters.rows_found == 19 * 8
+            assert cached.counters.rows_forwarded == (19 * 8 if depth else 0)
 
 
 def test_retained_rows_are_found_again_and_others_are_not():
     group = make_group()
     for retain, found in ((True, 4), (False, 0)):
-        with make_tiered(group, 20, retain=retain) as tiered:
-            pair = Pair(tiered, make_dense(group), depth=0)
+        with make_cached(group, 20, retain=retain) as cached:
+            pair = Pair(cached, make_dense(group), depth=0)
             pair.train([[1, 2, 3, 4]])
-            tiered.flush()
-            assert lease_of(tiered, [1, 2, 3, 4]).num_found == found
+            cached.flush()
+            assert pin(cached, [1, 2, 3, 4]).num_found == found
 
 
 class Slow:
@@ -220,9 +218,9 @@ class Slow:
         self._store.write(slots, records)
 
 
-def train_with_threads(tiered, dense, batches, depth, seed):
-    """A look-ahead thread leases while this one updates; both pause at random. Returns what the thread raised."""
-    leases, room, failures = [], threading.Semaphore(depth + 1), []
+def train_with_threads(cached, dense, batches, depth, seed):
+    """A look-ahead thread pins while this one updates; both pause at random. Returns what the thread raised."""
+    pins, room, failures = [], threading.Semaphore(depth + 1), []
     ready = threading.Semaphore(0)
 
     def look_ahead():
@@ -231,13 +229,13 @@ def train_with_threads(tiered, dense, batches, depth, seed):
             for batch in batches:
                 room.acquire()
                 time.sleep(random.choice([0, 1e-4, 1e-3]))
-                leases.append(lease_of(tiered, batch))
+                pins.append(pin(cached, batch))
                 ready.release()
         except RowmeshError as error:
             failures.append(error)
             ready.release()
 
-    thread = threading.Thread(target=look_ahead)
+    thread = threading.Thread(target=look_ahead, daemon=True)
     thread.start()
     random = np.random.default_rng(seed + 1)
     try:
@@ -245,31 +243,33 @@ def train_with_threads(tiered, dense, batches, depth, seed):
             ready.acquire()
             if failures:
                 break
-            lease = leases.pop(0)
-            tiered.check(lease)
-            assert_lease_holds(tiered, lease, dense)
-            gradients = gradients_of(tiered.group, lease.slots, step)
-            update(dense, lease.slots, gradients, step)
-            order = random.permutation(len(lease.slots))
-            slots, frames = lease.slots[order], np.empty(len(order), np.uint32)
-            tiered.frames_of(slots.ctypes.data, len(slots), frames.ctypes.data)
-            update(tiered, slots, gradients[index(order)].contiguous(), step, frames)
+            pinned = pins.pop(0)
+            pinned.check()
+            assert_holds(cached, pinned, dense)
+            gradients = gradients_of(cached.group, pinned.slots, step)
+            update(dense, pinned.slots, gradients, step)
+            update(pinned, pinned.slots, gradients, step)
             time.sleep(random.choice([0, 1e-4, 1e-3]))
-            tiered.release(lease)
+            pinned.unpin(changed=True)
             room.release()
     except RowmeshError as error:
         failures.append(error)
         room.release(len(batches))
-        while leases:
-            tiered.release(leases.pop(0), changed=False)
+        while pins:
+            pins.pop(0).unpin()
+    except AssertionError:  # between a check and this comparison the other thread may have read a stale row
+        room.release(len(batches))
+        thread.join()
+        if not failures:
+            raise
     thread.join()
-    for lease in leases:
-        tiered.release(lease, changed=False)
+    for pinned in pins:
+        pinned.unpin()
     return failures
 
 
 def random_batches(rng, depth):
-    """Hot rows in most batches, others now and then; and how many frames they need at that depth."""
+    """Hot rows in most batches, others now and then; and how many cache slots they need at that depth."""
     batches = [np.unique((NUM_SLOTS * rng.random(rng.integers(1, 14)) ** 2.5).astype(int)) for _ in range(25)]
     fits = max(len(set().union(*batches[i : i + depth + 1])) for i in range(len(batches)))
     return [rng.permutation(batch) for batch in batches], fits
@@ -280,130 +280,130 @@ def test_race_hunt(seed):
     rng = np.random.default_rng(seed)
     depth = int(rng.integers(0, 5))
     batches, fits = random_batches(rng, depth)
-    group, num_frames = make_group(), fits + int(rng.integers(0, 6))
+    group, num_cached = make_group(), fits + int(rng.integers(0, 6))
     store = lambda *sizes: Slow(MemoryStore(*sizes), seed)  # noqa: E731
-    with make_tiered(group, num_frames, store, verify=True, poison=bool(seed % 3), retain=bool(seed % 2)) as tiered:
+    with make_cached(group, num_cached, store, verify=True, poison=bool(seed % 3), retain=bool(seed % 2)) as cached:
         dense = make_dense(group)
-        assert train_with_threads(tiered, dense, batches, depth, seed) == []
+        assert train_with_threads(cached, dense, batches, depth, seed) == []
         slots = list(range(NUM_SLOTS))
-        assert_same(*tiered.read_rows(np.array(slots)), dense, slots)
+        assert_same(*cached.read_rows(np.array(slots)), dense, slots)
 
 
-class Forgetful(TieredArena):
-    """Broken on purpose: reads rows from the backing store though they are in the fast arena, changed."""
+class Forgetful(CachedArena):
+    """Broken on purpose: reads rows from the backing store though they are in the cache, changed."""
 
-    def _load(self, lease, taken, is_written):
-        everything = np.arange(len(lease.slots))
-        super()._load(lease, everything, self._tier.written.contains(lease.slots))
+    def _load(self, pinned, assigned, is_written):
+        everything = np.arange(len(pinned.slots))
+        super()._load(pinned, everything, self._cache.written.contains(pinned.slots))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_broken_forwarding_is_caught(seed):
     """The test of the test: versions notice it, in a plain loop and in the race hunt."""
     group = make_group()
-    with Forgetful(group, NUM_SLOTS, NUM_SLOTS, verify=True) as tiered:
-        tiered.initialize(3, held())
-        lease = lease_of(tiered, [30, 4])
-        update(tiered, [30, 4], gradients_of(group, [30, 4], 1), 1, lease.frames)
-        tiered.release(lease)
+    with Forgetful(group, NUM_SLOTS, NUM_SLOTS, verify=True) as cached:
+        cached.initialize(3, held())
+        pinned = pin(cached, [30, 4])
+        update(pinned, [30, 4], gradients_of(group, [30, 4], 1), 1)
+        pinned.unpin(changed=True)
         expected = r"table 'b', row 22: what was read from host memory is version 0, but its last update left version 1"
         with pytest.raises(RowmeshError, match=expected):
-            lease_of(tiered, [30])
+            pin(cached, [30])
 
     batches, _ = random_batches(np.random.default_rng(seed), 2)
     store = lambda *sizes: Slow(MemoryStore(*sizes), seed)  # noqa: E731
-    with Forgetful(group, NUM_SLOTS, NUM_SLOTS, store, verify=True) as tiered:
-        tiered.initialize(3, held())
+    with Forgetful(group, NUM_SLOTS, NUM_SLOTS, store, verify=True) as cached:
+        cached.initialize(3, held())
         try:
-            failures = train_with_threads(tiered, make_dense(group), batches, 2, seed)
+            failures = train_with_threads(cached, make_dense(group), batches, 2, seed)
         except AssertionError as error:  # the rows were compared before versions were
             pytest.fail(f"versions did not notice: {error}")
         assert failures
 
 
 def test_a_stale_copy_is_caught_when_it_is_used():
-    """What a lease read is right when it reads it, and wrong once another copy of the row was updated."""
+    """What a batch read is right when it reads it, and wrong once another copy of the row was updated."""
     group = make_group()
-    with make_tiered(group, 20, verify=True) as tiered:
-        lease = lease_of(tiered, [4, 9])
-        other = lease_of(tiered, [4])
-        update(tiered, [4, 9], gradients_of(group, [4, 9], 1), 1, lease.frames)
-        tiered.check(other)
-        other.frames[0] = lease.frames[1]
-        with pytest.raises(RowmeshError, match="table 'a', row 4 is used, but its frame was given to another row"):
-            tiered.check(other)
+    with make_cached(group, 20, verify=True) as cached:
+        pinned = pin(cached, [4, 9])
+        other = pin(cached, [4])
+        update(pinned, [4, 9], gradients_of(group, [4, 9], 1), 1)
+        other.check()
+        other.cache_slots[0] = pinned.cache_slots[1]
+        with pytest.raises(RowmeshError, match="table 'a', row 4 is used, but its cache slot was given to another row"):
+            other.check()
         with pytest.raises(RowmeshError, match="table 'a', row 4 is used"):
-            update(tiered, [4], gradients_of(group, [4], 1), 1, other.frames)
+            update(other, [4], gradients_of(group, [4], 1), 1)
 
 
-def test_frames_given_up_are_poisoned():
+def test_rows_that_left_are_poisoned():
     group = make_group()
-    with make_tiered(group, 20, poison=True) as tiered:
-        lease = lease_of(tiered, [4, 9])
-        tiered.release(lease, changed=False)
-        assert bool(tiered.rows[index(lease.frames)].isnan().all())
-        assert bool(tiered.state["sum"][index(lease.frames)].isnan().all())
+    with make_cached(group, 20, poison=True) as cached:
+        pinned = pin(cached, [4, 9])
+        pinned.unpin()
+        assert bool(cached.rows[index(pinned.cache_slots)].isnan().all())
+        assert bool(cached.state["sum"][index(pinned.cache_slots)].isnan().all())
 
 
-def test_too_few_frames_say_what_to_raise():
+def test_too_few_cache_slots_say_what_to_raise():
     group = make_group()
-    with make_tiered(group, 10, timeout_s=0.2) as tiered:
+    with make_cached(group, 10, timeout_s=0.2) as cached:
         with pytest.raises(
-            RowmeshError, match=r"a batch of 11 rows needs 11 more frames .* has 10; .*Let 11 rows or more fit"
+            RowmeshError, match=r"a batch of 11 rows needs 11 more slots .* has 10; .*Let 11 rows or more fit"
         ):
-            lease_of(tiered, range(11))
-        first = lease_of(tiered, range(8))
+            pin(cached, range(11))
+        first = pin(cached, range(8))
         began = time.monotonic()
         message = (
-            r"group dim5_row_wise_adagrad: a batch of 4 rows needs 3 more frames of the fast arena, which has 10; 8 "
-            r"are held, by this batch and 1 other\(s\) in sight \(waited 0\.\d s\)\. Let 11 rows or more fit"
+            r"group dim5_row_wise_adagrad: a batch of 4 rows needs 3 more slots of the cache, which has 10; 8 "
+            r"are pinned, by this batch and 1 other\(s\) in sight \(waited 0\.\d s\)\. Let 11 rows or more fit"
         )
         with pytest.raises(RowmeshError, match=message):
-            lease_of(tiered, [7, 8, 9, 10])
+            pin(cached, [7, 8, 9, 10])
         assert time.monotonic() - began >= 0.2
-        tiered.release(first)
-        assert lease_of(tiered, [7, 8, 9, 10]).num_found == 1
+        first.unpin(changed=True)
+        assert pin(cached, [7, 8, 9, 10]).num_found == 1
 
 
-def test_a_lease_waits_for_frames_and_lets_others_read_meanwhile():
+def test_a_batch_waits_for_cache_slots_and_lets_others_read_meanwhile():
     group = make_group()
-    with make_tiered(group, 10) as tiered:
-        first, leases = lease_of(tiered, range(8)), []
-        thread = threading.Thread(target=lambda: leases.append(lease_of(tiered, range(20, 26))))
+    with make_cached(group, 10) as cached:
+        first, pins = pin(cached, range(8)), []
+        thread = threading.Thread(target=lambda: pins.append(pin(cached, range(20, 26))))
         thread.start()
         time.sleep(0.05)
-        tiered.read_rows(np.arange(NUM_SLOTS))
-        tiered.flush()
-        assert not leases
-        tiered.release(first)
+        cached.read_rows(np.arange(NUM_SLOTS))
+        cached.flush()
+        assert not pins
+        first.unpin(changed=True)
         thread.join()
-        assert leases[0].num_found == 0
-        assert 0.05 < tiered.counters.waited_s < 10
+        assert pins[0].num_found == 0
+        assert 0.05 < cached.counters.waited_s < 10
 
 
-def test_a_lease_waits_as_long_as_it_may():
+def test_a_batch_waits_as_long_as_it_may():
     asked = []
 
     def may_wait():
         asked.append(time.monotonic())
         return len(asked) < 3
 
-    with make_tiered(make_group(), 10) as tiered:
-        first = lease_of(tiered, range(8))
-        with pytest.raises(NoRoomError, match=r"needs 3 more frames"):
-            lease_of(tiered, [7, 8, 9, 10], may_wait)
+    with make_cached(make_group(), 10) as cached:
+        first = pin(cached, range(8))
+        with pytest.raises(NoRoomError, match=r"needs 3 more slots"):
+            pin(cached, [7, 8, 9, 10], may_wait)
         assert asked[2] - asked[0] < 5
-        tiered.release(first)
-        assert lease_of(tiered, [7, 8, 9, 10], lambda: False).num_found == 1  # others only have to be written back
+        first.unpin(changed=True)
+        assert pin(cached, [7, 8, 9, 10], lambda: False).num_found == 1  # others only have to be written back
 
 
-def test_a_lease_that_waits_hears_that_the_arena_is_closed():
-    arena, failures = make_tiered(make_group(), 10), []
-    lease_of(arena, range(8))
+def test_a_batch_that_waits_hears_that_the_arena_is_closed():
+    arena, failures = make_cached(make_group(), 10), []
+    pin(arena, range(8))
 
     def wait():
         with pytest.raises(RowmeshError, match="the arena is closed") as failure:
-            lease_of(arena, range(20, 26))
+            pin(arena, range(20, 26))
         failures.append(failure)
 
     thread = threading.Thread(target=wait)
@@ -412,61 +412,52 @@ def test_a_lease_that_waits_hears_that_the_arena_is_closed():
     arena.close()
     thread.join(10)
     assert failures
-    for call in (partial(lease_of, arena, [1]), arena.flush):
+    for call in (partial(pin, arena, [1]), arena.flush):
         with pytest.raises(RowmeshError, match="the arena is closed"):
             call()
 
 
-def test_a_lease_is_released_once():
-    with make_tiered(make_group(), 10) as tiered:
-        lease = lease_of(tiered, [1])
-        tiered.release(lease)
-        with pytest.raises(RowmeshError, match="is released twice"):
-            tiered.release(lease)
-
-
-def test_slots_outside_live_leases_are_not_translated():
-    with make_tiered(make_group(), 10) as tiered:
-        tiered.release(lease_of(tiered, [30]))
-        frames = np.empty(1, np.uint32)
-        for slot, name in ((30, "table 'b', row 22"), (2, "table 'a', row 2")):
-            slots = u32([slot])
-            with pytest.raises(RowmeshError, match=f"{name} is used, but no live lease holds it"):
-                tiered.frames_of(slots.ctypes.data, 1, frames.ctypes.data)
+def test_rows_are_unpinned_once():
+    with make_cached(make_group(), 10) as cached:
+        pinned = pin(cached, [1])
+        pinned.unpin(changed=True)
+        pinned.unpin()
+        with pytest.raises(RowmeshError, match="are unpinned twice"):
+            cached.unpin(pinned, changed=True)
 
 
 @given(SLOTS, SLOTS, st.booleans(), st.booleans())
 def test_rows_can_be_set_wherever_they_are(fast, slots, changed, poison):
     group = make_group()
-    with make_tiered(group, 12, verify=True, poison=poison) as tiered:
+    with make_cached(group, 12, verify=True, poison=poison) as cached:
         dense = make_dense(group)
-        pair = Pair(tiered, dense, 0)
+        pair = Pair(cached, dense, 0)
         if changed:
             pair.train([fast])
-        lease = lease_of(tiered, fast)
+        pinned = pin(cached, fast)
         rows = gradients_of(group, slots, 77)
         state = {"sum": torch.rand(len(slots))}
-        tiered.write_rows(u32(slots), rows, state)
+        cached.write_rows(u32(slots), rows, state)
         dense.rows[index(slots)], dense.state["sum"][index(slots)] = rows, state["sum"]
-        tiered.check(lease)
-        assert_lease_holds(tiered, lease, dense)
+        pinned.check()
+        assert_holds(cached, pinned, dense)
         pair.check()
-        tiered.release(lease, changed=False)
+        pinned.unpin()
         pair.train([slots, fast, list(range(12)), slots])
         pair.check()
 
 
 def test_after_a_flush_the_file_has_what_the_last_updates_left(tmp_path):
     group = make_group(dim=4)
-    with make_tiered(group, 40, partial(FileStore, path=tmp_path / "rows", keep=True)) as tiered:
-        pair = Pair(tiered, make_dense(group), 0)
+    with make_cached(group, 40, partial(FileStore, path=tmp_path / "rows", keep=True)) as cached:
+        pair = Pair(cached, make_dense(group), 0)
         pair.train([range(10), range(5, 20), range(30)])
-        ahead = lease_of(tiered, range(8, 33))  # in sight, not updated
-        tiered.flush()
+        ahead = pin(cached, range(8, 33))  # in sight, not updated
+        cached.flush()
         records = np.fromfile(tmp_path / "rows", np.float32).reshape(-1, 5)
         assert (records[:, :4] == pair.dense.rows[:30].numpy()).all()
         assert (records[:, 4] == pair.dense.state["sum"][:30].numpy()).all()
-        tiered.release(ahead, changed=False)
+        ahead.unpin()
 
 
 class Failing:
@@ -490,20 +481,20 @@ class Failing:
 
 def test_errors_of_the_writer_surface_and_lose_nothing():
     group = make_group()
-    with make_tiered(group, 12, Failing) as tiered:
-        pair = Pair(tiered, make_dense(group), 0)
-        tiered.store.broken = "write"
+    with make_cached(group, 12, Failing) as cached:
+        pair = Pair(cached, make_dense(group), 0)
+        cached.store.broken = "write"
         pair.train([range(12)])
         message = "group dim5_row_wise_adagrad: writing rows back failed: cannot write /some/file: No space left"
         with pytest.raises(RowmeshError, match=message):
-            lease_of(tiered, range(20, 30))
+            pin(cached, range(20, 30))
         pair.check()  # a checkpoint can still be made
         with pytest.raises(RowmeshError, match=message):
-            tiered.flush()
-        tiered.store.broken = ""
+            cached.flush()
+        cached.store.broken = ""
         while True:  # failures of tries in between
             try:
-                tiered.flush()
+                cached.flush()
                 break
             except RowmeshError:
                 continue
@@ -511,16 +502,16 @@ def test_errors_of_the_writer_surface_and_lose_nothing():
         pair.check()
 
 
-def test_a_lease_that_cannot_read_leaves_no_trace():
+def test_a_batch_that_cannot_be_read_leaves_no_trace():
     group = make_group()
-    with make_tiered(group, 12, Failing, verify=True) as tiered:
-        pair = Pair(tiered, make_dense(group), 0)
+    with make_cached(group, 12, Failing, verify=True) as cached:
+        pair = Pair(cached, make_dense(group), 0)
         pair.train([range(12), range(20, 30), range(11, 16)])
-        tiered.store.broken = "read"
+        cached.store.broken = "read"
         for _ in range(5):
             with pytest.raises(RowmeshError, match="cannot read /some/file"):
-                lease_of(tiered, [12, 13, 0, 1, 2, 3])
-        tiered.store.broken = ""
+                pin(cached, [12, 13, 0, 1, 2, 3])
+        cached.store.broken = ""
         pair.train([[12, 13, 0, 1, 2, 3], range(12)])
         pair.check()
 
@@ -530,12 +521,12 @@ def test_threads_end_with_the_arena():
         return {thread for thread in threading.enumerate() if thread.name.startswith("rowmesh")}
 
     before = alive()
-    arena = make_tiered(make_group(), 10)
+    arena = make_cached(make_group(), 10)
     assert alive() > before
     arena.close()
     arena.close()
     assert alive() == before
-    arena = make_tiered(make_group(), 10)
+    arena = make_cached(make_group(), 10)
     del arena
     gc.collect()
     assert alive() == before
@@ -543,14 +534,14 @@ def test_threads_end_with_the_arena():
 
 def test_memory_does_not_grow_with_the_table():
     group = make_group()
-    small, large = (TieredArena(group, num_slots, 100) for num_slots in (1000, 8_000_000))
+    small, large = (CachedArena(group, num_slots, 100) for num_slots in (1000, 8_000_000))
     assert large.num_bytes == small.num_bytes
     assert large.bookkeeping_bytes - small.bookkeeping_bytes == (8_000_000 - 1000) / 8
     small.close()
     large.close()
 
 
-@pytest.mark.parametrize("num_frames", [0, 2**31])
-def test_refuses_impossible_numbers_of_frames(num_frames):
-    with pytest.raises(ConfigurationError, match="num_frames must be 1 to"):
-        TieredArena(make_group(), 10, num_frames)
+@pytest.mark.parametrize("num_cached", [0, 2**31])
+def test_refuses_impossible_sizes(num_cached):
+    with pytest.raises(ConfigurationError, match="num_cached must be 1 to"):
+        CachedArena(make_group(), 10, num_cached)
