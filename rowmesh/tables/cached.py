@@ -127,7 +127,7 @@ class PinnedRows:
             return
         if changed and not self._is_counted:
             self._count_update(slice(None))
-        self._arena.unpin(self, changed, self._stream)
+        self._arena.unpin(self, changed, None if self._stream is None else self._stream.mark())
 
 
 class CachedArena:
@@ -365,22 +365,11 @@ class CachedArena:
             self._cache.table.discard(pinned.cache_slots[assigned])
             self._cache.notify_freed(pinned.cache_slots[assigned])
 
-    def unpin(self, pinned: PinnedRows, changed: bool, stream: Stream | None = None) -> None:
-        """Ends the pin of rows; those without another may leave the cache.
-
-        Args:
-            pinned: of which nothing is used afterwards.
-            changed: whether rows were updated, all or some.
-            stream: whose kernels use them, where they may still run.
-
-        Raises:
-            RowmeshError: they were unpinned before.
-        """
-        if self.memory.uses is not None and stream is not None:
-            self.memory.uses.note(pinned.cache_slots, stream.mark())
+    def unpin(self, pinned: PinnedRows, changed: bool, last_use: Mark | None) -> None:
+        """Does what `PinnedRows.unpin` says, which calls this; `last_use`: of kernels that may still run."""
+        if self.memory.uses is not None and last_use is not None:
+            self.memory.uses.note(pinned.cache_slots, last_use)
         with self._cache.changed:
-            if not pinned.is_pinned:
-                raise RowmeshError(f"group {self.group.name}: {len(pinned.slots)} rows of a batch are unpinned twice")
             pinned.is_pinned = False
             self._num_pins -= 1
             self._cache.unpin(pinned.cache_slots, changed)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.ops.merge_update import Singles
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
-from rowmesh.tables import CachedArena, DenseArena, FileStore, MemoryStore, Normal, TableSpec, fuse
+from rowmesh.tables import CachedArena, DenseArena, FileStore, MemoryStore, Normal, PinnedRows, TableSpec, fuse
+from tests.support.triton import find_device, kernels_of
 
 NUM_A, NUM_SLOTS = 25, 60
 RULES = [SGD(lr=0.1), RowWiseAdaGrad(lr=0.1, initial_accumulator=0.25), AdaGrad(lr=0.1), Adam(lr=0.1)]
@@ -40,20 +41,41 @@ def held():
     return [[first], [second]]
 
 
+@pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.triton)])
+def memory(request):
+    """Whose memory the cache is: None is the host's."""
+    if request.param == "host":
+        return None
+    kernels_of("merge_update")  # or the test is skipped
+    return find_device()
+
+
 def make_cached(group, num_cached, make_store=MemoryStore, **options):
     arena = CachedArena(group, NUM_SLOTS, num_cached, make_store, **({"timeout_s": 20.0} | options))
     arena.initialize(3, held())
     return arena
 
 
-def make_dense(group):
-    arena = DenseArena(group, NUM_SLOTS)
+def make_dense(group, device=None):
+    arena = DenseArena(group, NUM_SLOTS, device)
     arena.initialize(3, held())
     return arena
 
 
+def is_on_device(arena):
+    """A CPU may be the device, whose kernels are interpreted then."""
+    return arena.memory.uses is not None if isinstance(arena, CachedArena) else not arena.has_views
+
+
 def update(rows, slots, gradients, step):
     """One gradient a slot, applied to a dense arena, or to pinned rows."""
+    arena = rows._arena if isinstance(rows, PinnedRows) else rows
+    if is_on_device(arena):
+        places = index(slots if arena is rows else rows.cache_slots).to(arena.device)
+        count = torch.tensor([len(places)], dtype=torch.int32, device=arena.device)
+        merged = kernels_of("merge_update").singles(places, count)
+        arena.apply(merged.with_gradients(gradients.to(arena.device)), 0.1, 0.5, step)
+        return
     singles, slots = Singles(), u32(slots)
     gradient_bytes = gradients.element_size() * gradients.shape[1]
     singles(slots.ctypes.data, gradients.data_ptr(), gradient_bytes, len(slots))
@@ -75,13 +97,14 @@ def index(slots):
 
 
 def assert_same(rows, state, dense, slots):
-    assert torch.equal(rows, dense.rows[index(slots)])
-    for name, values in dense.state.items():
-        assert torch.equal(state[name], values[index(slots)]), name
+    expected, expected_state = dense.read_rows(np.array(slots))
+    assert torch.equal(rows.cpu(), expected)
+    for name, values in expected_state.items():
+        assert torch.equal(state[name].cpu(), values), name
 
 
 def assert_holds(arena, pinned, dense):
-    cache_slots = index(pinned.cache_slots)
+    cache_slots = index(pinned.cache_slots).to(arena.device)
     state = {name: values[cache_slots] for name, values in arena.state.items()}
     assert_same(arena.rows[cache_slots], state, dense, pinned.slots)
 
@@ -104,7 +127,7 @@ class Pair:
     def update_oldest(self):
         pinned = self.pins.pop(0)
         self.step += 1
-        pinned.check()
+        pinned.ready()
         assert_holds(self.cached, pinned, self.dense)
         gradients = gradients_of(self.cached.group, pinned.slots, self.step)
         update(self.dense, pinned.slots, gradients, self.step)
@@ -152,16 +175,16 @@ def test_any_batches_at_any_depth(batches, depth, spare, flags):
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
-def test_over_a_file(tmp_path, direct, poison):
+def test_over_a_file(tmp_path, direct, poison, memory):
     group = make_group()
     rng = np.random.default_rng(1)
     store = partial(FileStore, path=tmp_path / "rows", num_threads=3, direct=direct)
     try:
-        cached = make_cached(group, 30, store, verify=True, poison=poison)
+        cached = make_cached(group, 30, store, verify=True, poison=poison, device=memory)
     except ConfigurationError as error:
         pytest.skip(str(error))
-    pair = Pair(cached, make_dense(group), depth=2)
-    pair.train(rng.permutation(NUM_SLOTS)[:10] for _ in range(60))
+    pair = Pair(cached, make_dense(group, memory), depth=2)
+    pair.train(rng.permutation(NUM_SLOTS)[:10] for _ in range(60 if memory is None else 15))
     pair.check()
     assert cached.counters.rows_read > 0
     cached.close()
@@ -179,11 +202,11 @@ SHAPES = {
 @pytest.mark.parametrize("poison", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("batches", SHAPES.values(), ids=SHAPES)
-def test_shapes_of_batches(batches, depth, poison):
+def test_shapes_of_batches(batches, depth, poison, memory):
     group = make_group()
     fits = max(len(set().union(*batches[i : i + depth + 1])) for i in range(len(batches)))
-    with make_cached(group, fits, verify=True, poison=poison) as cached:
-        pair = Pair(cached, make_dense(group), depth)
+    with make_cached(group, fits, verify=True, poison=poison, device=memory) as cached:
+        pair = Pair(cached, make_dense(group, memory), depth)
         pair.train(batches)
         pair.check()
         if batches == SHAPES["all rows shared"] and not (poison and depth == 0):
@@ -417,13 +440,13 @@ def test_a_batch_that_waits_hears_that_the_arena_is_closed():
             call()
 
 
-def test_rows_are_unpinned_once():
-    with make_cached(make_group(), 10) as cached:
+def test_rows_are_unpinned_once(memory):
+    with make_cached(make_group(), 10, device=memory) as cached:
         pinned = pin(cached, [1])
         pinned.unpin(changed=True)
         pinned.unpin()
-        with pytest.raises(RowmeshError, match="are unpinned twice"):
-            cached.unpin(pinned, changed=True)
+        assert not pinned.is_pinned
+        assert cached.counters.leases == 1
 
 
 @given(SLOTS, SLOTS, st.booleans(), st.booleans())
@@ -532,13 +555,14 @@ def test_threads_end_with_the_arena():
     assert alive() == before
 
 
-def test_memory_does_not_grow_with_the_table():
-    group = make_group()
-    small, large = (CachedArena(group, num_slots, 100) for num_slots in (1000, 8_000_000))
-    assert large.num_bytes == small.num_bytes
-    assert large.bookkeeping_bytes - small.bookkeeping_bytes == (8_000_000 - 1000) / 8
-    small.close()
-    large.close()
+@pytest.mark.parametrize("rule", [RowWiseAdaGrad(), Adam()])
+def test_memory_is_counted_and_does_not_grow_with_the_table(rule, memory):
+    sizes = []
+    for num_slots in (1000, 8_000_000):
+        with CachedArena(make_group(rule), num_slots, 100, device=memory) as cached:
+            assert cached.num_bytes == (100 * 5 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 40)
+            sizes.append(cached.bookkeeping_bytes)
+    assert sizes[1] - sizes[0] == (8_000_000 - 1000) / 8
 
 
 @pytest.mark.parametrize("num_cached", [0, 2**31])

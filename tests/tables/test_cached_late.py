@@ -10,11 +10,10 @@ import torch
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import never
 from rowmesh.ops.streams import Mark, Stream
-from rowmesh.optim import Adam, RowWiseAdaGrad
+from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import (
     CachedArena,
     DenseArena,
-    FileStore,
     MemoryStore,
     Normal,
     TableSpec,
@@ -30,7 +29,7 @@ from tests.support.triton import kernels_of
 pytestmark = pytest.mark.triton
 kernels_of("merge_update")  # or all are skipped
 
-NUM_SLOTS, CPU = 60, torch.device("cpu")
+NUM_SLOTS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -158,11 +157,6 @@ def test_streams_of_the_device_change_nothing(device, seed):
     train(seed, Real(device), verify=True)
 
 
-def test_over_a_file(tmp_path):
-    train(1, make_store=partial(FileStore, path=tmp_path / "rows"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def read_what_is_on_its_way(seed):
     program = Program(Machine(seed, 0.0), 1, 12, seed)
     with program.arena:
@@ -244,22 +238,3 @@ def test_copies_wait_for_the_cache_slots_they_need_alone():
         machine.stuck = None
         pinned.unpin()
         program.check_reads()
-
-
-@pytest.mark.parametrize("rule", [RowWiseAdaGrad(), Adam()])
-def test_memory_is_counted_and_does_not_grow_with_the_table(rule):
-    sizes = []
-    for num_slots in (1000, 8_000_000):
-        with CachedArena(make_group(rule), num_slots, 100, device=CPU) as arena:
-            assert arena.num_bytes == (100 * 3 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 24)
-            sizes.append(arena.bookkeeping_bytes)
-    assert sizes[1] - sizes[0] == (8_000_000 - 1000) / 8
-
-
-def test_rows_are_unpinned_once():
-    with Program(Machine(0, 1.0), 0, 12, 0).arena as arena:
-        pinned = arena.pin(np.array([3], np.uint32), never)
-        pinned.unpin()
-        pinned.unpin()
-        assert not pinned.is_pinned
-        assert arena.counters.leases == 1
