@@ -1,16 +1,16 @@
-"""The tiered row store: what a lease costs, and what stays in a fast arena that is smaller than its table.
+"""The cached arena of tiered tables: what a pin costs, and what stays in a cache that is smaller than its table.
 
     python -m benchmarks.tiered
 
-One process without ranks, row-wise AdaGrad. `--dim` are the dimensions, `--global-batch` the rows of a lease, `--rows`
+One process without ranks, row-wise AdaGrad. `--dim` are the dimensions, `--global-batch` the rows of a pin, `--rows`
 the table's; the file is in `--folder` (default: the system's temporary one), read and written past the page cache, by
 `--threads` threads.
 
-- *found*: rows are in the fast arena. `books` is its hash alone; `lease` and `release` are the calls.
-- *read*: none is. Leases over host memory and over the file, beside the store's own reads. Nothing is written back.
-- *ahead*: batches of `--samples` samples of a Zipf-distributed workload that touch four times as many rows as the fast
-  arena has frames (fewer, where batches in sight would not fit), each leased `--ahead` batches before its update. Rows
-  are given up once they are written back, as in the papers, or retained until their frames are needed. Rows are
+- *found*: rows are in the cache. `table` is its hash alone; `pin` and `unpin` are the calls.
+- *read*: none is. Pins over host memory and over the file, beside the store's own reads. Nothing is written back.
+- *ahead*: batches of `--samples` samples of a Zipf-distributed workload that touch four times as many rows as the
+  cache has slots (fewer, where batches in sight would not fit), each pinned `--ahead` batches before its update. Rows
+  are evicted once they are written back, as in the papers, or retained until their cache slots are needed. Rows are
   counted; `--step-ms` is the pause after each update, in which a model would compute and rows are written back.
 """
 
@@ -32,32 +32,28 @@ from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from benchmarks.workload import Workload, make_batches
 from rowmesh.errors import ConfigurationError
+from rowmesh.ops.cache_table import MISSING, CacheTable
 from rowmesh.ops.memory import Buffer
 from rowmesh.placement import Piece
-from rowmesh.tables import FileStore, Lease, MemoryStore, TableSpec, TieredArena, fuse
+from rowmesh.tables import CachedArena, FileStore, MemoryStore, PinnedRows, TableSpec, fuse
 from rowmesh.tables.backing import BackingStore, MakeStore
 
-TARGET_NS = 20.0  # the books of a row that is found
-TIMES_FRAMES = 4  # rows that batches touch, over frames
+TARGET_NS = 20.0  # to find a row in the table of the cache
+TIMES_CACHED = 4  # rows that batches touch, over cache slots
 
 
-def make_arena(dim: int, num_rows: int, num_frames: int, make_store: MakeStore, retain: bool = True) -> TieredArena:
+def make_arena(dim: int, num_rows: int, num_cached: int, make_store: MakeStore, retain: bool = True) -> CachedArena:
     """An arena of one table."""
     (group,) = fuse([TableSpec(name="table", num_rows=num_rows, dim=dim)])
-    arena = TieredArena(group, num_rows, num_frames, make_store, retain=retain)
+    arena = CachedArena(group, num_rows, num_cached, make_store, retain=retain)
     arena.initialize(0, [[Piece(range(num_rows), range(num_rows))]])
     return arena
-
-
-def lease(arena: TieredArena, slots: np.ndarray) -> Lease:
-    """A lease of uint32 slots."""
-    return arena.lease(slots.ctypes.data, len(slots))
 
 
 def warm_up(dim: int) -> None:
     """Compiles what the thread that writes back calls."""
     with make_arena(dim, 2, 2, MemoryStore, retain=False) as arena:
-        arena.release(lease(arena, np.array([0], np.uint32)))
+        arena.pin(np.array([0], np.uint32)).unpin(changed=True)
         arena.flush()
 
 
@@ -76,31 +72,32 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def run_found(report: Report, workload: Workload, num_rows: int, calls: tuple[int, int]) -> None:
-    """Leases of rows that are in the fast arena already: all of them are."""
-    count, seconds = workload.global_batch, {"books": [], "lease": [], "release": []}
+    """Pins of rows that are in the cache already: all of them are."""
+    count, seconds = workload.global_batch, {"table": [], "pin": [], "unpin": []}
     with make_arena(workload.dim, num_rows, num_rows, MemoryStore) as arena:
         everything = np.arange(num_rows, dtype=np.uint32)
-        arena.release(lease(arena, everything), changed=False)
-        generator, frames = draws(num_rows, count), np.empty(count, np.uint32)
+        arena.pin(everything).unpin()
+        table, cache_slots = CacheTable(num_rows), np.full(num_rows, MISSING, np.uint32)
+        table.assign(everything, cache_slots)
+        generator, found = draws(num_rows, count), np.empty(count, np.uint32)
         for _ in range(sum(calls)):
             slots = np.random.default_rng(1).permutation(next(generator))
-            held = lease(arena, slots)  # `frames_of` takes slots of live leases only
-            books = partial(arena.frames_of, slots.ctypes.data, count, frames.ctypes.data)
-            seconds["books"].append(seconds_of(books))
-            leases: list[Lease] = []
-            seconds["lease"].append(seconds_of(lambda slots=slots, to=leases: to.append(lease(arena, slots))))
-            arena.release(held, changed=True)
-            seconds["release"].append(seconds_of(partial(arena.release, leases[0], changed=True)))
+            other = arena.pin(slots)
+            seconds["table"].append(seconds_of(partial(table.find, slots, found)))
+            pins: list[PinnedRows] = []
+            seconds["pin"].append(seconds_of(lambda slots=slots, to=pins: to.append(arena.pin(slots))))
+            other.unpin(changed=True)
+            seconds["unpin"].append(seconds_of(partial(pins[0].unpin, changed=True)))
     for name, times in seconds.items():
         timing = summarize(times[calls[0] :], "call")
         nanoseconds = round(timing["call_ms"] * 1e6 / count, 1)
-        target = {"target_ns": TARGET_NS} if name == "books" else {}
-        report.line(case=f"found, dim {workload.dim}", contestant=name, rows=count, frames=num_rows,
+        target = {"target_ns": TARGET_NS} if name == "table" else {}
+        report.line(case=f"found, dim {workload.dim}", contestant=name, rows=count, cache_slots=num_rows,
                     row_ns=nanoseconds, **target, **timing)  # fmt: skip
         report.ratio(f"found, dim {workload.dim}, {count} rows: {name}, ns a row", nanoseconds)
 
 
-def fill(arena: TieredArena, num_rows: int) -> None:
+def fill(arena: CachedArena, num_rows: int) -> None:
     """Writes every row once, so that there is a record of it."""
     step = 1 << 16
     for first in range(0, num_rows, step):
@@ -111,18 +108,18 @@ def fill(arena: TieredArena, num_rows: int) -> None:
 def run_read(
     report: Report, workload: Workload, num_rows: int, calls: tuple[int, int], name: str, make_store: MakeStore
 ) -> None:  # fmt: skip
-    """Leases of rows none of which is in the fast arena."""
+    """Pins of rows none of which is in the cache."""
     count = workload.global_batch
     with make_arena(workload.dim, num_rows, count, make_store, retain=False) as arena:
         fill(arena, num_rows)
-        generator, seconds = draws(num_rows, count), {"store alone": [], "lease": []}
+        generator, seconds = draws(num_rows, count), {"store alone": [], "pin": []}
         records = Buffer(count * arena.store.stride).array(np.uint8, count, arena.store.stride)
         for slots in (next(generator) for _ in range(sum(calls))):
             seconds["store alone"].append(seconds_of(partial(arena.store.read, slots, records)))
             slots = next(generator)
-            leases: list[Lease] = []
-            seconds["lease"].append(seconds_of(lambda slots=slots, to=leases: to.append(lease(arena, slots))))
-            arena.release(leases[0], changed=False)
+            pins: list[PinnedRows] = []
+            seconds["pin"].append(seconds_of(lambda slots=slots, to=pins: to.append(arena.pin(slots))))
+            pins[0].unpin()
         for contestant, times in seconds.items():
             timing = summarize(times[calls[0] :], "call")
             microseconds = round(timing["call_ms"] * 1e3 / count, 3)
@@ -148,25 +145,25 @@ def most_in_sight(slots: list[np.ndarray], depth: int) -> int:
 def run_ahead(
     report: Report, workload: Workload, slots: list[np.ndarray], depth: int, retain: bool, step_s: float
 ) -> None:  # fmt: skip
-    """A loop that leases batches before it releases earlier ones."""
+    """A loop that pins batches before it unpins earlier ones."""
     num_rows, touched = sum(workload.table_rows), len(np.unique(np.concatenate(slots)))
-    num_frames = max(touched // TIMES_FRAMES, most_in_sight(slots, depth) * 5 // 4)
-    with make_arena(workload.dim, num_rows, num_frames, MemoryStore, retain) as arena:
-        live: list[Lease] = []
+    num_cached = max(touched // TIMES_CACHED, most_in_sight(slots, depth) * 5 // 4)
+    with make_arena(workload.dim, num_rows, num_cached, MemoryStore, retain) as arena:
+        live: list[PinnedRows] = []
         for batch in slots:
-            live.append(lease(arena, batch))
+            live.append(arena.pin(batch))
             if len(live) > depth:
-                arena.release(live.pop(0))
+                live.pop(0).unpin(changed=True)
                 time.sleep(step_s)
         while live:
-            arena.release(live.pop(0))
+            live.pop(0).unpin(changed=True)
         arena.flush()
-        counters, policy = arena.counters, "retained" if retain else "given up"
+        counters, policy = arena.counters, "retained" if retain else "evicted"
         asked = sum(map(len, slots))
         share = round(counters.rows_found / asked, 4)
         written = round(counters.rows_written / asked, 4)
         report.line(case="ahead", contestant=policy, ahead=depth, rows=asked // len(slots), batches=len(slots),
-                    table_rows=num_rows, touched_rows=touched, frames=num_frames, found_share=share,
+                    table_rows=num_rows, touched_rows=touched, cache_slots=num_cached, found_share=share,
                     read_share=round(counters.rows_read / asked, 4), written_share=written,
                     peak_frames=counters.peak_frames)  # fmt: skip
         report.ratio(f"ahead by {depth}, {policy}: share of rows found", share)

@@ -43,9 +43,9 @@ from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
-from rowmesh.tables.leased_rows import LeasedRows
+from rowmesh.tables.cache import TierCounters
+from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.spec import check_tables, with_moment_scale
-from rowmesh.tables.tier import TierCounters
 from rowmesh.tensor_train.arena import Cores
 
 logger = logging.getLogger("rowmesh")
@@ -236,7 +236,7 @@ class EmbeddingCollection(nn.Module):
     def tier_counters(self) -> dict[str, TierCounters]:
         """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
         arenas = {exchange.group.name: exchange.arena for exchange in self._exchanges}
-        return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, LeasedRows)}
+        return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, CachedArena)}
 
     @property
     def common_counters(self) -> CommonCounters:
@@ -253,7 +253,7 @@ class EmbeddingCollection(nn.Module):
         for exchange in self._parts.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
-            buffers += exchange.arena.bookkeeping_bytes if isinstance(exchange.arena, LeasedRows) else 0
+            buffers += exchange.arena.bookkeeping_bytes if isinstance(exchange.arena, CachedArena) else 0
         return {"rows": rows, "optimizer state": state, "buffers": buffers}
 
     @untraced

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from rowmesh.exchange.route import GroupExchange, RouteGroup
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup, TableSpec
-from rowmesh.tables.arena import compute_dtype
-from rowmesh.tables.device_arena import DeviceArena
-from rowmesh.tables.leased_rows import LeasedRows
+from rowmesh.tables import RowStore, TableGroup, TableSpec
+from rowmesh.tables.dense import compute_dtype
 
 STORED_ROWS = 65_536
 """Rows that are copied at a time."""
@@ -60,18 +58,6 @@ class LocalRows:
 
     def forget(self) -> None:
         """Frees what was copied: nothing was."""
-
-
-class RowStore(Protocol):
-    """Where rows are kept that nobody can view: on files, or on a device."""
-
-    def read_rows(self, slots: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
-        """Copies of rows and of their state."""
-        ...
-
-    def write_rows(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Sets rows and their state."""
-        ...
 
 
 class StoredRows(LocalRows):
@@ -116,8 +102,8 @@ class StoredRows(LocalRows):
 
 def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
     """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
-    arena: Any = exchange.arena
-    if isinstance(arena, LeasedRows | DeviceArena):
+    arena: RowStore = exchange.arena
+    if not arena.has_views:
         return StoredRows.of(arena, piece)
     part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
     return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]

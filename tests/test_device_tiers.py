@@ -155,7 +155,7 @@ def test_what_does_not_fit_yet_comes_at_the_fetch():
         collection.pool(collection.fetch(route)).values.sum().backward()
         optimizer.step()
     assert collection.tier_counters[collection.groups[0].name].peak_frames == 5
-    with pytest.raises(NoRoomError, match="a batch of 6 rows needs 6 more frames of the fast arena, which has 5"):
+    with pytest.raises(NoRoomError, match="a batch of 6 rows needs 6 more slots of the cache, which has 5"):
         collection(batch(*range(6)))
     collection(batch(*range(5)))
     collection.close()

@@ -25,11 +25,9 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete
 from rowmesh.placement import AddressMap
 from rowmesh.placement.plan import RowRange
-from rowmesh.tables import DenseArena
-from rowmesh.tables.device_arena import DeviceArena
+from rowmesh.tables import RowStore
 
 Ints = NDArray[np.int64]
-Arena = DenseArena | DeviceArena
 Share = Callable[[RowRange, RowRange], float]  # bytes that a row of an old and a new range needs meanwhile
 CHUNK_BYTES = 64 << 20
 _WORK_BYTES = 128  # of index arrays, for each row of a window
@@ -187,7 +185,7 @@ def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_by
         yield np.arange(start, stop)
 
 
-def _move(old: Arena, new: Arena, before: Located, after: Located, mesh: Mesh) -> int:
+def _move(old: RowStore, new: RowStore, before: Located, after: Located, mesh: Mesh) -> int:
     """Moves a window; returns how many rows came here."""
     moves = Movements(before, after, mesh.rank, mesh.world_size)
     for source, target in zip(_tensors(old), _tensors(new), strict=True):
@@ -214,6 +212,6 @@ def _exchange(out: Tensor, moves: Movements, mesh: Mesh) -> Tensor:
     return into
 
 
-def _tensors(arena: Arena) -> list[Tensor]:
+def _tensors(arena: RowStore) -> list[Tensor]:
     """Values and states, in the same order on all ranks."""
     return [arena.rows, *arena.state.values()]

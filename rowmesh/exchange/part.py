@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
@@ -22,7 +22,6 @@ from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers
-from rowmesh.tables.leased_rows import LeasedRows
 
 
 class Part:
@@ -105,11 +104,13 @@ class Part:
         except ConfigurationError as error:
             raise ConfigurationError(f"group {group.name} of {error}") from error
         make_outbox = partial(self.transport.make_outbox, address_map.num_segments)
-        where = (group, address_map.num_slots[self.mesh.rank])
-        if self._tiers is None:
-            return GroupExchange(group, address_map, DenseArena(*where, self.transport.allocate), make_outbox)
-        arena = self._tiers.arena(*where, self.mesh.rank, self.transport.allocate)
-        return TieredExchange(group, address_map, cast("Any", arena), make_outbox)
+        num_slots = address_map.num_slots[self.mesh.rank]
+        if self._tiers is not None:
+            arena = self._tiers.make_arena(group, num_slots, self.mesh.rank)
+            return TieredExchange(group, address_map, arena, make_outbox)
+        memory = self.transport.allocate(num_slots * group.dim * group.dtype.itemsize)
+        rows = memory.tensor(group.dtype, num_slots, group.dim)
+        return GroupExchange(group, address_map, DenseArena(group, num_slots, rows=rows), make_outbox)
 
     def _check_tiers(self) -> None:
         """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
@@ -240,8 +241,7 @@ class Part:
         if self.replicas == 2:
             self.settle_own()
         for exchange in self.exchanges:
-            if isinstance(exchange.arena, LeasedRows):
-                exchange.arena.close()
+            exchange.arena.close()
         self.transport.close()
 
     def _mine(self, route: Route) -> Routed:

@@ -13,7 +13,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, Held, never
-from rowmesh.exchange.tiered import HeldLease, TieredExchange
+from rowmesh.exchange.tiered import HeldPins, TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, WindowGroup, phase_counts
@@ -297,7 +297,7 @@ class PhasedGroup:
 
     def update(self, travel: Travel, update: Update, number: int) -> None:
         """Updates the merged rows."""
-        if isinstance(travel.held, HeldLease):
+        if isinstance(travel.held, HeldPins):
             travel.held.apply(travel.window.space.merger, update)
         else:
             travel.sources.apply(update, self._num_fetched)

@@ -30,8 +30,8 @@ from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import COPIES
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableGroup, TableSpec
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables import CachedArena, DenseArena, TableGroup, TableSpec
+from rowmesh.tables.dense import compute_dtype
 
 
 class Held:
@@ -190,8 +190,12 @@ class GroupExchange:
     is_tiered = False
 
     def __init__(
-        self, group: TableGroup, address_map: AddressMap, arena: DenseArena, make_outbox: Callable[[], Outbox]
-    ) -> None:  # fmt: skip
+        self,
+        group: TableGroup,
+        address_map: AddressMap,
+        arena: DenseArena | CachedArena,
+        make_outbox: Callable[[], Outbox],
+    ) -> None:
         self.group = group
         self.address_map = address_map
         self.arena = arena

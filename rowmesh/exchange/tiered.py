@@ -3,56 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from rowmesh.exchange.route import GroupExchange, Held, RouteGroup, never
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
+from rowmesh.exchange.workspace import Outbox
 from rowmesh.ops.merge_update import Merger, Singles
 from rowmesh.ops.window import place_own
-from rowmesh.tables import Lease, TieredArena
+from rowmesh.placement import AddressMap
+from rowmesh.tables import CachedArena, PinnedRows, TableGroup
 
 
-class HeldLease(Held):
-    """A lease of a tiered arena."""
+class HeldPins(Held):
+    """Rows that are pinned in a cache."""
 
-    def __init__(self, arena: TieredArena, lease: Lease) -> None:
-        super().__init__(lease.address)
-        self._arena, self._lease, self._is_changed = arena, lease, False
+    def __init__(self, pinned: PinnedRows) -> None:
+        super().__init__(pinned.cache_slots.ctypes.data)
+        self._pinned, self._is_changed = pinned, False
 
     def apply(self, merged: Merger, update: Update) -> None:
-        """Updates the rows that are held. Takes no turn: a lease that waits for their frames may have it."""
+        """Updates the rows. Takes no turn: a batch that waits for their cache slots may have it."""
         self._is_changed = True
-        self._arena.apply(merged, self.places, update.lr, update.scaling, update.step)
+        self._pinned.apply(merged, update.lr, update.scaling, update.step)
 
     def check(self) -> None:
         """Where versions are kept: checks that rows are what their last updates left."""
-        self._arena.check(self._lease)
+        self._pinned.check()
 
     def release(self) -> None:
         """The rows may leave fast memory. May be called again."""
-        if self._lease.is_live:
-            self._arena.release(self._lease, changed=self._is_changed)
+        self._pinned.unpin(changed=self._is_changed)
 
 
 class TieredExchange(GroupExchange):
-    """A group whose arena is tiered: a merged slot is in whichever frame its lease says."""
+    """A group whose rows are cached: a merged slot is in whichever cache slot its pin has."""
 
     is_tiered = True
 
-    @property
-    def tiered(self) -> TieredArena:
-        """The arena."""
-        return cast("TieredArena", self.arena)
+    def __init__(
+        self, group: TableGroup, address_map: AddressMap, arena: CachedArena, make_outbox: Callable[[], Outbox]
+    ) -> None:  # fmt: skip
+        super().__init__(group, address_map, arena, make_outbox)
+        self.tiered = arena
 
     @property
     def num_places(self) -> int:
-        """Frames."""
-        return self.tiered.num_frames
+        """Cache slots."""
+        return self.tiered.num_cached
 
     def hold(self, merged: Merger | Singles, may_wait: Callable[[], bool] = never) -> Held:
         """Brings rows into fast memory; blocks until they are there."""
-        return HeldLease(self.tiered, self.tiered.lease(merged.merged_slots, merged.num_merged, may_wait))
+        return HeldPins(self.tiered.pin(merged.slots.copy(), may_wait))
 
     def bring_own(self, group: RouteGroup) -> None:
         """Brings the rows that a rank without others asked for."""
@@ -74,9 +75,9 @@ class TieredExchange(GroupExchange):
         )  # fmt: skip
 
     def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
-        """Updates merged rows, which are brought where they are not there; in turn with those who bring others."""
-        lease = self.tiered.lease(merged.merged_slots, merged.num_merged, never)
+        """Updates merged rows, which are brought where they are not there; in turn with other batches' pins."""
+        pinned = self.tiered.pin(merged.slots.copy(), never)
         try:
-            self.tiered.apply(merged, lease.address, update.lr, update.scaling, update.step, part)
+            pinned.apply(merged, update.lr, update.scaling, update.step, part)
         finally:
-            self.tiered.release(lease, changed=True)
+            pinned.unpin(changed=True)

@@ -20,7 +20,7 @@ def _contains(bits, slots, out):
 
 
 class SlotSet:
-    """A set of slots below `num_slots`; the system gives its memory page by page as slots are added.
+    """A set of slots below `num_slots`; the system provides its memory page by page as slots are added.
 
     Example:
         >>> written = SlotSet(100)

@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.recorder import KEPT, Recorder, Totals
 from rowmesh.pipeline.schedule import Span, Task
-from rowmesh.tables.streams import Mark, Stream
 
 _MOVES_ON_S = 1.0
 _TRIES = 5

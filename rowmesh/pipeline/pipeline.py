@@ -29,6 +29,7 @@ from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.window import Form, Window
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
@@ -38,7 +39,6 @@ from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables.streams import Mark, Stream
 
 
 class Samples(Protocol):

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from rowmesh.ops.streams import Mark
 from rowmesh.pipeline.schedule import COMPUTE, Span, Task
-from rowmesh.tables.streams import Mark
 
 KEPT = 20_000
 """Spans, the last ones."""

@@ -78,9 +78,9 @@ from typing import Protocol
 
 import torch
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.recorder import Recorder
 from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Schedule, Span, Task
-from rowmesh.tables.streams import Mark, Stream
 
 Action = Callable[[Task], None]
 _OF_HOST = {"read": "reader", "retrieve": "tier"}

@@ -36,7 +36,7 @@ from rowmesh.files.atomic import replacing_file
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 RuleName = Literal["dealt", "node", "replicated", "fixed"]
 FORMAT = 1

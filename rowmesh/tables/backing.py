@@ -1,7 +1,7 @@
-"""Backing stores: where the rows of a tiered table lie that its fast arena has no room for.
+"""Backing stores: all rows of a tiered table, of which the cache has some.
 
-A store keeps records of a fixed size, one a slot: a row and its state. What initial values are, which rows were ever
-written and which of them are in use is not its business. The tiers so far: host memory, and a file.
+A store keeps records of a fixed size, one a slot: a row and its state. It does not know initial values, nor which rows
+were ever written. There are two: host memory, and a file (`rowmesh.tables.file_store`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from rowmesh.ops.memory import Buffer
-from rowmesh.ops.records import MAX_PARTS, record_kernels
+from rowmesh.ops.records import Records
 
 
 class BackingStore(Protocol):
@@ -55,7 +56,7 @@ class BackingStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives everything back. May be called again."""
+        """Frees what the store holds. May be called again."""
         ...
 
 
@@ -64,7 +65,7 @@ MakeStore = Callable[[int, int], BackingStore]
 
 
 class MemoryStore:
-    """Records in this process's memory, which the system gives page by page as records are written.
+    """Records in this process's memory, which the system provides page by page as records are written.
 
     Example:
         >>> store = MemoryStore(100, 8)
@@ -77,30 +78,26 @@ class MemoryStore:
 
     def __init__(self, num_records: int, record_bytes: int) -> None:
         self.stride = record_bytes
-        self._memory: Buffer | None = Buffer(num_records * record_bytes)
-        self.num_bytes = self._memory.num_bytes
-        self._kernels = record_kernels(record_bytes)
-        self._arrays = np.zeros(MAX_PARTS, np.int64)
-        self._arrays[0] = self._memory.address
+        memory = Buffer(num_records * record_bytes)
+        self.num_bytes = memory.num_bytes
+        self._records: Records | None = Records([memory.tensor(torch.uint8, num_records, record_bytes)])
 
     def read(self, slots: np.ndarray, records: np.ndarray) -> None:
         """Copies records out."""
-        self._copy(self._kernels.pack, slots, records)
+        assert self._records is not None, "the store is closed"
+        self._records.pack(slots, records)
 
     def write(self, slots: np.ndarray, records: np.ndarray) -> None:
         """Copies records in."""
-        self._copy(self._kernels.unpack, slots, records)
-
-    def _copy(self, copy: Callable[..., None], slots: np.ndarray, records: np.ndarray) -> None:
-        assert self._memory is not None, "the store is closed"
-        copy(slots.ctypes.data, len(slots), self._arrays.ctypes.data, records.ctypes.data, self.stride)
+        assert self._records is not None, "the store is closed"
+        self._records.unpack(slots, records)
 
     def flush(self) -> None:
         """Memory does not outlive the process."""
 
     def close(self) -> None:
         """Frees the memory."""
-        self._memory, self.num_bytes = None, 0
+        self._records, self.num_bytes = None, 0
 
     def __str__(self) -> str:
         return "host memory"

@@ -149,7 +149,7 @@ class FileStore:
         others = [pool.submit(part, *bounds) for bounds in itertools.pairwise(ends[1:])]
         try:
             part(0, ends[1])
-        finally:  # nobody may write into `records` after this call
+        finally:  # no thread may write into `records` after this call
             failures = [failure for other in others if (failure := other.exception())]
         if failures:
             raise failures[0]

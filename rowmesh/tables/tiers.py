@@ -1,9 +1,8 @@
-"""Tiers: how much of a tiered table is in fast memory, and where the rest is."""
+"""Tiers: how much of a tiered table is in fast memory, and where all of it is."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,10 @@ from pathlib import Path
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.ops.memory import Memory
 from rowmesh.tables.backing import MakeStore, MemoryStore
-from rowmesh.tables.device_tiered import DeviceTieredArena
+from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup
-from rowmesh.tables.tiered import TieredArena
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +22,16 @@ class Tiers:
 
     Attributes:
         fast_share: of a group's rows on a rank, how many fit into fast memory, above 0 and at most 1.
-        fast_rows: fewest rows that do, where there are as many: batches in sight must fit.
+        fast_rows: fewest rows that fit, where there are as many: batches in sight must.
         folder: where files of rows are made; None: in memory.
         threads: that read a file, and as many that write it.
         direct: whether files are read and written past the system's page cache.
         verify: whether versions of rows are kept and checked.
-        poison: whether NaN is left where rows were given up; for tests.
+        poison: whether NaN is left where rows were in fast memory; for tests.
         timeout_s: how long a batch waits for room.
 
     Example:
-        >>> Tiers(fast_share=0.1, fast_rows=100).frames(2000)
+        >>> Tiers(fast_share=0.1, fast_rows=100).num_cached(2000)
         200
     """
 
@@ -53,23 +50,16 @@ class Tiers:
         if self.fast_rows < 1:
             raise ConfigurationError(f"fast_rows must be 1 or more, got {self.fast_rows}")
 
-    def frames(self, num_rows: int) -> int:
+    def num_cached(self, num_rows: int) -> int:
         """How many of so many rows fit into fast memory."""
         return max(min(num_rows, max(self.fast_rows, round(self.fast_share * num_rows))), 1)
 
-    def arena(self, group: TableGroup, num_slots: int, rank: int, allocate: Callable[[int], Memory]) -> TieredArena:
-        """The rows of a group on a rank."""
-        return TieredArena(
-            group, num_slots, self.frames(num_slots), self._store(group, rank), allocate,
-            verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
-        )  # fmt: skip
-
-    def device_arena(
-        self, group: TableGroup, num_slots: int, rank: int, device: torch.device
-    ) -> DeviceTieredArena:  # fmt: skip
-        """The rows of a group on a rank, those in fast memory on a device."""
-        return DeviceTieredArena(
-            group, num_slots, self.frames(num_slots), self._store(group, rank), device=device,
+    def make_arena(
+        self, group: TableGroup, num_slots: int, rank: int, device: torch.device | None = None
+    ) -> CachedArena:  # fmt: skip
+        """The rows of a group on a rank, those in fast memory on a device, or in the host's memory."""
+        return CachedArena(
+            group, num_slots, self.num_cached(num_slots), self._store(group, rank), device=device,
             verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
         )  # fmt: skip
 

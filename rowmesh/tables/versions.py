@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.errors import RowmeshError
-from rowmesh.tables.columns import InitialRows
+from rowmesh.tables.row_arrays import InitialRows
 
 
 class Versions:
-    """The versions of a rank's rows, apart from those that travel with the rows themselves.
+    """The versions of a rank's rows, to compare with those that travel with the rows themselves.
 
-    Takes 4 bytes a slot, which the system gives page by page, and 4 in every record.
+    Takes 4 bytes a slot, which the system provides page by page, and 4 in every record.
 
     Args:
         num_slots: rows of the group on this rank.
-        held: uint32 `[num_frames]`, the version that the row in each frame has.
+        held: uint32 `[num_cache_slots]`, the version that the row in each cache slot has.
         initial: names rows.
     """
 
@@ -28,28 +28,24 @@ class Versions:
         """Memory of the versions."""
         return self._last.nbytes
 
-    def last(self, slots: np.ndarray) -> np.ndarray:
-        """The versions that the last updates left."""
-        return self._last[slots]
-
-    def advance(self, frames: np.ndarray, slots: np.ndarray) -> None:
+    def advance(self, cache_slots: np.ndarray, slots: np.ndarray) -> None:
         """Counts an update of each row; slots are distinct."""
-        self._held[frames] += 1
+        self._held[cache_slots] += 1
         self._last[slots] += 1
 
     def overwrite(self, slots: np.ndarray) -> np.ndarray:
-        """Counts that distinct slots get other rows; returns the versions of those."""
+        """Counts that the rows of distinct slots are replaced; returns the versions of the new ones."""
         self._last[slots] += 1
         return self._last[slots]
 
-    def check(self, frames: np.ndarray, slots: np.ndarray, where: str) -> None:
+    def check(self, cache_slots: np.ndarray, slots: np.ndarray, where: str) -> None:
         """Raises RowmeshError for the first row that is not what its last update left.
 
         Args:
-            frames, slots: of each row.
+            cache_slots, slots: of each row.
             where: they were found, for the message.
         """
-        found, expected = self._held[frames], self._last[slots]
+        found, expected = self._held[cache_slots], self._last[slots]
         wrong = np.flatnonzero(found != expected)
         if len(wrong):
             first = wrong[0]

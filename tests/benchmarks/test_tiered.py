@@ -23,10 +23,10 @@ def test_lines(capsys, tmp_path):
     ])  # fmt: skip
     *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
     by_case = {(line["case"], line["contestant"]): line for line in lines if "contestant" in line}
-    assert {name for case, name in by_case if case == "found, dim 4"} == {"books", "lease", "release"}
-    assert ("read, dim 4, memory", "lease") in by_case
+    assert {name for case, name in by_case if case == "found, dim 4"} == {"table", "pin", "unpin"}
+    assert ("read, dim 4, memory", "pin") in by_case
     found = {(line["contestant"], line["ahead"]): line["found_share"] for line in lines if line["case"] == "ahead"}
-    assert found["given up", 0] <= found["given up", 2] <= found["retained", 2]
+    assert found["evicted", 0] <= found["evicted", 2] <= found["retained", 2]
     assert 0 < found["retained", 0] < 1
     assert len(summary["summary"]) >= 9
     assert list(tmp_path.iterdir()) == []

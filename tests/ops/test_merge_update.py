@@ -1,6 +1,5 @@
 """Merge and update against their references: every rule, every dim, every storage, and the order of sums."""
 
-import ctypes
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -9,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, update_kernels
+from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, update
+from rowmesh.ops.merge_update.cpu import update_kernels
 from rowmesh.ops.simd import BFLOAT16, COMPUTE_DTYPE, FLOAT32, STORAGE
 from rowmesh.optim import RULES, Adam
 from tests.support.memory import Vast
@@ -57,11 +57,8 @@ def apply(requests, merger, weights, state, rule, lr, scaling, step):
     correction = rule.root_factor
     if isinstance(rule, Adam):
         lr, correction = lr / (1 - beta1**step), correction * (1 - beta2**step) ** -0.5
-    addresses = [tensor.data_ptr() for tensor in state.values()] + [0, 0]
-    update_kernels(weights.shape[1], STORAGE[weights.dtype], rule.name).update_merged(
-        merger.merged_slots, merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends,
-        merger.num_nodes, weights.data_ptr(), addresses[0], addresses[1], lr, scaling, eps, beta1, beta2, correction,
-    )  # fmt: skip
+    numbers = (lr, scaling, eps, beta1, beta2, correction)
+    update(weights, tuple(state.values()), merger, rule.name, numbers)
 
 
 LISTS = [[[4, 0, 7], [], [12, 15]], [[], [8], []], [[7, 4], [9, 8], [12]], [[], [], []]]
@@ -258,8 +255,7 @@ def test_sums_of_a_node_come_first(requests_of_ranks, data):
         merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends, merger.num_nodes,
         sums.data_ptr(),
     )  # fmt: skip
-    merged = as_tensor(merger.merged_slots, merger.num_merged)
-    assert torch.equal(sums[torch.argsort(merged)], total)
+    assert torch.equal(sums[np.argsort(merger.slots)], total)
     again = Singles()
     again(merger.merged_slots, sums.data_ptr(), 12, merger.num_merged)
     repeated = torch.zeros(500, 3)
@@ -267,7 +263,21 @@ def test_sums_of_a_node_come_first(requests_of_ranks, data):
     assert torch.equal(repeated, weights)
 
 
-def as_tensor(address, count):
-    """The uint32 at an address."""
-    values = (ctypes.c_uint32 * count).from_address(address) if count else []
-    return torch.tensor(list(values), dtype=torch.int64)
+def test_the_same_gradients_at_other_slots_in_parts():
+    """What a cache does: rows are where it has them; and a part of the slots is updated alone."""
+    requests = Requests(LISTS, 3, torch.float32)
+    merger = Merger(3, 0, 12)
+    requests.merge(merger)
+    slots, total = requests.reference()
+    places = np.arange(merger.num_merged, dtype=np.uint32)[::-1].copy()
+    weights = torch.zeros(len(places), 3)
+    for part in ((0, 2), (2, merger.num_merged)):
+        update(weights, (), merger.at(places), "sgd", (1.0, 1.0, 0.0, 0.0, 0.0, 1.0), part)
+    order = np.searchsorted(slots.numpy(), merger.slots)
+    assert torch.equal(-weights.flip(0), total[order])
+
+
+def test_refuses_rows_that_kernels_would_not_find():
+    for rows in (torch.zeros(4, 6)[:, ::2], torch.zeros(4)):
+        with pytest.raises(ValueError, match=r"rows must be contiguous \[R, D\] in the host's memory"):
+            update(rows, (), Singles(), "sgd", (1.0, 1.0, 0.0, 0.0, 0.0, 1.0))

@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline import device_recorder
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.recorder import WAIT
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule, play
 from rowmesh.pipeline.streams import DeviceStreams
-from rowmesh.tables.streams import Mark, Stream
 from tests.support.streams import drive_all
 
 NUM_BATCHES = 6

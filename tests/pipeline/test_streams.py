@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.recorder import Recorder
 from rowmesh.pipeline.schedule import COMPUTE, REUSED_AFTER, Task, make_schedule
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams
-from rowmesh.tables.streams import Mark, Stream
 from tests.support.streams import drive_all
 
 CPU = torch.device("cpu")

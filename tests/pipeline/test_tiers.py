@@ -183,7 +183,7 @@ def test_look_ups_between_windows_do_not_wait_for_room_that_comes_later(depth, n
     collection, optimizer = make(Mesh(), num_batches)
 
     def look_up():
-        with torch.no_grad(), pytest.raises(NoRoomError, match=r"needs 12 more frames .* \(waited 0.\d s\)"):
+        with torch.no_grad(), pytest.raises(NoRoomError, match=r"needs 12 more slots .* \(waited 0.\d s\)"):
             collection(item(Mesh(), 20).sparse)
 
     assert go_through(collection, optimizer, look_up, depth=depth) < 5

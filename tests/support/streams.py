@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.device.window import DeviceWindow
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.streams import DeviceStreams
-from rowmesh.tables.streams import Mark, Stream
 
 
 class LateMark(Mark):

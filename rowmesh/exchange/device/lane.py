@@ -19,8 +19,8 @@ from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import Late, upload
-from rowmesh.tables.arena import compute_dtype
-from rowmesh.tables.device_tiered import HeldRows
+from rowmesh.tables import PinnedRows
+from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -61,7 +61,7 @@ class Requests:
         ids_sent, ids_asked: int64 `[W, S]`: how many ids of each table they are for, to and from each rank; empty
             where that is not told.
         merging: them, once they were merged.
-        held: keeps their rows in fast memory, where they could leave it; `slots` are frames then.
+        held: keeps their rows in fast memory, where they could leave it; `slots` are cache slots then.
     """
 
     keys: Tensor
@@ -71,7 +71,7 @@ class Requests:
     ids_sent: NDArray[np.int64] = field(default_factory=_no_ids)
     ids_asked: NDArray[np.int64] = field(default_factory=_no_ids)
     merging: Merging | None = None
-    held: HeldRows | None = None
+    held: PinnedRows | None = None
 
 
 class Lane:
@@ -121,7 +121,7 @@ class Lane:
     def take_keys(self, requests: Requests, keys: Message) -> None:
         """Takes what ranks ask for, once it is here, and makes sure that the rows are."""
         if requests.held is not None:
-            requests.held.release()
+            requests.held.unpin()
         requests.slots, requests.held = self.exchange.hold(keys.wait())
 
     def merged(self, requests: Sequence[Requests]) -> Merging:

@@ -55,7 +55,7 @@ from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import round_up
 from rowmesh.tables import TableGroup
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 _REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then some for each group:
 # Where the entries for a rank begin in the outbox, how many; entries in all, of which the last so many are for all;

@@ -24,8 +24,7 @@ from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.placement import AddressMap, Plan
-from rowmesh.tables import TableGroup
-from rowmesh.tables.device_arena import DeviceArena
+from rowmesh.tables import DenseArena, TableGroup
 
 
 class DevicePart(Part):
@@ -59,10 +58,10 @@ class DevicePart(Part):
         address_map = AddressMap(one_hop(self.plan), [table.name for table in group.tables], self.mesh.rank)
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._tiers is not None:
-            arena = self._tiers.device_arena(group, num_slots, self.mesh.rank, self.device)
+            arena = self._tiers.make_arena(group, num_slots, self.mesh.rank, self.device)
             return DeviceTieredExchange(group, address_map, arena)
         rows = self.transport.make_rows(group, address_map.num_slots)
-        arena = DeviceArena(group, num_slots, self.device, rows)
+        arena = DenseArena(group, num_slots, self.device, rows)
         return DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
 
     def _make_synchronizer(self, column: Mesh) -> Synchronizer:

@@ -32,7 +32,7 @@ from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form
 from rowmesh.ops.transfer import upload
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 FINAL = 0  # the phase of rows that come before the window opens; that of micro-batch k is k + 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 
 class DevicePooling:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import Late, upload
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.exchange.device.route import DeviceExchange
@@ -111,7 +111,7 @@ class DeviceSums:
         """Adds what all groups told, in their order, and updates."""
         merged = self._merge(torch.cat([part.slots for part in told]), most=len(told))
         gradients = torch.cat([part.blocks[0] for part in told])
-        self._arena.apply(merged, gradients, update.lr, update.scaling, update.step)
+        self._arena.apply(merged.with_gradients(gradients), update.lr, update.scaling, update.step)
 
 
 class DeviceMeans:
@@ -161,7 +161,7 @@ class DeviceMeans:
         self._most += count
         for table, before in zip(self._tables, self._before, strict=True):
             self._kernels.pack(table, self._slots, self._bounds, before, count)
-        self._arena.apply(merged, gradients, update.lr, update.scaling, update.step)
+        self._arena.apply(merged.with_gradients(gradients), update.lr, update.scaling, update.step)
 
     def _reserve(self, count: int) -> None:
         """Makes room for so many more rows; looks at how many there really are only where it may not do."""

@@ -20,9 +20,7 @@ from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import FLAGS, REPLIES
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup
-from rowmesh.tables.device_arena import DeviceArena
-from rowmesh.tables.device_tiered import DeviceTieredArena, HeldRows
+from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 
 if TYPE_CHECKING:
     from rowmesh.exchange.device.lane import Requests
@@ -103,7 +101,7 @@ class DeviceRouteGroup(DevicePooledGroup):
         self.slots, self.uniques = routed.keys, routed.uniques
         self.lanes: list[Requests] = []
         self.wanted = np.empty(0, np.uint32)
-        self.held: HeldRows | None = None
+        self.held: PinnedRows | None = None
 
     @property
     def places(self) -> Tensor:
@@ -116,7 +114,7 @@ class DeviceRouteGroup(DevicePooledGroup):
         traffic.add_on_device(self.exchange.address_map, self.routed.sizes[1:])
 
     @property
-    def _all_held(self) -> list[HeldRows]:
+    def _all_held(self) -> list[PinnedRows]:
         """What keeps rows in fast memory: what this rank asked for, alone, or was asked for."""
         return [held for held in (self.held, *(each.held for each in self.lanes)) if held is not None]
 
@@ -124,13 +122,13 @@ class DeviceRouteGroup(DevicePooledGroup):
         """Rows that the current stream has read may leave fast memory."""
         for held in self._all_held:
             held.note_use()
-            held.release()
+            held.unpin()
 
     def release(self) -> None:
         """The route is gone; rows that it holds may leave fast memory."""
         super().release()
         for held in self._all_held:
-            held.release()
+            held.unpin()
 
     @property
     def sent(self) -> list[int]:
@@ -315,7 +313,7 @@ class DeviceExchange(DeviceGroupExchange):
     """
 
     def __init__(
-        self, group: TableGroup, address_map: AddressMap, arena: DeviceArena | DeviceTieredArena, *,
+        self, group: TableGroup, address_map: AddressMap, arena: DenseArena | CachedArena, *,
         asks_homes: bool = True,
     ) -> None:  # fmt: skip
         from rowmesh.ops.route import cuda as route
@@ -345,11 +343,11 @@ class DeviceExchange(DeviceGroupExchange):
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that rows of a rank without others are in the device's memory: all are there."""
 
-    def hold(self, slots: Tensor) -> tuple[Tensor, HeldRows | None]:
+    def hold(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
         """Where the rows of requested slots are, and what keeps them there, where they could leave."""
         return slots, None
 
-    def give_up(self, held: Sequence[HeldRows | None]) -> None:
+    def give_up(self, held: Sequence[PinnedRows | None]) -> None:
         """Rows that were held are updated."""
 
     def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None = None) -> None:
@@ -362,11 +360,11 @@ class DeviceExchange(DeviceGroupExchange):
             num: how many slots, where the host knows it.
         """
         if self.replicated is None:
-            self.arena.apply(merged, gradients, update.lr, update.scaling, update.step)
+            self.arena.apply(merged.with_gradients(gradients), update.lr, update.scaling, update.step)
         else:
             self.replicated.apply(merged, gradients, update, num)
 
-    def count(self, accesses: NDArray[np.int64], merged: Merged, held: Sequence[HeldRows | None]) -> None:
+    def count(self, accesses: NDArray[np.int64], merged: Merged, held: Sequence[PinnedRows | None]) -> None:
         """Counts what was asked of this rank and is updated now.
 
         Args:
@@ -377,7 +375,7 @@ class DeviceExchange(DeviceGroupExchange):
         self.counters.add_accesses(accesses)
         self._count_distinct(merged, held)
 
-    def _count_distinct(self, merged: Merged, held: Sequence[HeldRows | None]) -> None:
+    def _count_distinct(self, merged: Merged, held: Sequence[PinnedRows | None]) -> None:
         self._slot_tables.count(merged, self.counters)
 
     def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:

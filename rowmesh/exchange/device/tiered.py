@@ -1,4 +1,4 @@
-"""Tiered groups on a device: the host brings rows into its memory, and kernels read and update them in frames.
+"""Tiered groups on a device: the host brings rows into its memory, and kernels read and update them in cache slots.
 
 The host finds what a batch needs, with the CPU's kernels, while the device computes. On one rank it has the ids: rows
 are on their way from `route` on. On several, owners learn from messages what is asked of them; that the host waits for.
@@ -24,8 +24,7 @@ from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import AddressMap
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup
-from rowmesh.tables.device_tiered import DeviceTieredArena, HeldRows
+from rowmesh.tables import CachedArena, PinnedRows, TableGroup
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update.cuda import Merged
@@ -124,7 +123,7 @@ class Finder:
 
 
 class DeviceTieredExchange(DeviceExchange):
-    """A group whose arena is tiered: slots become frames when their rows are there.
+    """A group whose rows are cached: slots become cache slots when their rows are there.
 
     Attributes:
         tiered: the arena.
@@ -133,7 +132,7 @@ class DeviceTieredExchange(DeviceExchange):
 
     is_tiered = True
 
-    def __init__(self, group: TableGroup, address_map: AddressMap, arena: DeviceTieredArena) -> None:
+    def __init__(self, group: TableGroup, address_map: AddressMap, arena: CachedArena) -> None:
         super().__init__(group, address_map, arena)
         self.tiered, self.comes_early = arena, True
         self._find = Finder(group, address_map)
@@ -154,13 +153,13 @@ class DeviceTieredExchange(DeviceExchange):
 
         Args:
             group: of a route.
-            may_wait: whether other batches may give rows up meanwhile.
+            may_wait: whether other batches may unpin rows meanwhile.
 
         Raises:
             NoRoomError: they do not fit into fast memory beside those of other batches.
         """
-        if group.held is None or not group.held.is_live:
-            group.held = self.tiered.hold(group.wanted, may_wait)
+        if group.held is None or not group.held.is_pinned:
+            group.held = self.tiered.pin(group.wanted, may_wait)
 
     def bring(self, group: DeviceRouteGroup) -> None:
         """Makes sure that what is launched from now on finds the rows that a rank without others asked for.
@@ -171,31 +170,34 @@ class DeviceTieredExchange(DeviceExchange):
         self.retrieve(group, never)
         assert group.held is not None
         group.held.ready()
-        group.slots = self._upload(group.held.frames)
+        group.slots = self._upload(group.held.cache_slots)
 
-    def hold(self, slots: Tensor) -> tuple[Tensor, HeldRows]:
+    def hold(self, slots: Tensor) -> tuple[Tensor, PinnedRows]:
         """Brings the rows that ranks asked this one for; the host waits until it knows which.
 
         Returns:
-            int32 `[M]`: their frames; and what keeps them there.
+            int32 `[M]`: their cache slots; and what keeps them there.
         """
         asked = slots.cpu().numpy().view(np.uint32).astype(np.int64)
         unique, inverse, _ = self._distinct(asked, np.array([[0, len(asked)]]))
-        held = self.tiered.hold(unique.astype(np.uint32), never)
+        held = self.tiered.pin(unique.astype(np.uint32), never)
         held.ready()
-        return self._upload(held.frames[inverse]), held
+        return self._upload(held.cache_slots[inverse]), held
 
-    def _count_distinct(self, merged: Merged, held: Sequence[HeldRows | None]) -> None:
-        """Merged are frames; the host knows the slots."""
-        slots = [each.lease.slots for each in held if each is not None]
+    def _count_distinct(self, merged: Merged, held: Sequence[PinnedRows | None]) -> None:
+        """Merged are cache slots; the host knows the slots."""
+        slots = [each.slots for each in held if each is not None]
         self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
 
-    def give_up(self, held: Sequence[HeldRows | None]) -> None:
+    def give_up(self, held: Sequence[PinnedRows | None]) -> None:
         """Rows were updated and may leave fast memory."""
-        self.tiered.give_up([each for each in held if each is not None])
+        for each in held:
+            if each is not None:
+                each.note_use()
+                each.unpin(changed=True)
 
-    def _upload(self, frames: np.ndarray) -> Tensor:
-        return upload(torch.from_numpy(frames.view(np.int32)), self.device)
+    def _upload(self, cache_slots: np.ndarray) -> Tensor:
+        return upload(torch.from_numpy(cache_slots.view(np.int32)), self.device)
 
     @property
     def num_bytes(self) -> int:

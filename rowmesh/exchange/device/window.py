@@ -26,7 +26,7 @@ from rowmesh.exchange.device.router import descriptors
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables.arena import compute_dtype
+from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.ops.pool.cuda import Bags, FiledCells

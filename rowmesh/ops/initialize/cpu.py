@@ -1,4 +1,4 @@
-"""Initial values on a CPU, written straight into an arena."""
+"""Initial values on a CPU, written straight to where rows are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rowmesh.ops.simd import COMPUTE_BYTES, FLOAT32, FLOAT64, inlined, kernel, store_scalar
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
-_DISTRIBUTIONS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
+DISTRIBUTIONS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
 
 
 @inlined
@@ -73,26 +73,9 @@ def _kernel(storage: int) -> SimpleNamespace:
 def initialize(
     out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float
 ) -> None:  # fmt: skip
-    """Writes the initial values of rows first, first + stride, … into `out`.
-
-    Args:
-        out: `[n, D]`, float32, float64 or bfloat16, contiguous.
-        key: the table's 64-bit key.
-        first, stride: which rows of the table `out` holds.
-        distribution: "uniform" in [a, b), "normal" with mean a and deviation b, or "constant" a.
-
-    Example:
-        >>> rows = torch.empty(2, 4)
-        >>> initialize(rows, 7, first=1, stride=2, distribution="uniform", a=-1.0, b=1.0)
-        >>> third = torch.empty(1, 4)
-        >>> initialize(third, 7, first=3, stride=1, distribution="uniform", a=-1.0, b=1.0)
-        >>> bool((rows[1] == third[0]).all())
-        True
-    """
-    if not out.is_contiguous() or out.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ValueError(f"out must be contiguous float32, float64 or bfloat16, got {out.dtype} {out.stride()}")
+    """Writes the initial values of some rows; see `rowmesh.ops.initialize.initialize`, which checks arguments."""
     num_rows, dim = out.shape
-    rule = (stride, _DISTRIBUTIONS[distribution], float(a), float(b))
+    rule = (stride, DISTRIBUTIONS[distribution], float(a), float(b))
     if out.dtype != torch.bfloat16:
         fill = _kernel(FLOAT64 if out.dtype == torch.float64 else FLOAT32).fill
         fill(out.data_ptr(), num_rows, dim, np.uint64(key), first, *rule)
@@ -115,7 +98,7 @@ def initialize_slots(
     Args:
         out: `[n, D]`, float32, float64 or bfloat16, contiguous.
         places: uint32 `[m]`, where to write.
-        slots: uint32 `[m]`.
+        slots: uint32 `[m]`, in a rank's memory.
         pieces: int64 `[P, 4]`, in order: the first slot of each run of rows, its row there, rows from one slot to the
             next, and its table. Every slot belongs to the last piece that does not begin behind it.
         streams: STREAM `[tables]`, each table's key, a and b, as in `initialize`.
@@ -131,7 +114,7 @@ def initialize_slots(
         >>> bool((rows == expected).all())
         True
     """
-    rule = (slots, places, pieces, streams, _DISTRIBUTIONS[distribution])
+    rule = (slots, places, pieces, streams, DISTRIBUTIONS[distribution])
     if out.dtype != torch.bfloat16:
         fill_slots = _kernel(FLOAT64 if out.dtype == torch.float64 else FLOAT32).fill_slots
         fill_slots(out.data_ptr(), out.shape[1], *rule)

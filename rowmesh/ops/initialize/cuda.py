@@ -1,4 +1,4 @@
-"""Initial values on a GPU, written straight into an arena. See [Note: GPU kernels] in `rowmesh.ops.gpu`."""
+"""Initial values on a GPU, written straight to where rows are kept. See [Note: GPU kernels] in `rowmesh.ops.gpu`."""
 
 from __future__ import annotations
 

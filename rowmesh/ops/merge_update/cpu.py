@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
+from torch import Tensor
 
 from rowmesh.ops.memory import Buffer, Scratch
+from rowmesh.ops.merge_update.handles import HostMerged
 from rowmesh.ops.route.cpu import PREFETCHED_ROW_BYTES
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
     FLOAT64,
+    STORAGE,
     STORAGE_BYTES,
     add,
     axpy,
@@ -104,7 +107,7 @@ def _merge(
     return merged
 
 
-class Merger:
+class Merger(HostMerged):
     """Owner-side unique over the requests of all ranks; buffers are kept from step to step.
 
     Args:
@@ -112,27 +115,19 @@ class Merger:
         arena, row_bytes: the rows that will be read or updated next, for prefetching.
 
     Attributes:
-        num_merged: M, distinct slots.
         merged_offsets: int64 `[S + 1]`, the distinct slots of each segment.
-        merged_slots, heads: addresses of uint32 `[M]`: the slots, and the first entry of each one's chain.
-        nexts: address of uint32 `[entries]`: the entry after each, or END.
-        addresses: address of int64 `[entries]`: where the gradient of an entry is.
-        node_ends: address of int64 `[num_nodes]`: one past the last entry from each node.
-        num_nodes: nodes that requests came from.
     """
 
     def __init__(self, num_segments: int, arena: int = 0, row_bytes: int = 1 << 30) -> None:
-        self.num_merged, self.num_nodes = 0, 1
+        self._node_ends = Buffer(64)
+        super().__init__(node_ends=self._node_ends.address)
         self.merged_offsets = np.zeros(num_segments + 1, np.int64)
-        self.merged_slots = self.heads = self.nexts = self.addresses = 0
         self._num_segments = num_segments
         self._rows = (arena, row_bytes)
         self._offsets_address: int = self.merged_offsets.ctypes.data
         self._scratch = [Scratch() for _ in range(5)]
         self._sources = Buffer(64)
         self._table = Scratch()
-        self._node_ends = Buffer(64)
-        self.node_ends: int = self._node_ends.address
 
     def __call__(
         self,
@@ -282,6 +277,21 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
     return SimpleNamespace(update_merged=update_merged)
 
 
+def update(
+    rows: Tensor, state: Sequence[Tensor], merged: HostMerged, rule: str, numbers: tuple[float, ...],
+    part: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Changes the rows of merged slots and their states; see `rowmesh.ops.merge_update.update`."""
+    if rows.is_cuda or rows.dim() != 2 or not rows.is_contiguous():
+        raise ValueError(f"rows must be contiguous [R, D] in the host's memory, got {tuple(rows.shape)} {rows.device}")
+    first, end = part or (0, merged.num_merged)
+    state1, state2 = (*(tensor.data_ptr() for tensor in state), 0, 0)[:2]
+    update_kernels(rows.shape[1], STORAGE[rows.dtype], rule).update_merged(
+        merged.merged_slots, merged.heads, merged.nexts, merged.addresses, first, end,
+        merged.node_ends, merged.num_nodes, rows.data_ptr(), state1, state2, *numbers,
+    )  # fmt: skip
+
+
 @functools.cache
 def sum_kernels(dim: int, storage: int) -> SimpleNamespace:
     """The kernels that sum chains without updating, for one dimension and storage."""
@@ -309,12 +319,11 @@ def chain_singles(count, gradients, gradient_bytes, heads, nexts, addresses):
         store_i64(addresses + 8 * m, gradients + m * gradient_bytes)
 
 
-class Singles:
-    """Distinct slots with one gradient each, in the form of a Merger."""
+class Singles(HostMerged):
+    """Distinct slots with one gradient each."""
 
     def __init__(self) -> None:
-        self.num_merged, self.num_nodes, self.node_ends = 0, 1, 0
-        self.merged_slots = self.heads = self.nexts = self.addresses = 0
+        super().__init__()
         self._scratch = [Scratch() for _ in range(3)]
 
     def __call__(self, slots: int, gradients: int, gradient_bytes: int, count: int) -> None:

@@ -20,8 +20,6 @@ Distinct slots are in ascending order, not in that of their first appearance as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, next_power_of_2
+from rowmesh.ops.merge_update.handles import DeviceMerged as Merged
 
 BLOCK = 1024  # entries of a program where each costs a few instructions
 CHUNK = 256
@@ -41,34 +40,6 @@ NO_KIND = -1  # of a range that is not counted
 _UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
 _CHUNK_UNROLL = tl.constexpr(8)
 _NO_SLOT = tl.constexpr(0x7FFFFFFF)  # the key of slot 2³² − 1, which no arena has; sorted last
-
-
-@dataclass(frozen=True)
-class Merged:
-    """Entries by distinct slot; everything on the device.
-
-    Attributes:
-        order: int64 `[M]`: the entries, sorted by slot, those of equal slots in order.
-        slots: int64 `[M]`: the distinct slots, ascending; the first `num` are valid.
-        starts: int32 `[M + 1]`: where the entries of each begin in `order`; the first `num + 1` are valid.
-        ranks: int32 `[M]`: one more than which distinct slot each of the sorted entries belongs to.
-        num: int32 `[1]`: distinct slots.
-        most: the most entries that a slot can have, as far as is known without asking the device.
-        node_ends: int64 `[nodes]`: one past the last entry from each node, or None where there is one node.
-    """
-
-    order: Tensor
-    slots: Tensor
-    starts: Tensor
-    ranks: Tensor
-    num: Tensor
-    most: int
-    node_ends: Tensor | None = None
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that entries came from."""
-        return 1 if self.node_ends is None else self.node_ends.numel()
 
 
 @triton.jit(do_not_specialize=("num_entries",))

@@ -1,9 +1,9 @@
 """Records: a row and all its state back to back, as a backing store keeps them.
 
-In a fast arena rows are in one array and each state in another, so that kernels stream through them. A store reads and
-writes one record a row. `pack` gathers records from arrays, `unpack` scatters them; both copy bits.
+In memory rows are in one array and each state in another, so that kernels stream through them. A store reads and writes
+one record a row. `pack` gathers records from arrays, `unpack` scatters them; both copy bits.
 """
 
-from rowmesh.ops.records.cpu import MAX_PARTS, record_kernels
+from rowmesh.ops.records.cpu import Records
 
-__all__ = ["MAX_PARTS", "record_kernels"]
+__all__ = ["Records"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+
+import numpy as np
+from torch import Tensor
 
 from rowmesh.ops.simd import copy_bytes, kernel, load_i64, load_u32, prefetch
 
@@ -12,16 +16,11 @@ _AHEAD = 12
 
 
 @functools.cache
-def record_kernels(*parts: int) -> SimpleNamespace:
+def _kernels(*parts: int) -> SimpleNamespace:
     """The kernels for records of parts of so many bytes, at most MAX_PARTS, compiled at their first call.
 
-    Their arguments are addresses, but for `count` and `stride`:
-
-        pack(places, count, arrays, records, stride)
-        unpack(places, count, arrays, records, stride)
-
-    `places` are uint32 `[count]`; `arrays` are int64 `[MAX_PARTS]`, where each part's array begins; record i is at
-    `records + i · stride`.
+    Their arguments are addresses, but for `count` and `stride`: uint32 `[count]`, which places; int64 `[MAX_PARTS]`,
+    where each part's array begins; and the records, of which number i is at `records + i · stride`.
     """
     A, B, C, D = (*parts, *[0] * (MAX_PARTS - len(parts)))
     AB, ABC = A + B, A + B + C
@@ -50,3 +49,51 @@ def record_kernels(*parts: int) -> SimpleNamespace:
             copy_bytes(d + place * D, record + ABC, D)
 
     return SimpleNamespace(pack=pack, unpack=unpack)
+
+
+class Records:
+    """Arrays whose elements at one place form a record, back to back in the order of the arrays.
+
+    Args:
+        arrays: contiguous `[n, …]`, in the host's memory, at most MAX_PARTS.
+
+    Attributes:
+        record_bytes: of a record.
+
+    Example:
+        >>> import torch
+        >>> rows, versions = torch.arange(6, dtype=torch.uint8).view(3, 2), torch.tensor([7, 8, 9], dtype=torch.uint8)
+        >>> packed = np.empty((2, 3), np.uint8)
+        >>> Records([rows, versions]).pack(np.array([2, 0], np.uint32), packed)
+        >>> packed.tolist()
+        [[4, 5, 9], [0, 1, 7]]
+    """
+
+    def __init__(self, arrays: Sequence[Tensor]) -> None:
+        assert len(arrays) <= MAX_PARTS
+        assert all(array.is_contiguous() and not array.is_cuda for array in arrays)
+        self._arrays = list(arrays)  # keeps the memory
+        parts = [array.itemsize * array.shape[1:].numel() for array in arrays]
+        self.record_bytes = sum(parts)
+        self._kernels = _kernels(*parts)
+        self._addresses = np.zeros(MAX_PARTS, np.int64)
+        self._addresses[: len(arrays)] = [array.data_ptr() for array in arrays]
+
+    def pack(self, places: np.ndarray, records: np.ndarray) -> None:
+        """Gathers records from places.
+
+        Args:
+            places: uint32 `[m]`.
+            records: uint8 `[m, stride]`, contiguous, out.
+        """
+        self._copy(self._kernels.pack, places, records)
+
+    def unpack(self, places: np.ndarray, records: np.ndarray) -> None:
+        """Scatters records to places; arguments as for `pack`."""
+        self._copy(self._kernels.unpack, places, records)
+
+    def _copy(self, kernel: Callable[..., None], places: np.ndarray, records: np.ndarray) -> None:
+        assert len(places) == len(records)
+        assert records.shape[1] >= self.record_bytes
+        assert records.flags.c_contiguous
+        kernel(places.ctypes.data, len(places), self._addresses.ctypes.data, records.ctypes.data, records.shape[1])

@@ -1,4 +1,4 @@
-"""A tiered arena on a device holds what dense rows hold, however late its streams are, as long as they keep order."""
+"""A cached arena on a device holds what dense rows hold, however late its streams are, as long as they keep order."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -9,27 +9,35 @@ import torch
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import never
-from rowmesh.optim import Adam, RowWiseAdaGrad
-from rowmesh.tables import DenseArena, FileStore, MemoryStore, Normal, TableSpec, device_rows, fuse, leased_rows
-from rowmesh.tables import write_back as write_backs
-from rowmesh.tables.device_rows import DeviceRows, DeviceShuttle, Uses
-from rowmesh.tables.device_tiered import DeviceTieredArena
-from rowmesh.tables.streams import Mark, Stream
+from rowmesh.ops.streams import Mark, Stream
+from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.tables import (
+    CachedArena,
+    DenseArena,
+    MemoryStore,
+    Normal,
+    TableSpec,
+    cache,
+    cache_memory,
+    cached,
+    fuse,
+)
+from rowmesh.tables.cache_memory import CacheMemory, Copier, Uses
 from tests.support.streams import Machine, Real
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
 kernels_of("merge_update")  # or all are skipped
 
-NUM_SLOTS, CPU = 60, torch.device("cpu")
+NUM_SLOTS = 60
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So that a batch takes several, and more than there are buffers."""
-    for module in (device_rows, leased_rows, write_backs):
+    for module in (cache, cache_memory, cached):
         monkeypatch.setattr(module, "CHUNK", 4)
-    monkeypatch.setattr(leased_rows, "_PARTS", 5)
+    monkeypatch.setattr(cached, "_STAGES", 5)
 
 
 def make_group(rule=RowWiseAdaGrad(initial_accumulator=0.25)):  # noqa: B008
@@ -45,40 +53,41 @@ class Program:
     """Looks `depth` batches ahead and updates: an arena whose kernels run when the machine comes to them, and, at once,
     dense rows."""
 
-    def __init__(self, machine, depth, num_frames, seed, make_store=MemoryStore, **options):
+    def __init__(self, machine, depth, num_cached, seed, make_store=MemoryStore, **options):
         self.random, self.machine, self.depth, group = np.random.default_rng(seed), machine, depth, make_group()
-        self.arena = DeviceTieredArena(
-            group, NUM_SLOTS, num_frames, make_store, device=machine.device, streams=machine, timeout_s=20.0, **options
+        self.arena = CachedArena(
+            group, NUM_SLOTS, num_cached, make_store, device=machine.device, streams=machine, timeout_s=20.0, **options
         )
         self.arena.initialize(3, held())
         self.dense = DenseArena(group, NUM_SLOTS)
         self.dense.initialize(3, held())
-        self.leases, self.reads = [], []
+        self.pins, self.reads = [], []
 
     def look_ahead(self, slots):
-        self.leases.append(self.arena.hold(np.array(slots, np.uint32), never))
-        if len(self.leases) > self.depth:
+        self.pins.append(self.arena.pin(np.array(slots, np.uint32), never))
+        if len(self.pins) > self.depth:
             self.train_oldest()
 
     def train_oldest(self, changed=True):
-        lease = self.leases.pop(0)
-        lease.ready()
-        frames, slots = (torch.from_numpy(x.astype(np.int64)) for x in (lease.frames, lease.lease.slots))
-        frames = frames.to(self.machine.device)
-        self.read(self.arena, frames, slots)
+        pinned = self.pins.pop(0)
+        pinned.ready()
+        cache_slots, slots = (torch.from_numpy(x.astype(np.int64)) for x in (pinned.cache_slots, pinned.slots))
+        cache_slots = cache_slots.to(self.machine.device)
+        self.read(self.arena, cache_slots, slots)
         if changed:
             change = torch.from_numpy(self.random.integers(-9, 10, size=(len(slots), 3))).float()
-            self.machine.compute.run(partial(update, self.arena, frames, change.to(self.machine.device)))
+            self.machine.compute.run(partial(update, self.arena, cache_slots, change.to(self.machine.device)))
             update(self.dense, slots, change)
-            self.arena.give_up([lease])
+            pinned.note_use()
+            pinned.unpin(changed=True)
         else:
-            lease.release()
+            pinned.unpin()
 
-    def read(self, arena, frames, slots):
+    def read(self, arena, cache_slots, slots):
         """A kernel that reads, and what it should find."""
         expected = [tensor[slots].clone() for tensor in (self.dense.rows, *self.dense.state.values())]
         tensors = [arena.rows, *arena.state.values()]
-        read = lambda: self.reads.append(([tensor[frames].clone() for tensor in tensors], expected))  # noqa: E731
+        read = lambda: self.reads.append(([tensor[cache_slots].clone() for tensor in tensors], expected))  # noqa: E731
         self.machine.compute.run(read)
 
     def check_all(self):
@@ -107,14 +116,14 @@ class Program:
             what = self.random.integers(12)
             if what == 0:
                 self.check_all()
-            elif what == 1 and self.leases:
+            elif what == 1 and self.pins:
                 self.train_oldest(changed=False)
             elif what == 2:
                 self.arena.flush()
             elif what == 3:
                 self.set_some()
             self.look_ahead(np.unique((NUM_SLOTS * self.random.random(12) ** 2.0).astype(int)))
-        while self.leases:
+        while self.pins:
             self.train_oldest()
         self.check_all()
         self.check_reads()
@@ -148,11 +157,6 @@ def test_streams_of_the_device_change_nothing(device, seed):
     train(seed, Real(device), verify=True)
 
 
-def test_over_a_file(tmp_path):
-    train(1, make_store=partial(FileStore, path=tmp_path / "rows"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def read_what_is_on_its_way(seed):
     program = Program(Machine(seed, 0.0), 1, 12, seed)
     with program.arena:
@@ -170,31 +174,31 @@ def no_marks(self, *_):
 
 
 BROKEN = {
-    "1, 4: kernels do not wait for copies": (DeviceRows, "marks", no_marks),
+    "1, 4: kernels do not wait for copies": (CacheMemory, "marks", no_marks),
     "2, 3: copies do not wait for kernels": (Uses, "of", no_marks),
     "5: outward copies do not wait for inward ones": (
-        DeviceRows, "take", lambda rows, *args: take_beside(rows, *args)
+        CacheMemory, "take", lambda memory, *args: take_beside(memory, *args)
     ),
-    "6, 7: the host does not wait for copies": (DeviceShuttle, "packed", lambda shuttle: packed_at_once(shuttle)),
-    "7: staging buffers are filled at once": (DeviceShuttle, "_take_stage", lambda shuttle: shuttle._stages[0]),
+    "6, 7: the host does not wait for copies": (Copier, "packed", lambda copier: packed_at_once(copier)),
+    "7: staging buffers are filled at once": (Copier, "_next_stage", lambda copier: copier._stages[0]),
 }  # fmt: skip
 
 
-def take_beside(rows, stage, frames):
-    inward, rows._inward = rows._inward, Stream(None)
+def take_beside(memory, stage, cache_slots):
+    inward, memory._inward = memory._inward, Stream(None)
     try:
-        TAKE(rows, stage, frames)
+        TAKE(memory, stage, cache_slots)
     finally:
-        rows._inward = inward
+        memory._inward = inward
 
 
-def packed_at_once(shuttle):
-    stage, count = shuttle._packed
-    stage.columns.pack(shuttle._places[:count], shuttle.records[:count])
-    return shuttle.records[:count]
+def packed_at_once(copier):
+    count = copier._count
+    copier._packed.arrays.pack(copier._places[:count], copier.records[:count])
+    return copier.records[:count]
 
 
-TAKE = DeviceRows.take
+TAKE = CacheMemory.take
 
 
 class Done(Mark):
@@ -216,40 +220,21 @@ def test_every_rule_is_needed(name, monkeypatch):
     pytest.fail(f"nobody noticed: {name}")
 
 
-def test_copies_wait_for_the_frames_they_need_alone():
-    """While a batch is computed, that has not even begun, rows of the next one arrive in frames used before."""
+def test_copies_wait_for_the_cache_slots_they_need_alone():
+    """While a batch is computed, that has not even begun, rows of the next one arrive in cache slots used before."""
     machine = Machine(0, 0.0)
     program = Program(machine, 0, 12, 0)
     with program.arena as arena:
         for first in (0, 4, 8):
             program.look_ahead(range(first, first + 4))
         machine.finish()
-        arena.flush()  # all frames can be taken, the oldest first
+        arena.flush()  # all cache slots can be reused, the oldest first
         machine.stuck = machine.compute
         program.look_ahead(range(8, 12))
-        lease = arena.hold(np.arange(20, 24, dtype=np.uint32), never)
-        arena.fast.settle()
-        found = arena.rows[torch.from_numpy(lease.frames.astype(np.int64))]
+        pinned = arena.pin(np.arange(20, 24, dtype=np.uint32), never)
+        arena.memory.wait()
+        found = arena.rows[torch.from_numpy(pinned.cache_slots.astype(np.int64))]
         assert torch.equal(found, program.dense.rows[20:24])
         machine.stuck = None
-        lease.release()
+        pinned.unpin()
         program.check_reads()
-
-
-@pytest.mark.parametrize("rule", [RowWiseAdaGrad(), Adam()])
-def test_memory_is_counted_and_does_not_grow_with_the_table(rule):
-    sizes = []
-    for num_slots in (1000, 8_000_000):
-        with DeviceTieredArena(make_group(rule), num_slots, 100, device=CPU) as arena:
-            assert arena.num_bytes == (100 * 3 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 24)
-            sizes.append(arena.bookkeeping_bytes)
-    assert sizes[1] - sizes[0] == (8_000_000 - 1000) / 8
-
-
-def test_rows_are_released_once():
-    with Program(Machine(0, 1.0), 0, 12, 0).arena as arena:
-        lease = arena.hold(np.array([3], np.uint32), never)
-        lease.release()
-        lease.release()
-        assert not lease.is_live
-        assert arena.counters.leases == 1

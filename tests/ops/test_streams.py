@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rowmesh.tables.streams import Mark, Stream
+from rowmesh.ops.streams import Mark, Stream
 
 CUDA = torch.device("cuda", 0)
 

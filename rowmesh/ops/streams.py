@@ -3,36 +3,36 @@
 [Note: copies beside the computation]
 Rows of tiered tables travel on two streams of their own, inward and outward, so that copies into a GPU's memory are not
 held up behind those out of it. Kernels run on the stream that is current, the user's. The host runs ahead of all three:
-its books say that a frame is free when the last kernel that uses it is launched, not when it has run. What could go
-wrong, and what is done about each:
+it counts a cache slot as free when the last kernel that uses it is launched, not when it has run. What could go wrong,
+and what is done about each:
 
-1. A kernel reads a frame before the row is there. Whoever uses a lease calls `HeldRows.ready`, which lets the current
-   stream wait for all that was asked of the inward stream when the lease was made: not the copies of later batches.
-2. A row is copied into a frame that kernels of an earlier batch still read or update. Every lease that is given up
-   leaves a mark in the stream that used it, and copies wait for the marks of those very frames (`Uses`). What leaves
-   fast memory was used longest ago, so that copies for the next batch run while this one is computed.
+1. A kernel reads a cache slot before the row is there. `PinnedRows.ready` is called before rows are used. It lets the
+   current stream wait for all that was asked of the inward stream when they were pinned: not for later batches' copies.
+2. A row is copied into a cache slot that kernels of an earlier batch still read or update. Unpinning leaves a mark in
+   the stream that used the rows, and copies wait for the marks of the cache slots they need (`Uses`). The rows that
+   leave were used longest ago, so that copies for the next batch run while this one is computed.
 3. A row is copied out before the kernel that updates it has run. The same marks.
-4. A row that is on its way out is found in its frame by a later batch, which updates it meanwhile: half of the record
-   would be old. `HeldRows.ready` waits for the outward stream, too.
-5. A row is copied out of a frame before it came in (`read_rows` of a batch that is only looked ahead). Outward copies
-   wait for what was asked of the inward stream before.
-6. The store gives what an update has replaced. A frame is given to another row only when the store has its row, and
-   the host writes that only after it has waited for the copy. A row that is wanted before is found in its frame.
+4. A row that is on its way out is found in its cache slot by a later batch, which updates it meanwhile: half of the
+   record would be old. `PinnedRows.ready` waits for the outward stream, too.
+5. A row is copied out of a cache slot before it came in (`read_rows` of a batch that is only looked ahead). Outward
+   copies wait for what was asked of the inward stream before.
+6. The store returns what an update has replaced. A cache slot is reused only when the store has its row, and the host
+   writes that only after it has waited for the copy. A row that is needed before is found in its cache slot.
 7. The host fills, or reads, a staging buffer that is still being copied. Buffers are bounded in number, each has the
-   mark of its last copy, and the host waits for it before it touches the buffer again: where more is to be brought than
-   fits, this is where the host waits for the device.
-8. The frames' memory was given to somebody else before, or is given back. It is allocated on the stream that is current
-   then, whose earlier kernels may still use it: the mark of that moment counts as a use of every frame. Before it is
-   freed the host waits for both streams (`settle`); torch's allocator knows of no use on them.
+   mark of its last copy, and the host waits for it before it touches the buffer again: where more rows come than fit,
+   this is where the host waits for the device.
+8. The cache's memory had another use before, or is freed. It is allocated on the stream that is current then, whose
+   earlier kernels may still use it: the mark of that moment counts as a use of every cache slot. Before it is freed the
+   host waits for both streams (`CacheMemory.wait`); torch's allocator knows of no use on them.
 9. Memory on the device that a copy needs for a moment is allocated and freed while its stream is current, so that the
    allocator gives it to that stream alone, in whose order it is free. Nothing of it is used on another stream, so no
-   `record_stream` is needed. Frames' numbers for kernels go to the device on the kernels' own stream.
+   `record_stream` is needed. Numbers of cache slots go to the device on the kernels' own stream.
 10. A copy from memory that is not pinned makes the host wait, and one into it may not be done when its event says so.
     All that is copied without waiting is pinned.
 11. The thread that writes back has a current device of its own, the first. A stream is always entered with its device.
 
 Marks wait for what was asked before they were made, of streams whose work waits for such marks alone: they cannot wait
-for each other in a circle. `tests/tables/test_device_tiered.py` runs streams that are late at random, with these rules
+for each other in a circle. `tests/tables/test_cached_late.py` runs streams that are late at random, with these rules
 and with rules left out.
 """
 
@@ -110,7 +110,7 @@ class Stream:
         """What was asked so far; `has_time`: whether it is to be known when that was done."""
         if self._stream is None:
             return Mark(time_s=time.perf_counter())
-        # Whoever waits sleeps: the thread that writes back often does.
+        # The host sleeps while it waits: the thread that writes back often does.
         event = torch.cuda.Event(enable_timing=has_time, blocking=True)
         event.record(self._stream)
         return Mark(event)

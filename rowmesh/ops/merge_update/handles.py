@@ -1,0 +1,85 @@
+"""Handles of merged requests: distinct slots and the gradients for each, as a backend's kernels read them.
+
+What fills one belongs to its backend. Everything else hands it on, and reads how many slots it has at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from rowmesh.ops.memory import array_at
+
+
+@dataclass(eq=False)
+class HostMerged:
+    """Merged requests in the host's memory; valid until what filled it is filled again.
+
+    Attributes:
+        num_merged: M, distinct slots.
+        merged_slots, heads: addresses of uint32 `[M]`: the slots, and the first entry of each one's chain.
+        nexts: address of uint32 `[entries]`: the entry after each, or END.
+        addresses: address of int64 `[entries]`: where the gradient of an entry is.
+        node_ends: address of int64 `[num_nodes]`: one past the last entry from each node.
+        num_nodes: nodes that requests came from.
+    """
+
+    num_merged: int = 0
+    merged_slots: int = 0
+    heads: int = 0
+    nexts: int = 0
+    addresses: int = 0
+    node_ends: int = 0
+    num_nodes: int = 1
+
+    @property
+    def slots(self) -> np.ndarray:
+        """uint32 `[M]`: the distinct slots, as a view."""
+        return array_at(self.merged_slots, np.uint32, self.num_merged)
+
+    def at(self, slots: np.ndarray) -> HostMerged:
+        """The same gradients for rows in other slots, uint32 `[M]`, which must outlive the handle."""
+        assert slots.dtype == np.uint32
+        assert len(slots) == self.num_merged
+        return HostMerged(
+            self.num_merged, slots.ctypes.data, self.heads, self.nexts, self.addresses, self.node_ends, self.num_nodes
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMerged:
+    """Entries by distinct slot; everything on the device.
+
+    Attributes:
+        order: int64 `[M]`: the entries, sorted by slot, those of equal slots in order.
+        slots: int64 `[M]`: the distinct slots, ascending; the first `num` are valid.
+        starts: int32 `[M + 1]`: where the entries of each begin in `order`; the first `num + 1` are valid.
+        ranks: int32 `[M]`: one more than which distinct slot each of the sorted entries belongs to.
+        num: int32 `[1]`: distinct slots.
+        most: the most entries that a slot can have, as far as is known without asking the device.
+        node_ends: int64 `[nodes]`: one past the last entry from each node, or None where there is one node.
+        gradients: `[M, D]` of the entries, in the order in which they were merged; None until they are known.
+    """
+
+    order: Tensor
+    slots: Tensor
+    starts: Tensor
+    ranks: Tensor
+    num: Tensor
+    most: int
+    node_ends: Tensor | None = None
+    gradients: Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that entries came from."""
+        return 1 if self.node_ends is None else self.node_ends.numel()
+
+    def with_gradients(self, gradients: Tensor) -> DeviceMerged:
+        """The same, with the gradients of its entries."""
+        return replace(self, gradients=gradients)
+
+
+Merged = HostMerged | DeviceMerged
