@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rowmesh.errors import RowmeshError
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
-    from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+    from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
     from rowmesh.sparse import SparseBatch
@@ -27,7 +27,7 @@ _HOMES = {
     "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.mesh": ("Mesh",),
-    "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "RowWiseAdaGrad"),
+    "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
     "rowmesh.sparse": ("SparseBatch",),
@@ -45,6 +45,7 @@ __all__ = [
     "EmbeddingOptimizer",
     "Embeddings",
     "JaggedRows",
+    "JointOptimizer",
     "Mesh",
     "Normal",
     "Pipeline",

@@ -32,6 +32,7 @@ from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pending import Pending
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
 from rowmesh.faults import reach
@@ -39,6 +40,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.untraced import untraced
+from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
@@ -70,7 +72,7 @@ class Driver(NamedTuple):
         cancelled: when it is set, whoever waits for rows of other ranks gives up.
     """
 
-    step: Callable[[Sequence[float]], None]
+    step: Callable[[Sequence[Rate]], None]
     settle: Callable[[], None]
     cancelled: Event
 
@@ -163,6 +165,7 @@ class EmbeddingCollection(nn.Module):
         self.plan.check_fits(self._shapes, self.mesh.world_size, self.mesh.ranks_per_node)
         self.tables = self._scaled(self.tables)
         self.groups: tuple[TableGroup, ...] = fuse(self.tables, self.plan.replicas)
+        self._group_names = tuple(group.name for group in self.groups)
         self._outputs = Outputs(self.tables, self.groups, self._backend)
         self._router = self._backend.make_router(self.groups, self._outputs.layouts, self.mesh.rank)
         self.features, self.dims = self._outputs.features, self._outputs.dims
@@ -344,36 +347,73 @@ class EmbeddingCollection(nn.Module):
 
         Args:
             routes: routes whose backward has run; the gradients of several add up.
-            lrs: the learning rate of each group.
+            lrs: the learning rate of each group, the same on all ranks.
 
         Raises:
             RowmeshError: a route has no gradients, or they were pushed already; or two threads train at once.
+            ConfigurationError: ranks have different learning rates; names them.
             PeerError: a rank died, or did not call forward and push as the others did; names it.
         """
-        self._check_no_driver("rows are updated")
         if len(lrs) != len(self.groups):
             raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
+        self._push(routes, [Rate(lr) for lr in lrs])
+
+    def _push(self, routes: Sequence[Route], rates: Sequence[Rate]) -> None:
+        self._check_no_driver("rows are updated")
         with self._gate.writing:
+            step = self.make_step(rates, self.step_count + 1)
             taken = self._pending.take(routes)
             self._num_pushes += 1
             self._pending.note_push(self._num_pushes)
             reach("collection.push")
-            self._parts.push(taken, lrs, self.step_count + 1)
+            self._parts.push(taken, step)
             self.step_count += 1
             for exchange in self._exchanges:
                 exchange.counters.pushes += 1
 
-    def push_pending(self, lrs: Sequence[float]) -> None:
-        """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
+    def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
+        """A step of all groups."""
+        return Step(number, tuple(rates), self._group_names)
+
+    @property
+    def num_backwards(self) -> int:
+        """How many look-ups had their backward so far, on this rank."""
+        return self._pending.num_added
+
+    def check_pending(self) -> bool:
+        """Whether the gradients that wait for a push are finite on all ranks; where not, the next backward drops them.
+
+        Collective: a message of its own, for those who ask.
+
+        Raises:
+            RowmeshError: a pipeline runs, which has sent gradients already.
+        """
+        self._check_no_driver("a GradScaler checks gradients, which a pipeline sends before the step")
+        self._pending.drop_refused()
+        pooling = self._outputs.pooling
+        mine = all(pooling.is_finite(route.groups) for route in self._pending.routes)
+        is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite:
+            self._pending.refuse()
+        return is_finite
+
+    def push_pending(self, lrs: Sequence[float], factors: Sequence[float] | None = None) -> None:
+        """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch.
+
+        Args:
+            lrs: the learning rate of each group.
+            factors: what the gradients of each group are multiplied by first; default: 1.
+        """
+        rates = list(map(Rate, lrs, factors if factors is not None else [1.0] * len(lrs)))
         if self._driver is None:
-            self.push(self._pending.routes, lrs)
+            self._push(self._pending.routes, rates)
             return
         if self._pending:
             raise RowmeshError(
                 f"{len(self._pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
                 "gradients of a step from the pipeline's micro-batches"
             )
-        self._driver.step(lrs)
+        self._driver.step(rates)
 
     # What a pipeline (rowmesh.pipeline) drives, in place of the four verbs
 
@@ -437,12 +477,13 @@ class EmbeddingCollection(nn.Module):
         groups = [group.parts[part] for group in window.groups]
         return self._outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
 
-    def update_window(self, windows: Sequence[Windows], window: Window, lrs: Sequence[float]) -> None:
+    def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
         """Applies the gradients of a window, which all are on their way. Collective."""
         self.step_count += 1
         self._num_pushes += 1
+        step = self.make_step(rates, self.step_count)
         for each in windows:
-            each.update(window, lrs, self.step_count)
+            each.update(window, step)
         for exchange in self._exchanges:
             exchange.counters.pushes += 1
 

@@ -16,8 +16,10 @@ from benchmarks.workload import Workload
 from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.transport import Update
 from rowmesh.ops.simd import kernel
+from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 
 Touched = tuple[np.ndarray, np.ndarray]  # rows int64 [n], distinct, and their gradients float32 [n, D]
@@ -110,7 +112,7 @@ class Homes:
         assert isinstance(part, Part)
         transport = part.transport
         transport.fetch(self._route, lambda _: None)
-        transport.push([self._route], [Update(self._lr, 1.0, self._steps)])
+        transport.push([self._route], [Update(self._lr, 1.0, self._steps)], Step(self._steps, (Rate(self._lr),)))
         self._route = None
 
     @property

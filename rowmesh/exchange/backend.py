@@ -41,6 +41,10 @@ class Pools(Protocol):
         """Sums the gradients of equal ids, for push to send."""
         ...
 
+    def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
+        """Whether all summed gradients are."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """Memory that is kept from batch to batch."""

@@ -32,6 +32,7 @@ from numba import types
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.patience import Stopwatch
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import (
     add_atomic,
@@ -169,9 +170,9 @@ class Barrier:
                 f"their EmbeddingCollection anew and load a checkpoint ({self._reason})"
             )
         self._generation += 1
-        began = time.monotonic()
-        while self._missing() != _ALL_CAME:
-            self._look(time.monotonic() - began)
+        began_s = time.monotonic()
+        if self._missing() != _ALL_CAME:
+            self._wait_long(Stopwatch(_LOOK_NS / 1e9, began_s))
 
     @property
     def _name(self) -> int:
@@ -182,8 +183,14 @@ class Barrier:
         mesh = self._mesh
         return _wait(self._flags, mesh.rank, mesh.world_size, self._generation, self._futex, self._clock_at)
 
-    def _look(self, waited_s: float) -> None:
+    def _wait_long(self, watch: Stopwatch) -> None:
+        self._look(watch)
+        while self._missing() != _ALL_CAME:
+            self._look(watch)
+
+    def _look(self, watch: Stopwatch) -> None:
         """Gives up where waiting is in vain."""
+        waited_s = watch.read()
         mesh, me = self._mesh, f"rank {self._name}"
         flags = [line[0] for line in self._lines]
         left = [mesh.name(rank) for rank, line in enumerate(self._lines) if line[_GAVE_UP // 8]]
@@ -196,7 +203,7 @@ class Barrier:
         absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]
         absent = [name for name in absent if name not in left]
         if absent and (left or waited_s > mesh.timeout_s):
-            self._give_up(PeerError(f"{me}: {mesh.not_come(absent)}"))
+            self._give_up(PeerError(f"{me}: {mesh.not_come(absent, watch)}"))
         if left:
             self._give_up(PeerError(f"{me}: {mesh.describe(left)} gave up waiting; its own output says why"))
 

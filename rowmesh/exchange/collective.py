@@ -18,6 +18,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.mesh import Mesh
@@ -84,9 +85,9 @@ class CollectiveTransport:
             messages.expect(group, counts[:, column:split], counts[:, split : split + segments])
             column += 2 * segments + 1
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
-        most, is_equal = self._compare(routes)
+        most, is_equal = self._compare(routes, step)
         if not is_equal:
             routes = self._request_again(routes, most)
         pushed = [[route.groups[index] for route in routes] for index in range(len(self._groups))]
@@ -94,12 +95,12 @@ class CollectiveTransport:
         for messages, groups, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
             messages.push(groups, works, update)
 
-    def _compare(self, routes: Sequence[Routed]) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[Routed], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
         self._opening.numbers[:, 1:3] = mine
-        pushed = self._opening(-self._num_pushes)[:, 1:3].tolist()
+        pushed = self._opening(-self._num_pushes, step)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
     def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.exchange.told import Layout, Told
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
@@ -74,6 +75,7 @@ class Column:
         channel: to all of them.
         ways: channels by who sends, of two.
         operation: what this rank is doing: above 0 a step, below a call of `synchronize`; the same on all ranks.
+        step: it, where it is one.
     """
 
     def __init__(self, mesh: Mesh, second: Any = None) -> None:
@@ -83,6 +85,7 @@ class Column:
         other = self.channel if second is None else Channel(mesh, second, mesh.rank, mesh.world_size)
         self.ways = (self.channel, other)
         self.operation = 0
+        self.step: Step | None = None
 
     def count(self, groups: Sequence[Counted], own: Sequence[int]) -> None:
         """Learns how many rows each replica tells of each group; it tells all others the same.
@@ -91,7 +94,7 @@ class Column:
             PeerError: a rank does something else, or none answers.
         """
         counts = torch.empty(self.size, 1 + len(own), dtype=torch.int64, device="cpu")
-        mine = torch.tensor([self.operation, *own], dtype=torch.int64, device="cpu")
+        mine = torch.tensor([joined(self.operation, self.step), *own], dtype=torch.int64, device="cpu")
         self.channel.gather(mine, list(counts), groups[0].counters, "synchronizing replicas")
         self._expect(groups, counts)
 
@@ -101,12 +104,15 @@ class Column:
         Raises:
             PeerError: a rank does something else, or none answers.
         """
-        mine = torch.tensor([[self.operation, *counts] for counts in own], dtype=torch.int64, device="cpu")
+        mine = torch.tensor(
+            [[joined(self.operation, self.step), *counts] for counts in own], dtype=torch.int64, device="cpu"
+        )
         counts = self.channel.exchange_equal(mine, groups[0].counters, "synchronizing replicas")
         self._expect(groups, counts)
 
     def _expect(self, groups: Sequence[Counted], counts: Tensor) -> None:
-        operations, *columns = counts.T.tolist()
+        told, *columns = counts.T.tolist()
+        operations, digests = parted(told)
         if operations.count(self.operation) != len(operations):
             name = self._mesh.name
             calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
@@ -115,6 +121,7 @@ class Column:
                 f"rank {name(self.replica)}: ranks are out of step: {done}; every rank must call forward, step and "
                 "synchronize equally often and in the same order"
             )
+        check_rates(self._mesh, digests, self.step)
         for group, column in zip(groups, columns, strict=True):
             group.counts = column
 

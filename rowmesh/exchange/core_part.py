@@ -26,6 +26,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.step import Step, check_rates
 from rowmesh.exchange.workspace import private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import array_at
@@ -189,25 +190,25 @@ class CorePart:
         for exchange, index in zip(self.exchanges, self.indices, strict=True):
             exchange.fetch(route.groups[index], self._version)
 
-    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+    def push(self, routes: Sequence[Route], step: Step) -> None:
         """Updates the cores by the gradients of all ranks. Collective.
 
         Args:
             routes: with gradients.
-            lrs: of all groups of the collection.
-            step: which update this is, from 1.
+            step: of all groups of the collection.
         """
         groups = [[route.groups[index] for route in routes] for index in self.indices]
         scaling = 1.0 / self.mesh.world_size
+        rates = [step.rates[index] for index in self.indices]
         numbers = [
-            exchange.group.optimizer.numbers(lrs[index], scaling, step)
-            for exchange, index in zip(self.exchanges, self.indices, strict=True)
+            exchange.group.optimizer.numbers(rate.lr, scaling * rate.factor, step.number)
+            for exchange, rate in zip(self.exchanges, rates, strict=True)
         ]
         if self._sums is None:
             for exchange, table, found, index in self._found(groups):
                 exchange.arena.update(table, *found, numbers[index])
         else:
-            self._update_together(self._sums, groups, numbers)
+            self._update_together(self._sums, groups, numbers, step)
         self._version += 1
         for exchange, pushed in zip(self.exchanges, groups, strict=True):
             exchange.finish(pushed)
@@ -223,19 +224,30 @@ class CorePart:
                     yield exchange, table, found, index
 
     def _update_together(
-        self, sums: CoreSums, groups: Sequence[Sequence[RouteGroup]], numbers: Sequence[tuple[float, ...]]
+        self, sums: CoreSums, groups: Sequence[Sequence[RouteGroup]], numbers: Sequence[tuple[float, ...]], step: Step
     ) -> None:  # fmt: skip
-        views = self._layout.views(sums.begin())
+        vector = sums.begin()
+        views = self._layout.views(vector)
+        self._tell(vector, step)
         for exchange, table, (lookup, gradients), _ in self._found(groups):
             cores = exchange.arena.tables[table]
             view = views[cores.table]
             lookup.fill_gradients(cores.cores, gradients, view.gradients)
             lookup.fill_touched(view.touched)
-        totals = self._layout.views(sums.finish())
+        total = sums.finish()
+        self._check_told(total, step)
+        totals = self._layout.views(total)
         for exchange, of_group in zip(self.exchanges, numbers, strict=True):
             for table, cores in enumerate(exchange.arena.tables):
                 total = totals[cores.table]
                 exchange.arena.apply(table, total.gradients, total.touched, of_group)
+
+    def _tell(self, vector: Tensor, step: Step) -> None:
+        self._layout.write_digest(vector, step.digest)
+
+    def _check_told(self, total: Tensor, step: Step) -> None:
+        if not self._layout.has_one_digest(total, self.mesh.world_size):
+            check_rates(self.mesh, [0, 1], step)
 
     def synchronize(self) -> None:
         """Cores are always equal."""

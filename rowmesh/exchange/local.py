@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
@@ -39,7 +40,7 @@ class LocalTransport:
             if isinstance(group.exchange, TieredExchange):
                 group.exchange.bring_own(group)
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Merges the routes' gradients and updates."""
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange)

@@ -16,6 +16,7 @@ from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
@@ -55,8 +56,8 @@ class OneSidedTransport:
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
         self._mapped: dict[tuple[int, int, int], _Mapped] = {}
-        # Of every rank: its barrier flag, how many fetches it made, then for each group how many outboxes it announces,
-        # and which.
+        # Of every rank: its barrier flag, how many fetches it made and the digest of its learning rates, then for each
+        # group how many outboxes it announces, and which.
         self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
         self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
 
@@ -104,12 +105,12 @@ class OneSidedTransport:
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Announces the outboxes, waits, merges what all ranks put out for this one, updates, waits."""
         self._num_pushes += 1
-        self._announce(routes)
+        self._announce(routes, step)
         self._barrier.wait()
-        self._check_fetches()
+        self._check(step)
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             sources = Sources(exchange)
@@ -126,13 +127,13 @@ class OneSidedTransport:
                 sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
-    def _announce(self, routes: Sequence[Routed]) -> None:
+    def _announce(self, routes: Sequence[Routed], step: Step) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
                 f"at most {MAX_ROUTES} can be"
             )
-        self._fetches[self._mesh.rank][0] = self._num_fetches
+        self._fetches[self._mesh.rank][0] = joined(self._num_fetches, step)
         for index, announced in enumerate(self._announced[self._mesh.rank]):
             announced[0] = len(routes)
             for place, route in enumerate(routes):
@@ -146,12 +147,16 @@ class OneSidedTransport:
                     lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes,
                 )  # fmt: skip
 
-    def _check_fetches(self) -> None:
+    def _check(self, step: Step) -> None:
         """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
-        fetches = [int(value[0]) for value in self._fetches]
+        told = [int(value[0]) for value in self._fetches]
+        if told.count(told[0]) == len(told):
+            return
+        fetches, digests = parted(told)
+        self._barrier.wait()  # all have read
+        check_rates(self._mesh, digests, step)
         if fetches.count(fetches[0]) != len(fetches):
             names = ", ".join(f"rank {self._mesh.name(rank)} made {count}" for rank, count in enumerate(fetches))
-            self._barrier.wait()  # all have read
             raise PeerError(
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks are out of step: before step {self._num_pushes} "
                 f"{names} forward passes; every rank must call forward and step equally often and in the same order"

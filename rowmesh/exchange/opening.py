@@ -10,11 +10,13 @@ import torch
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.mesh import Mesh
 
 
 class Opening:
-    """A row of numbers to every rank: which fetch (above 0) or push (below 0) this is, then whatever else.
+    """A row of numbers to every rank: which fetch (above 0) or push (below 0) this is, at which learning rates, then
+    whatever else.
 
     Args:
         mesh: the ranks.
@@ -36,21 +38,27 @@ class Opening:
         """Of what is sent."""
         return self._out.nbytes
 
-    def __call__(self, operation: int) -> np.ndarray:
+    def __call__(self, operation: int, step: Step | None = None) -> np.ndarray:
         """Exchanges the rows: one from every rank. Collective and blocking.
 
+        Args:
+            operation: what this rank does.
+            step: of a push.
+
         Raises:
+            ConfigurationError: ranks have different learning rates.
             PeerError: a rank does something else; all ranks learn it here, so nobody is left waiting.
         """
-        self.numbers[:, 0] = operation
+        self.numbers[:, 0] = joined(operation, step)
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
-        operations = rows[:, 0].tolist()
+        operations, digests = parted(rows[:, 0].tolist())
         if operations.count(operation) != len(operations):
             name = self._mesh.name
             raise PeerError(
                 f"rank {name(self._mesh.rank)}: ranks are out of step: {describe(operations, name)}; every rank must "
                 f"call forward and step equally often and in the same order"
             )
+        check_rates(self._mesh, digests, step)
         return rows
 
 

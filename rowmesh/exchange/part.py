@@ -14,6 +14,7 @@ from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.update import Update
@@ -175,27 +176,27 @@ class Part:
         self.settle()
         self.transport.fetch(self._mine(route), meanwhile)
 
-    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+    def push(self, routes: Sequence[Route], step: Step) -> None:
         """Sends gradients to the owners, which update; what replicas tell each other arrives by `settle`. Collective.
 
         Args:
             routes: with gradients.
-            lrs: of all groups of the collection.
-            step: which update this is, from 1.
+            step: of all groups of the collection.
         """
         self.settle()
-        updates = self.updates(lrs, step)
-        self.transport.push([self._mine(route) for route in routes], updates)
-        self.tell_replicas(updates)
+        updates = self.updates(step)
+        self.transport.push([self._mine(route) for route in routes], updates, step)
+        self.tell_replicas(updates, step)
 
-    def updates(self, lrs: Sequence[float], step: int) -> list[Update]:
-        """How the rows of these groups change, given the learning rates of all groups of the collection."""
-        return [Update(lrs[index], self.scaling, step) for index in self.indices]
+    def updates(self, step: Step) -> list[Update]:
+        """How the rows of these groups change."""
+        rates = [step.rates[index] for index in self.indices]
+        return [Update(rate.lr, self.scaling * rate.factor, step.number) for rate in rates]
 
-    def tell_replicas(self, updates: Sequence[Update]) -> None:
+    def tell_replicas(self, updates: Sequence[Update], step: Step) -> None:
         """Tells the other replicas, if that is due, what was pushed; theirs arrives by `settle`. Collective."""
         if self.synchronizer is not None:
-            self.is_behind = self.synchronizer.begin(updates)
+            self.is_behind = self.synchronizer.begin(updates, step)
 
     def synchronize(self) -> None:
         """Makes replicas equal now, if they are only averaged now and then. Collective."""

@@ -12,6 +12,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
@@ -174,10 +175,10 @@ class Parts:
             if not isinstance(part, CorePart):
                 part.settle()
 
-    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+    def push(self, routes: Sequence[Route], step: Step) -> None:
         """Sends gradients to the owners, which update. Collective."""
         for part in self.parts:
-            part.push(routes, lrs, step)
+            part.push(routes, step)
 
     def synchronize(self) -> None:
         """Makes replicas equal now. Collective."""

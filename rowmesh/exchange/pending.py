@@ -20,6 +20,8 @@ class Pending:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._routes: list[Route] = []
+        self._is_refused = False
+        self.num_added = 0
         self._pusher = 0  # the thread that pushed last
         self._last = self._last_of_others = 0  # the numbers of its last push, and of the last one of another thread
 
@@ -35,12 +37,29 @@ class Pending:
     def add(self, route: Route) -> None:
         """Takes a route whose gradients are summed."""
         with self._lock:
+            if self._is_refused:  # a step was left out, and these gradients with it
+                self._routes.clear()
+            self._is_refused = False
             self._routes.append(route)
+            self.num_added += 1
+
+    def refuse(self) -> None:
+        """Forgets them when the next one comes: they are not finite, and no step takes them."""
+        with self._lock:
+            self._is_refused = True
+
+    def drop_refused(self) -> None:
+        """Forgets what was refused, though no backward has come since."""
+        with self._lock:
+            if self._is_refused:
+                self._routes.clear()
+            self._is_refused = False
 
     def clear(self) -> None:
         """Forgets them."""
         with self._lock:
             self._routes.clear()
+            self._is_refused = False
 
     def take(self, routes: Sequence[Route]) -> list[Route]:
         """Removes what is about to be pushed; in the order of the look-ups, since backward may run in any.

@@ -27,6 +27,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.messages import Alone, Channel
 from rowmesh.exchange.phased_group import FIRST, PhasedGroup, Travel
 from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
@@ -79,7 +80,7 @@ class PhasedExchange:
 
     def open(self, window: Window, groups: Sequence[WindowGroup]) -> list[Travel]:
         """Tells the stops which rows are needed; returns what will travel, one for each group."""
-        counts = self._exchange_counts(window.number, groups)
+        counts = self._exchange_counts(window, groups)
         pairs = list(zip(self._groups, groups, strict=True))
         keys = [each.post_keys(group, *asked) for (each, group), asked in zip(pairs, counts, strict=True)]
         finds_final = self._finds_final
@@ -129,24 +130,35 @@ class PhasedExchange:
             group.update(travel, update, number)
 
     def _exchange_counts(
-        self, number: int, groups: Sequence[WindowGroup]
+        self, window: Window, groups: Sequence[WindowGroup]
     ) -> list[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
         """Offsets and accesses of what each rank asks of this one, for every group."""
         out, column, cuts = self._opening.numpy(), 1, []
-        out[:, 0] = number
-        for window in groups:
-            outbox, segments = window.group.workspace.outbox, window.group.exchange.num_segments
+        out[:, 0] = joined(window.number, window.step_before)
+        for each in groups:
+            outbox, segments = each.group.workspace.outbox, each.group.exchange.num_segments
             split, end = column + segments + 1, column + 2 * segments + 1
             out[:, column:split], out[:, split:end] = outbox.segment_offsets, outbox.accesses
             cuts.append((slice(column, split), slice(split, end)))
             column = end
         counts = self._rows.exchange_equal(self._opening, self._common, "opening a window").numpy()
-        check_numbers(self._mesh, counts[:, 0].tolist(), number)
+        check_numbers(self._mesh, counts[:, 0].tolist(), window.number, window.step_before)
         return [(counts[:, offsets], counts[:, accesses]) for offsets, accesses in cuts]
 
 
-def check_numbers(mesh: Mesh, numbers: list[int], number: int) -> None:
-    """Raises PeerError where a rank opens another window than this one, or none where this one opens one."""
+def check_numbers(mesh: Mesh, told: list[int], number: int, step: Step | None) -> None:
+    """Raises PeerError where a rank opens another window than this one, or none where this one opens one.
+
+    Args:
+        mesh: the ranks.
+        told: what each has `joined`.
+        number: of this rank's window.
+        step: of the last batch before it that is stepped for sure.
+
+    Raises:
+        ConfigurationError: ranks had different learning rates in that step.
+    """
+    numbers, digests = parted(told)
     if numbers.count(number) != len(numbers):
         name = mesh.name
         opened = ["has no more" if other == NO_WINDOW else f"opens batch {other - FIRST}" for other in numbers]
@@ -155,6 +167,7 @@ def check_numbers(mesh: Mesh, numbers: list[int], number: int) -> None:
             f"rank {name(mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many batches to "
             "its pipeline"
         )
+    check_rates(mesh, digests, step)
 
 
 def _channel(mesh: Mesh, use: str) -> Channel | Alone:

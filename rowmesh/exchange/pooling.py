@@ -122,6 +122,15 @@ class Pooling:
         for group, (pooling, grad) in zip(groups, self.pairs(gradients), strict=True):
             pooling.backward(group, grad)
 
+    def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
+        """Whether all summed gradients are."""
+        return all(self._is_finite(pooling, group) for pooling, group in zip(self.groups, groups, strict=True))
+
+    @staticmethod
+    def _is_finite(pooling: GroupPooling, group: RouteGroup) -> bool:
+        gradients = group.workspace.outbox.gradients.tensor(pooling.dtype, group.num_unique, pooling.dim)
+        return bool(gradients.isfinite().all())
+
     def pairs(self, gradients: Sequence[Tensor]) -> list[tuple[GroupPooling, Tensor]]:
         """Each group's pooling, and the gradient of the output it wrote into."""
         contiguous = [grad.contiguous() for grad in gradients]

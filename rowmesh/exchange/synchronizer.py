@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
 from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.summed import SummedGradients
 from rowmesh.exchange.telling import TellEachOther, TellHomes, TellTables, Way
 from rowmesh.exchange.update import Update
@@ -62,15 +63,15 @@ class Synchronizer:
         """Memory of all buffers."""
         return sum(group.num_bytes for group in self._groups)
 
-    def begin(self, updates: Sequence[Update]) -> bool:
+    def begin(self, updates: Sequence[Update], step: Step) -> bool:
         """After gradients were pushed within this rank's replica group; what is sent travels until `finish`.
 
         Returns:
             Whether a synchronization was due.
         """
-        if updates[0].step % self._every:
+        if step.number % self._every:
             return False
-        self._tell(updates[0].step, updates)
+        self._tell(step.number, updates, step)
         return True
 
     def start(self) -> None:
@@ -78,8 +79,8 @@ class Synchronizer:
         self._num_calls += 1
         self._tell(-self._num_calls, [_NO_UPDATE] * len(self._groups))
 
-    def _tell(self, operation: int, updates: Sequence[Update]) -> None:
-        self._column.operation, self._updates = operation, updates
+    def _tell(self, operation: int, updates: Sequence[Update], step: Step | None = None) -> None:
+        self._column.operation, self._column.step, self._updates = operation, step, updates
         self._way.tell()
         self._is_under_way = True
 

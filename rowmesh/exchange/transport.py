@@ -20,6 +20,7 @@ import numpy as np
 
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox
 from rowmesh.ops.memory import Memory
@@ -53,8 +54,12 @@ class Transport(Protocol):
         """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
         ...
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update]) -> None:
-        """Sends the gradients of routes to the owners, which update their rows."""
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Sends the gradients of routes to the owners, which update their rows.
+
+        Raises:
+            ConfigurationError: ranks have different learning rates in this step; on all alike.
+        """
         ...
 
     @property

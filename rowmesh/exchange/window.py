@@ -19,6 +19,7 @@ from torch import Tensor
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.pooling import GroupPooling, Pooling
 from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import pool as pool_ops
 from rowmesh.ops import window as ops
@@ -119,6 +120,7 @@ class Window:
         bounds: the first sample of each micro-batch, and B.
         groups: the parts of the route.
         number: which window of the pipeline this is, from 2 on.
+        step_before: the step of the last window that has had one when this one opens, where there is one.
 
     Args:
         route: of the whole batch.
@@ -133,6 +135,7 @@ class Window:
         give_back: Callable[[list[Space]], None],
     ) -> None:  # fmt: skip
         self.route, self.number = route, 0
+        self.step_before: Step | None = None
         self.bounds = list(bounds)
         self._spaces, self._give_back = spaces, give_back
         triples = zip(route.groups, layouts, spaces, strict=True)

@@ -18,6 +18,7 @@ from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.route import Route
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window
 
 COMPUTED = "tensor-train rows are computed where they are looked up"
@@ -70,7 +71,7 @@ class Windows(Protocol):
         """Sends the gradients that go with a micro-batch. Collective."""
         ...
 
-    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: Window, step: Step) -> None:
         """Updates rows. Collective."""
         ...
 
@@ -145,10 +146,10 @@ class WholeWindows(Generic[W]):
     def push(self, window: W, part: int) -> None:
         """Gradients travel when rows are updated."""
 
-    def update(self, window: W, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: W, step: Step) -> None:
         """Sends all gradients; owners update. Collective."""
         with torch.no_grad():
-            self._part.push([window.route], lrs, step)
+            self._part.push([window.route], step)
         self._updated = window.number
 
     def let_go(self, window: W) -> None:
@@ -218,11 +219,11 @@ class PhasedWindows:
             self._exchange.pack(self._travels[window.number], part)
         self._exchange.push(self._travels[window.number], part)
 
-    def update(self, window: Window, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: Window, step: Step) -> None:
         """Updates the rows of this rank, their copies and their replicas. Collective."""
-        updates = self._part.updates(lrs, step)
+        updates = self._part.updates(step)
         self._exchange.update(self._travels.pop(window.number), updates, window.number)
-        self._part.tell_replicas(updates)
+        self._part.tell_replicas(updates, step)
         self._part.settle()
 
     def let_go(self, window: Window) -> None:

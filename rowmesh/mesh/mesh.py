@@ -32,6 +32,7 @@ from rowmesh.mesh.roll_call import RollCall, forget_store
 T = TypeVar("T")
 
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_LATE_LOOK_S, _BROKEN_LOOK_S = 1.5, 5.0  # to Python's end a rank may take seconds on a busy machine
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -324,12 +325,17 @@ class Mesh:
         self._lost.set()
         calls, absent = self.roll_call, None
         calls.answer()
-        for _ in range(30):  # a broken connection is seen before the process is gone, and not by all at once
+        is_late = bool(_TIMED_OUT.search(str(cause)))
+        # A broken connection is seen before the process is gone, and not by all at once.
+        until = time.monotonic() + (_LATE_LOOK_S if is_late else _BROKEN_LOOK_S)
+        while True:
             if dead := self.dead_ranks():
                 return self.died(dead, doing)
             absent = calls.absent()
+            if time.monotonic() >= until:
+                break
             time.sleep(0.05)
-        if _TIMED_OUT.search(str(cause)):
+        if is_late:
             return PeerError(f"rank {self.rank}: {self._waited_in_vain(absent, doing, watch)}")
         return PeerError(f"rank {self.rank}: {self._broken(absent, doing, watch)}: {cause}")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from rowmesh.errors import RowmeshError
+from rowmesh.optim.scaling import Placeholder, RowGradients
 
 
 class _Group(Protocol):
@@ -18,19 +21,43 @@ class _Collection(Protocol):
     groups: Any
     step_count: int
 
-    def push_pending(self, lrs: list[float]) -> None: ...
+    def push_pending(self, lrs: Any, factors: Any) -> None: ...
+
+    def check_pending(self) -> bool: ...
+
+    @property
+    def num_backwards(self) -> int: ...
 
     def discard_pending(self) -> None: ...
 
     def settle(self) -> None: ...
 
 
+class _Unscaled(NamedTuple):
+    """What a GradScaler did.
+
+    Attributes:
+        factor: what it multiplied gradients by.
+        is_finite: whether they were.
+        num_backwards: backward passes until then.
+    """
+
+    factor: float
+    is_finite: bool
+    num_backwards: int
+
+
 class EmbeddingOptimizer(torch.optim.Optimizer):
     """Updates the rows that the last backward touched; one parameter group for each fused group of tables.
 
     The update rule and its first learning rate are the tables' own (`TableSpec.optimizer`). Learning-rate schedules of
-    `torch.optim.lr_scheduler` work on it: they change `param_groups[i]["lr"]`. Several backward passes before one
-    step add up.
+    `torch.optim.lr_scheduler` work on it: they change `param_groups[i]["lr"]`, on all ranks alike. Several backward
+    passes before one step add up.
+
+    A `torch.amp.GradScaler` works on it as on any optimizer, and decides for all ranks together: `scaler.step(it)` in
+    the place of `it.step()`. `rowmesh.JointOptimizer` makes it decide for the dense network too. Where a loss was
+    scaled, `it.step()` alone takes the scaled gradients: nothing here can see that. Gradients of rows cannot be
+    clipped: `clip_grad_norm_` over these parameter groups raises RowmeshError.
 
     Args:
         collection: the EmbeddingCollection.
@@ -46,10 +73,12 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
     def __init__(self, collection: _Collection) -> None:
         self.collection = collection
         # torch wants a tensor in each group; the rows themselves are not parameters.
+        gradients = RowGradients.make(self._unscale)
         groups = [
-            {"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))], "lr": group.optimizer.lr, "name": group.name}
+            {"params": [Placeholder.make(gradients, self.zero_grad)], "lr": group.optimizer.lr, "name": group.name}
             for group in collection.groups
         ]
+        self._unscaled: _Unscaled | None = None
         super().__init__(groups, {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -58,11 +87,36 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.collection.push_pending([float(group["lr"]) for group in self.param_groups])
+        factor, self._unscaled = self._factor(), None
+        self.collection.push_pending(*zip(*((float(group["lr"]), factor) for group in self.param_groups), strict=True))
         return loss
+
+    def _unscale(self, factor: float) -> bool:
+        """Notes what gradients are to be multiplied by; returns whether they are finite on all ranks. Collective."""
+        is_finite = self.collection.check_pending()
+        self._unscaled = _Unscaled(factor, is_finite, self.collection.num_backwards)
+        return is_finite
+
+    def _factor(self) -> float:
+        """What gradients are to be multiplied by."""
+        if self._unscaled is None:
+            return 1.0
+        has_more = self._unscaled.num_backwards != self.collection.num_backwards
+        if self._unscaled.is_finite and has_more:
+            raise RowmeshError(
+                "backward ran after the gradients of rows were unscaled, and added some that are not; unscale when all "
+                "are there, or zero_grad()"
+            )
+        if not self._unscaled.is_finite and not has_more:
+            raise RowmeshError(
+                "gradients of rows are not finite, on this rank or another; scaler.step(optimizer) leaves such a step "
+                "out, zero_grad() drops them"
+            )
+        return self._unscaled.factor if self._unscaled.is_finite else 1.0  # that step was left out
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no step has used."""
+        self._unscaled = None
         self.collection.discard_pending()
 
     def state_dict(self) -> dict[str, Any]:

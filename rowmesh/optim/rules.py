@@ -21,11 +21,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rowmesh.errors import ConfigurationError
 
 MOMENT_SCALES = (1e-30, 1e30)  # within them c^-½ and its products with float32 roots neither overflow nor vanish
+
+
+class Rate(NamedTuple):
+    """How fast a group learns.
+
+    Attributes:
+        lr: the learning rate.
+        factor: what its gradients are multiplied by first, beside the mean over ranks: undoes the scaling of a loss.
+    """
+
+    lr: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

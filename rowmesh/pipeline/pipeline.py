@@ -28,9 +28,11 @@ from rowmesh.collection import Driver, EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.phased_group import FIRST
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
+from rowmesh.optim.rules import Rate
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.recorder import WAIT, Recorder
@@ -84,7 +86,7 @@ class Flight(Generic[T]):
         self._pipeline, self.batch, self.item = pipeline, batch, item
         self.order: Tensor | None = None
         self.window: Window | None = None
-        self.lrs: Sequence[float] | None = None
+        self.lrs: Sequence[Rate] | None = None
         self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
         self._is_begun = False
         self._num_computed = 0
@@ -196,6 +198,7 @@ class Pipeline(Generic[T]):
         self._thread = 0  # which one runs the loop
         self._flights: dict[int, Flight[T]] = {}
         self._current: Flight[T] | None = None  # the one that is computed
+        self._steps: dict[int, Step] = {}  # by batch, until ranks have compared them
         self._untold: RowmeshError | None = None  # what failed after a loop was left
         self._has_settled = False  # since the last turn was entered
         self._reader: Iterator[T] = iter(())
@@ -368,6 +371,7 @@ class Pipeline(Generic[T]):
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
         self._flights.clear()
+        self._steps.clear()
         self._streams.forget()
         self._current, self._reader = None, iter(())
 
@@ -427,13 +431,14 @@ class Pipeline(Generic[T]):
         """Notes when a micro-batch was computed."""
         self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
 
-    def _step(self, lrs: Sequence[float]) -> None:
+    def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
         assert self._runner
         flight = self._current
         if flight is None or not flight.is_computed or flight.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
         flight.lrs, flight.stepped = lrs, self.recorder.now()
+        self._steps[flight.batch] = self._embeddings.make_step(lrs)
         self._runner.done(Task("step", flight.batch))
 
     # What other threads do, a stage each
@@ -459,6 +464,8 @@ class Pipeline(Generic[T]):
 
     def _open(self, task: Task) -> None:
         window = self._window(task)
+        if window is not None:  # in the turn before, and no later one for sure, was the step of this batch
+            window.step_before = self._steps.pop(task.batch - self.schedule.depth - 1, None)
         for windows in self._windows:
             if window is None:
                 windows.pass_over()

@@ -53,6 +53,24 @@ def test_names_the_rank_that_is_late():
         parts[0].wait()
 
 
+def test_time_in_which_a_rank_stood_still_does_not_count(monkeypatch):
+    """Ranks that were stopped together, and continued, go on, however long that was."""
+    parts, (board, _flags) = barriers(2, timeout_s=5.0)
+    clock_s, looks = [0.0], []
+
+    def look(mesh):
+        looks.append(clock_s[0])
+        clock_s[0] += 1000.0  # as if this process had been stopped since
+        if len(looks) == 3:
+            board[1, 0] = 1
+        return []
+
+    monkeypatch.setattr(Mesh, "dead_ranks", look)
+    monkeypatch.setattr("rowmesh.mesh.patience.time.monotonic", lambda: clock_s[0])
+    parts[0].wait()
+    assert looks == [0.0, 1000.0, 2000.0]
+
+
 def test_names_the_rank_that_died():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

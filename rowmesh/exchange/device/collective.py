@@ -26,6 +26,7 @@ from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import barrier
@@ -110,10 +111,10 @@ class DeviceCollective:
             messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
             column = part.stop
 
-    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         requests, gradients = self._by_lane(routes)
-        most, is_equal = self._compare(routes, requests)
+        most, is_equal = self._compare(routes, requests, step)
         if not is_equal:
             self._ask_again(requests, gradients, most)
         if not most:
@@ -140,7 +141,9 @@ class DeviceCollective:
                 gradients[lane].append(sums)
         return requests, gradients
 
-    def _compare(self, routes: Sequence[DeviceRoutePart], requests: Sequence[list[Requests]]) -> tuple[int, bool]:
+    def _compare(
+        self, routes: Sequence[DeviceRoutePart], requests: Sequence[list[Requests]], step: Step
+    ) -> tuple[int, bool]:  # fmt: skip
         """The most routes that a rank pushes, and whether all ranks push the same ones.
 
         Where that is one route, what ranks told of copies beside it is right.
@@ -150,7 +153,7 @@ class DeviceCollective:
         self._opening.numbers[:, 1:3] = mine
         if len(routes) == 1:
             self._opening.numbers[:, 3:] = self._num_copies(self._merged(requests))
-        rows = self._opening(-self._num_pushes)
+        rows = self._opening(-self._num_pushes, step)
         self._take_counts(rows[:, 3:])
         pushed = rows[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)

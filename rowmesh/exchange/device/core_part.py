@@ -31,6 +31,7 @@ from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.step import Step
 from rowmesh.mesh import Mesh
 from rowmesh.tables import TableGroup
 from rowmesh.tensor_train.device_arena import DeviceCoreArena
@@ -200,13 +201,19 @@ class DeviceCorePart(CorePart):
         for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
             count_unique(group, [count])
 
-    def push(self, routes: Sequence[Route], lrs: Sequence[float], step: int) -> None:
+    def push(self, routes: Sequence[Route], step: Step) -> None:
         """Updates the cores by the gradients of all ranks. Collective; arguments as on a CPU."""
         self._unread.read()
         if self._compares:
             self._num_pushes += 1
-            self._opening(-self._num_pushes)
-        super().push(routes, lrs, step)
+            self._opening(-self._num_pushes, step)
+        super().push(routes, step)
+
+    def _tell(self, vector: Tensor, step: Step) -> None:
+        """Hosts compare what they do."""
+
+    def _check_told(self, total: Tensor, step: Step) -> None:
+        """They have."""
 
     def barrier(self) -> None:
         """Waits for all ranks, and for what their devices do; says what is wrong with batches not looked at yet."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.checks import Unread
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.tables import TableGroup
 
@@ -56,7 +57,7 @@ class DeviceLocal:
         for group in route.groups:
             group.exchange.bring(group)
 
-    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update], step: Step) -> None:
         """Merges the routes' gradients and updates."""
         self._unread.read()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):

@@ -49,6 +49,7 @@ from rowmesh.exchange.device.lane import Requests, by_rank, node_ends
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
 from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.opening import Opening
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
@@ -127,14 +128,14 @@ class DeviceOneSided:
             reader.fetch(group)
             meanwhile(group)
 
-    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update]) -> None:
+    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update], step: Step) -> None:
         """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
         self._num_pushes += 1
         error = self._look()  # all sizes are known then
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
         told = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
         self._opening.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
-        theirs = self._open(-self._num_pushes, error)
+        theirs = self._open(-self._num_pushes, error, step)
         most, found = int(theirs[:, _ROUTES].max()), np.split(theirs[:, _GROUPS:], self._cuts, 1)
         if most == 0:
             return
@@ -163,10 +164,10 @@ class DeviceOneSided:
             return error
         return None
 
-    def _open(self, operation: int, error: IdRangeError | None) -> np.ndarray:
+    def _open(self, operation: int, error: IdRangeError | None, step: Step | None = None) -> np.ndarray:
         """Exchanges what ranks tell each other before they do something; raises on all where a batch is refused."""
         self._opening.numbers[:, _REFUSED] = error is not None
-        theirs = self._opening(operation)
+        theirs = self._opening(operation, step)
         if error is not None:
             raise error
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())

@@ -20,6 +20,7 @@ from rowmesh.exchange.device.synchronizer import make_device_synchronizer
 from rowmesh.exchange.device.tiered import DeviceTieredExchange
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
+from rowmesh.exchange.step import Step
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -72,15 +73,14 @@ class DevicePart(Part):
         """What it holds, for people."""
         return f"{super().title} on {self.device}"
 
-    def push(self, routes: Sequence[Any], lrs: Sequence[float], step: int) -> None:
+    def push(self, routes: Sequence[Any], step: Step) -> None:
         """Sends gradients to the owners, which update; what replicas tell each other arrives by `settle`. Collective.
 
         Args:
             routes: with gradients.
-            lrs: of all groups of the collection.
-            step: which update this is, from 1.
+            step: of all groups of the collection.
         """
-        super().push(routes, lrs, step)
+        super().push(routes, step)
         for group in (route.groups[index] for route in routes for index in self.indices):
             group.gradients = None  # may be large, and the route may live on
 

@@ -57,6 +57,15 @@ class DevicePooling:
             self.kernels.backward(grad, group.filed, group.gradients, group.unique.num_unique)
             group.filed = None
 
+    def is_finite(self, groups: Sequence[Any]) -> bool:
+        """Whether all summed gradients are; the host waits."""
+        found = []
+        for group in groups:
+            numbers = torch.arange(group.num_unique, device=self._device)
+            is_unused = numbers >= group.unique.num_unique  # nobody has written those
+            found.append((group.summed.isfinite().all(1) | is_unused).all())
+        return bool(torch.stack(found).all())
+
     def pairs(self, groups: Sequence[Any], gradients: Sequence[Tensor]) -> list[tuple[TableGroup, Any, Tensor]]:
         """Each group, its part of a route, and the gradient of the output it wrote into."""
         contiguous = [grad.contiguous() for grad in gradients]

@@ -24,6 +24,7 @@ from rowmesh.exchange.device.pooling import DevicePooling
 from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup, places_in
 from rowmesh.exchange.device.router import descriptors
 from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.step import Step
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables.dense import compute_dtype
@@ -127,6 +128,7 @@ class DeviceWindow:
 
     def __init__(self, route: DeviceRoute, bounds: Sequence[int], groups: list[DeviceWindowGroup]) -> None:
         self.route, self.bounds, self.groups, self.number = route, list(bounds), groups, 0
+        self.step_before: Step | None = None
 
     @property
     def num_parts(self) -> int:

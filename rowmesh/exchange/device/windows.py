@@ -17,6 +17,7 @@ from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTrave
 from rowmesh.exchange.device.route import DeviceRoutePart
 from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
 from rowmesh.exchange.phased import NO_WINDOW, check_numbers, phased_obstacle
+from rowmesh.exchange.step import Step, joined
 from rowmesh.exchange.window import Form
 from rowmesh.exchange.windows import COMPUTED, WholeWindows
 
@@ -42,7 +43,7 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
             for group in self._mine(window):
                 group.read_fetched()
 
-    def update(self, window: DeviceWindow, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: DeviceWindow, step: Step) -> None:
         """Sends all gradients; owners update. Collective.
 
         Raises:
@@ -50,7 +51,7 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
         """
         for group in self._mine(window):
             group.hand_gradients_over()
-        super().update(window, lrs, step)
+        super().update(window, step)
         self._fetched = None
 
     def let_go(self, window: DeviceWindow) -> None:
@@ -103,7 +104,7 @@ class PhasedDeviceWindows:
             PeerError: a rank brings another batch, or one with ids that are no rows.
             IdRangeError: this rank does.
         """
-        self._agree(window.number)
+        self._agree(window.number, window.step_before)
         self._transport.exchange_counts(DeviceRoutePart(window.route, self._part.indices))
         pairs = [(each, window.groups[index]) for each, index in zip(self._groups, self._part.indices, strict=True)]
         keys = [each.post_keys(group) for each, group in pairs]
@@ -120,10 +121,10 @@ class PhasedDeviceWindows:
         """
         self._agree(NO_WINDOW)
 
-    def _agree(self, number: int) -> None:
-        self._numbers[:] = number
+    def _agree(self, number: int, step: Step | None = None) -> None:
+        self._numbers[:] = joined(number, step)
         told = self._transport.hosts.exchange_equal(self._numbers, self._transport.common, "opening a window")
-        check_numbers(self._part.mesh, told[:, 0].tolist(), number)
+        check_numbers(self._part.mesh, told[:, 0].tolist(), number, step)
 
     def retrieve(self, window: DeviceWindow, may_wait: Callable[[], bool]) -> None:
         """Rows are where they are."""
@@ -173,14 +174,14 @@ class PhasedDeviceWindows:
         for message in posted:
             message.wait()
 
-    def update(self, window: DeviceWindow, lrs: Sequence[float], step: int) -> None:
+    def update(self, window: DeviceWindow, step: Step) -> None:
         """Updates the rows of this rank, their copies and their replicas. Collective."""
-        updates, travels = self._part.updates(lrs, step), self._travels.pop(window.number)
+        updates, travels = self._part.updates(step), self._travels.pop(window.number)
         if any("replicated" in each.exchange.lane_kinds for each in self._groups):
             self._transport.count_copies([each for travel in travels for each in travel.window.group.lanes])
         for each, travel, update in zip(self._groups, travels, updates, strict=True):
             each.update(travel, update)
-        self._part.tell_replicas(updates)
+        self._part.tell_replicas(updates, step)
         self._part.settle()
 
     def let_go(self, window: DeviceWindow) -> None:
