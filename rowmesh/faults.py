@@ -114,7 +114,7 @@ def _hold(path: Path) -> None:
     deadline = time.monotonic() + _HOLD_S
     while not path.with_name(f"{path.name}.go").exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody made {path}.go")
+            raise TimeoutError(f"{path}.go did not appear within {_HOLD_S:.0f} s")
         time.sleep(0.005)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import secrets
 import shutil
@@ -34,6 +33,7 @@ from rowmesh.checkpoint.manifest import (
 )
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
+from rowmesh.files.advice import advice, may_pass
 from rowmesh.files.atomic import sync_folder, synced_file, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
 from rowmesh.mesh.groups import gather_in_group
@@ -119,7 +119,8 @@ def save(
                 folder.rmdir()
         raise
     if rank == 0:
-        _remove_others(folder, keep=token)
+        with contextlib.suppress(OSError):  # the new checkpoint is whole; the next write removes what is left
+            _remove_others(folder, keep=token)
 
 
 class _Written(NamedTuple):
@@ -278,7 +279,7 @@ def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | 
     try:
         result = action()
     except Exception as error:  # of whatever kind: the other ranks wait
-        failure = _Failure(f"rank {rank} cannot write the checkpoint in {folder}: {_reason(error)}", _may_pass(error))
+        failure = _Failure(f"rank {rank} cannot write the checkpoint in {folder}: {_reason(error)}", may_pass(error))
     if group is None:
         results, failures = [result], [failure]
     else:
@@ -288,8 +289,7 @@ def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | 
     if failures := [failure for failure in failures if failure]:
         kind = CheckpointWriteError if all(failure.may_pass for failure in failures) else CheckpointError
         raise kind(
-            "; ".join(failure.text for failure in failures)
-            + "; what was there before is unchanged. Free space or choose another folder"
+            "; ".join(failure.text for failure in failures) + "; the former checkpoint stays until a new one is whole"
         )
     return cast("list[T]", results)
 
@@ -302,13 +302,11 @@ class _Failure(NamedTuple):
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):  # NumPy raises some without a reason
-        return error.strerror or f"only a part was written ({error}); is the disk full?"
+    if isinstance(error, OSError):
+        if error.strerror is None:  # NumPy raises such
+            return f"only a part was written ({error}); is the disk full?"
+        return f"{error.strerror}; {known}" if (known := advice(error)) else error.strerror
     return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__} {error}"
-
-
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EBADF, errno.ENAMETOOLONG)
 
 
 def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:

@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     _is_leaving = False
     lasting_streams()
     before = signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    hung_up = signal.getsignal(signal.SIGHUP)
+    if hung_up is not signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, _terminate)
     end_with_launcher(_complain)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
@@ -90,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)  # there is nothing more to clean up
+        signal.signal(signal.SIGHUP, hung_up)
 
 
 def _interrupt_again(ignored: Any) -> None:

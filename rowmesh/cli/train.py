@@ -13,7 +13,7 @@ def train(
     /,
     *overrides: str,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
-    no_verify: Annotated[bool, Parameter(negative="")] = False,
+    verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
 ) -> None:
     """Train a model, evaluate it on the test split and write it to the run's folder.
 
@@ -27,10 +27,10 @@ def train(
         Keys that replace those of the file, as in `train.epochs=2 tables.dim=32`.
     overwrite
         Replace the run that the folder holds, once the model of the new one is written.
-    no_verify
-        Do not compare the data with their checksums.
+    verify
+        Compare the data with the checksums written beside them (the default); --no-verify reads damaged files too.
     """
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
-    run_training(resolve(config, overrides), overwrite=overwrite, verify=not no_verify)
+    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify)

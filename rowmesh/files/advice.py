@@ -29,6 +29,18 @@ _ADVICE = {
 }
 
 
+_FINAL = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EBADF}
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what was refused may succeed later, or elsewhere: room, permission, a disk that comes back.
+
+    >>> may_pass(OSError(errno.ENOSPC, "")), may_pass(OSError(errno.ENOTDIR, "")), may_pass(ValueError())
+    (True, False, False)
+    """
+    return isinstance(error, OSError) and error.errno not in _FINAL
+
+
 def advice(error: OSError) -> str | None:
     """What to do; None where nothing is known to help."""
     return _ADVICE.get(error.errno or 0)

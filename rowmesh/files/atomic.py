@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -10,6 +12,9 @@ from pathlib import Path
 from typing import IO
 
 from rowmesh.faults import reach
+
+
+_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -47,7 +52,8 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.partial")
+    # Of its own: two writers of one file must not write into each other's. The last one to end wins.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}.partial")
     try:
         with naming(path):
             with synced_file(partial, name=path) as file:
@@ -77,8 +83,7 @@ def synced_file(path: Path, *, name: Path | None = None) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file, whole or not at all; makes its folder, but not those above it, if need be."""
-    path.parent.mkdir(exist_ok=True)
+    """Writes a UTF-8 file, whole or not at all; its folder must exist."""
     with replacing_file(path) as file:
         file.write(text.encode())
 
@@ -89,8 +94,15 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on disk: a new or renamed file is safe only after that."""
-    _sync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    """Waits until the names in a folder are on disk: a new or renamed file is safe only after that.
+
+    Does nothing where the file system, or a folder that may be written and not read, does not offer that.
+    """
+    try:
+        _sync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def _is_special(path: Path) -> bool:

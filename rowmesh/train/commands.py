@@ -66,7 +66,7 @@ def run_training(config: Config, *, overwrite: bool = False, verify: bool = True
         _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
         begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement), RunFolder)
-        _say(mesh, *warn_of_space(job, run.path))  # now: what is removed of an earlier run is gone
+        _say(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
         return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
@@ -185,6 +185,7 @@ def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
 
 def _write_metrics(path: Path, record: dict[str, Any]) -> None:
     try:
+        path.parent.mkdir(exist_ok=True)
         write_json(path, record)
     except OSError as error:
         reason = error.strerror or error

@@ -296,7 +296,14 @@ def _finish_exchange(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except ValueError:
-        raise RowmeshError(f"{new / WHOLE} is damaged; move what you want to keep out of {folder}") from None
+        names = None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise RowmeshError(f"{new / WHOLE} is damaged; move what you want to keep out of {folder}")
+    if strangers := sorted(_strangers(folder)):
+        raise RowmeshError(
+            f"{folder} holds what no run wrote ({', '.join(strangers[:3])}), and a run that was interrupted while it "
+            "took the place of the one before; move what is not the run's elsewhere"
+        )
     (new / FORMER).mkdir(exist_ok=True)
     for path in list(folder.iterdir()):
         if path.name in CONTENTS and (path.name not in names or os.path.lexists(new / path.name)):
@@ -309,7 +316,7 @@ def _finish_exchange(folder: Path) -> None:
             (new / name).rename(folder / name)
     sync_folder(folder)
     reach("run.exchanged", folder)
-    shutil.rmtree(new)
+    shutil.rmtree(new, ignore_errors=True)  # what stays has no name of a run's files; the next run removes it
 
 
 def write_json(path: Path, values: Any) -> None:

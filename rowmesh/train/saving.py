@@ -11,6 +11,7 @@ from typing import Any
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.faults import reach
+from rowmesh.files.advice import described, may_pass
 from rowmesh.train.config import RunConfig
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import FIRST_PLAN, PLAN, Claim, RunFolder
@@ -53,6 +54,8 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
             else:
                 claim.say(f"model     goes to run.fallback_folder: {_text(reasons[0])}")
                 return run
+        if not any(isinstance(reason, CheckpointWriteError) or may_pass(reason) for reason in reasons):
+            raise reasons[0]
         on_rank_0(job.mesh, SAVING, lambda reasons=reasons: patience.wait(reasons))
 
 
@@ -87,7 +90,7 @@ class _Patience:
             if self.config.retry_s:
                 self.say(
                     f"model     cannot be written: {reason}\n          it is kept in memory, and tried again for "
-                    f"{self.config.retry_s:,g} s (run.retry_s): make room; Ctrl-C gives it up"
+                    f"{self.config.retry_s:,g} s (run.retry_s); Ctrl-C gives it up"
                 )
         if now_s >= self._deadline_s:
             tried = f", tried for {self.config.retry_s:,g} s (run.retry_s)" if self.config.retry_s else ""
@@ -98,6 +101,4 @@ class _Patience:
 
 
 def _text(error: OSError | CheckpointWriteError) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    return str(error)
+    return described(error) if isinstance(error, OSError) else str(error)

@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_the_old_model(saved):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*model: .*; what was there before"):
+        with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*model: .*; the former checkpoint stays"):
             save(saved, Dealt(TABLES), DENSE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

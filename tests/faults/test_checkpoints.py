@@ -67,6 +67,19 @@ def test_a_full_disk_leaves_a_model_that_can_be_loaded(folder, point):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_a_former_model_that_cannot_be_removed_does_no_harm(folder):
+    with arm("checkpoint.remove_former=EIO"):
+        save(folder, collection(2), {"seed": 2})
+    assert loaded(folder) == 2
+
+
+def test_all_ranks_go_on_where_the_first_cannot_remove_the_former_model(ranks, tmp_path):
+    for _ in range(2):
+        faults = {0: "checkpoint.remove_former=EIO"}
+        assert ranks.run(save_with_faults, tmp_path / "model", faults, world_size=2) == [None, None]
+    assert ranks.run(load_on, tmp_path / "model", world_size=2) == [2, 2]
+
+
 def test_what_is_no_fault_of_the_system_is_not_said_to_pass(folder):
     with arm("checkpoint.write_rows=raise"), pytest.raises(CheckpointError, match="injected") as caught:
         save(folder, collection(2), {"seed": 2})
@@ -75,7 +88,12 @@ def test_what_is_no_fault_of_the_system_is_not_said_to_pass(folder):
 
 def save_with_fault(mesh, folder, faults):
     """Rank 1 alone meets the fault; returns what each rank said."""
-    with arm(faults if mesh.rank == 1 else ""):
+    return save_with_faults(mesh, folder, {1: faults})
+
+
+def save_with_faults(mesh, folder, faults):
+    """Ranks meet faults of their own; returns what each said."""
+    with arm(faults.get(mesh.rank, "")):
         try:
             save(folder, collection(2, mesh), {"seed": 2}, group=mesh.group)
         except CheckpointWriteError as error:

@@ -42,7 +42,7 @@ def test_a_model_that_finds_no_room_is_written_when_there_is(config_file, tmp_pa
     out = capsys.readouterr().out
     assert out.count("cannot be written") == 1, out
     assert "No space left on device" in out
-    assert "tried again for 3,600 s (run.retry_s): make room" in out
+    assert "tried again for 3,600 s (run.retry_s); Ctrl-C gives it up" in out
     assert run_evaluation(tmp_path / "run") == expected
 
 

@@ -63,3 +63,15 @@ def test_a_folder_in_the_way_is_named(tmp_path):
     with pytest.raises(IsADirectoryError) as caught:
         write_text(tmp_path, "plan")
     assert caught.value.filename == str(tmp_path)
+
+
+def test_two_writers_of_one_file_write_apart(tmp_path):
+    """The last one to end wins, and neither writes into what the other has written."""
+    path = tmp_path / "plan.json"
+    with replacing_file(path) as first:
+        first.write(b"a" * 10)
+        with replacing_file(path) as second:
+            second.write(b"b" * 5)
+        assert path.read_bytes() == b"b" * 5
+    assert path.read_bytes() == b"a" * 10
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]

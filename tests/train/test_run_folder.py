@@ -248,6 +248,7 @@ def test_what_a_crash_left_in_the_middle_of_a_write_is_overwritten(folder):
 
 def test_a_write_that_fails_leaves_what_was_there(folder):
     begin(folder)
+    (folder.path / "evaluation").mkdir()
     write_json(folder.evaluation("test"), {"auc": 0.5})
     with pytest.raises(TypeError):
         write_json(folder.evaluation("test"), {"auc": object()})
@@ -264,3 +265,15 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         Claim(RunFolder(tmp_path / "file/x"), overwrite=True),
     ):
         pass
+
+
+@pytest.mark.parametrize("whole", ["[]", "5", '{"a": 1}', "[1]"])
+def test_what_no_run_wrote_is_not_removed_with_an_interrupted_run(tmp_path, whole):
+    """Nor is a damaged list of files a traceback."""
+    unfinished = tmp_path / "run" / "unfinished"
+    unfinished.mkdir(parents=True)
+    (unfinished / "whole.json").write_text(whole)
+    (unfinished / "notes.txt").write_text("mine")
+    with pytest.raises(RowmeshError, match=r"unfinished/whole.json is damaged|holds what no run wrote"):
+        Claim(RunFolder(tmp_path / "run"), overwrite=False).__enter__()
+    assert (unfinished / "notes.txt").read_text() == "mine"
