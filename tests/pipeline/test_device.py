@@ -207,7 +207,7 @@ def test_streams_meet_before_the_program_looks_rows_up_and_after():
             if window.batch == 1:
                 collection(SparseBatch.from_bags({"a": [[4]]}))
                 noted.append("look-up")
-    assert noted.count("meet") == 2 + 2 + 1  # at both ends; before it is routed, and fetched; and after
+    assert noted.count("meet") == 2 + 1 + 1  # at both ends; before it is looked up; and after
     place = noted.index("look-up")
     assert noted[place - 1] == noted[place + 1] == "meet"
 
