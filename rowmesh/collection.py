@@ -26,7 +26,6 @@ from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
-from rowmesh.exchange.gate import Gate
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
@@ -36,6 +35,7 @@ from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
 from rowmesh.faults import reach
+from rowmesh.gate import Gate
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
@@ -278,6 +278,7 @@ class EmbeddingCollection(nn.Module):
         """Brings rows up to date that a look-up would change otherwise, while others read them."""
         if self._parts.is_behind:
             with self._gate.writing:
+                self.settle()
                 self._parts.settle()
 
     def route(self, batch: SparseBatch) -> Route:

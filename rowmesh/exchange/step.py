@@ -72,9 +72,10 @@ def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
     """
     if digests.count(digests[0]) == len(digests):
         return
-    everyone: list[Step | None] = gather_objects(mesh, step, "comparing learning rates")
+    mine = None if step is None else step.rates
+    everyone: list[list[list[float]] | None] = gather_objects(mesh, mine, "comparing learning rates")
     for place, name in enumerate(step.names if step is not None else ()):
-        rates = [None if each is None else each.rates[place] for each in everyone]
+        rates = [None if each is None else Rate(*each[place]) for each in everyone]
         if len(set(rates)) > 1:
             told = ", ".join(f"rank {mesh.name(rank)} has {_text(rate)}" for rank, rate in enumerate(rates))
             number = "" if step is None or step.number < 0 else f" in step {step.number}"

@@ -13,7 +13,6 @@ from typing import IO
 
 from rowmesh.faults import reach
 
-
 _numbers = itertools.count()
 
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.faults import reach
+from rowmesh.gate import Gate
 from rowmesh.ops.tensor_train import reference
 from rowmesh.ops.untraced import untraced
 from rowmesh.tables.initializer import Initializer, Normal
@@ -38,6 +40,10 @@ class TensorTrainEmbeddingBag(nn.Module):
     Arguments, inputs and results are those of `nn.EmbeddingBag`. The work of a step follows its distinct ids. Any torch
     optimizer trains the parameters; `rowmesh.TensorTrainOptimizer` touches only the slices that were read, and fuses
     the update with the gradients.
+
+    Any number of threads may look up at once under `torch.no_grad()`, also while another one steps a
+    TensorTrainOptimizer: they find the cores as they are between two steps. Under torch's own optimizers, which know of
+    no reader, threads that look up meanwhile may find a part of a step, as with `nn.EmbeddingBag`.
 
     Differs from `nn.EmbeddingBag`: there is no `weight` (`dense()` makes it); rows share cores, so that a step for one
     id changes others too, and the row of `padding_idx`, never read nor trained itself, is not fixed; `max_norm` cannot
@@ -125,6 +131,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
         self._sink: Sink | None = None
         self._host, self._device_engine = HostEngine(), None
+        self.gate = Gate()  # look-ups of several threads, and updates that this library makes
 
     def reset_parameters(self) -> None:
         """Draws the first values again, in place: those of the seed, or new ones where none was given."""
@@ -193,11 +200,21 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(f"per_sample_weights are for mode='sum' only, this is mode={self.mode!r}")
+        with self._look_up_gate:
+            return self._forward(input, offsets, per_sample_weights)
+
+    @property
+    def _look_up_gate(self) -> Any:
+        """On a device look-ups take turns: the host only launches them, and keeps what it checks later once."""
+        return self.gate.writing if engines.is_on_device(self.cores[0]) else self.gate.reading
+
+    def _forward(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
         engine, cores, options = self._engine(), tuple(self.cores), self._options(self.scale_grad_by_freq)
         bags, lookup = engine.look_up_bags(
             self.shape, cores[0].dtype, input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx
         )
         self._check_now(lookup, options)
+        reach("tensor_train.looked_up")
         trains_weights = bags.weights is not None and bags.weights.requires_grad
         if bags.ids.numel() and (self.mode == "max" or trains_weights):
             rows: Any = Rows.apply(lookup, options, *cores)
@@ -221,9 +238,10 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         check_ids("ids", ids, self.cores[0].device)
         flat = ids.reshape(-1).to(torch.int64).contiguous()
-        lookup, options = self.look_up(flat), self._options(by_frequency=False)
-        self._check_now(lookup, options)
-        unique: Any = Rows.apply(lookup, options, *self.cores)
+        with self._look_up_gate:
+            lookup, options = self.look_up(flat), self._options(by_frequency=False)
+            self._check_now(lookup, options)
+            unique: Any = Rows.apply(lookup, options, *self.cores)
         return unique[lookup.inverse_ids()].view(*ids.shape, self.embedding_dim)
 
     def dense(self) -> Tensor:

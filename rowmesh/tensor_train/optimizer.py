@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
 from rowmesh.tensor_train.lookup import LookedUp
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
@@ -19,9 +21,14 @@ class _Pending:
 
     def __init__(self) -> None:
         self.taken: list[tuple[Any, Tensor]] = []
+        self.threads: set[int] = set()  # whose backward it was; on a device torch has one for all
 
     def take(self, lookup: Any, row_gradients: Tensor) -> None:
         self.taken.append((lookup, row_gradients))
+        self.threads.add(threading.get_ident())
+
+    def clear(self) -> None:
+        self.taken, self.threads = [], set()
 
 
 class TensorTrainOptimizer(torch.optim.Optimizer):
@@ -106,26 +113,34 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigurationError: gradients of a bag came by another way, or its cores are no longer those of the start.
+            RowmeshError: several threads train at once.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with contextlib.ExitStack() as gates:
+            for bag in sorted(self.bags, key=id):  # in one order, whoever else has them
+                gates.enter_context(bag.gate.writing)
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         for bag, pending, group in zip(self.bags, self._pending, self.param_groups, strict=True):
             self._check(bag, pending, group["params"])
         for pending, group in zip(self._pending, self.param_groups, strict=True):
             group["steps"] += 1
-            taken, pending.taken = pending.taken, []
+            taken = pending.taken
+            pending.clear()
             if taken:
                 lookup, gradients = taken[0] if len(taken) == 1 else type(taken[0][0]).merged(taken)
                 self._update(lookup, gradients, group)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no step has used."""
         super().zero_grad(set_to_none)
         for pending in self._pending:
-            pending.taken = []
+            pending.clear()
 
     def _check(self, bag: TensorTrainEmbeddingBag, pending: _Pending, cores: Sequence[Tensor]) -> None:
         """Raises where gradients would be lost, or kernels would write past a state."""
@@ -134,6 +149,12 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             raise ConfigurationError(f"{table} sends its gradients elsewhere since: to a newer optimizer, or to `grad`")
         if pending.taken:
             _check_trainable(bag)
+        if len(pending.threads) > 1:
+            raise RowmeshError(
+                f"{table} had backward passes in {len(pending.threads)} threads since the last step, which would take "
+                "the gradients of all; let one thread train (others may look up under torch.no_grad()), and call "
+                "zero_grad() to drop these"
+            )
         for core, own in zip(cores, bag.cores, strict=True):
             if core.grad is not None and bool(core.grad.any()):
                 raise ConfigurationError(

@@ -1,12 +1,14 @@
 """Threads that look up at once, beside one that trains, or that all train."""
 
+import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec, TensorTrainOptimizer
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import arm
 from rowmesh.optim import SGD
@@ -262,6 +264,48 @@ def test_threads_may_train_one_after_the_other():
                 train(embeddings, optimizer, number)
         found.append(embeddings.local_rows("item")[0].values.clone())
     assert torch.equal(*found)
+
+
+def a_bag():
+    bag = TensorTrainEmbeddingBag(NUM_ROWS, 8, mode="sum", rank=4, seed=0)
+    return bag, TensorTrainOptimizer(bag, SGD(lr=1.0))
+
+
+IDS = torch.arange(40).view(20, 2)
+
+
+def read_bag(bag):
+    with torch.no_grad():
+        return bag(IDS)
+
+
+def test_a_step_of_a_tensor_train_bag_waits_for_those_who_read_it():
+    (bag, optimizer), held = a_bag(), Held()
+    before = read_bag(bag)
+    bag(IDS).sum().backward()
+    with arm(point="tensor_train.looked_up", action=held), arm(point="gate.wait_to_write", action=held.go.set):
+        reader = in_thread(read_bag, bag)
+        assert held.came.wait(60)
+        optimizer.step()
+    assert torch.equal(reader.result(60), before)
+    assert not torch.equal(read_bag(bag), before)
+
+
+def test_two_threads_that_train_a_tensor_train_bag_at_once_are_refused():
+    bag, optimizer = a_bag()
+    in_thread(lambda: bag(IDS).sum().backward()).result(60)
+    bag(IDS).sum().backward()
+    with pytest.raises(RowmeshError, match="'tensor_train' had backward passes in 2 threads since the last step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    in_thread(lambda: bag(IDS).sum().backward()).result(60)
+    optimizer.step()
+
+
+def test_a_bag_that_threads_read_is_copied_and_pickled():
+    bag, _ = a_bag()
+    for copied in (copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):
+        assert torch.equal(read_bag(copied), read_bag(bag))
 
 
 class Item:

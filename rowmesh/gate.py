@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
+from typing import Any
 
 from rowmesh.faults import reach
 
@@ -30,10 +32,15 @@ class Gate:
 
     def __init__(self, *, is_shared: bool = True) -> None:
         self._changed = threading.Condition(threading.Lock())
+        self._is_shared = is_shared
         self._most = sys.maxsize if is_shared else 1
         self._num_reading = self._num_waiting = 0  # the second: who wants to write
         self._is_written = False
         self.reading, self.writing = _Reading(self), _Writing(self)
+
+    def __reduce__(self) -> Any:
+        """Of a copy, which is another one's."""
+        return partial(Gate, is_shared=self._is_shared), ()
 
     def begin_reading(self) -> None:
         """Waits for those who write, or want to."""
