@@ -100,10 +100,11 @@ class EmbeddingCollection(nn.Module):
     construct it, and call `forward`, `backward` and the optimizer's `step`, equally often. As with `nn.EmbeddingBag`,
     `eval()` changes nothing; `torch.no_grad()` does.
 
-    Under `torch.no_grad()` any number of threads may look up at once, also while one trains: each finds rows as they
-    are between two steps. On several ranks every rank must still make equally many look-ups, and in a thread beside the
-    training only where the transport is one-sided; on a GPU all are asked of the stream that is current. One thread at
-    a time trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up.
+    Under `torch.no_grad()` any number of threads may look up at once; on one rank also while another thread trains:
+    each finds rows as they are between two steps. On several ranks threads look up between two steps only, equally
+    often on every rank. Batches of tiered tables that threads look up at once must fit into fast memory together. On a
+    GPU all is asked of the stream that is current. One thread at a time trains: `step` raises RowmeshError where two
+    do. While a pipeline runs, its thread alone looks up.
 
     Args:
         tables: what to store.

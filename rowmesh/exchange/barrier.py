@@ -117,7 +117,6 @@ def _wait(flags, rank, world_size, generation, futex, clock):
     if load_i64(own) != generation:
         _raise_flag(own, generation, futex)
     rounds = naps = began = now = 0
-    has_left = False
     for other in range(world_size):
         line = load_i64(flags + 8 * other)
         while load_acquire(line) < generation:
@@ -134,8 +133,10 @@ def _wait(flags, rank, world_size, generation, futex, clock):
             now = _now(clock)
             if now - began > _LOOK_NS:
                 return other
-        has_left |= load_i64(line + _GAVE_UP) != 0
-    return _LEFT if has_left else _ALL_CAME
+    for other in range(world_size):  # now: one may have given up while this rank waited for another
+        if load_i64(load_i64(flags + 8 * other) + _GAVE_UP) != 0:
+            return _LEFT
+    return _ALL_CAME
 
 
 class Barrier:
@@ -202,10 +203,11 @@ class Barrier:
             self._give_up(PeerError(f"{me}: gave up waiting for the others: something else failed"))
         absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]
         absent = [name for name in absent if name not in left]
-        if absent and (left or waited_s > mesh.timeout_s):
+        if absent and waited_s > mesh.timeout_s:
             self._give_up(PeerError(f"{me}: {mesh.not_come(absent, watch)}"))
         if left:
-            self._give_up(PeerError(f"{me}: {mesh.describe(left)} gave up waiting; its own output says why"))
+            also = f"; {mesh.describe(absent)} had not come by then" if absent else ""
+            self._give_up(PeerError(f"{me}: {mesh.describe(left)} gave up waiting; its own output says why{also}"))
 
     def _give_up(self, error: PeerError) -> NoReturn:
         """Lets all others know, and raises the error."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from struct import pack
 
@@ -43,6 +44,12 @@ class Step:
     def __post_init__(self) -> None:
         numbers = [number for rate in self.rates for number in rate]
         object.__setattr__(self, "digest", zlib.crc32(pack(f"{len(numbers)}d", *numbers)))
+
+    def after(self, digest: int) -> Step:
+        """The same step, whose digest is also that of the steps before: of what `after` gave for the last one, or 0."""
+        step = copy(self)
+        object.__setattr__(step, "digest", zlib.crc32(pack("I", self.digest), digest))
+        return step
 
 
 def joined(operation: int, step: Step | None) -> int:
@@ -81,9 +88,13 @@ def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
             number = "" if step is None or step.number < 0 else f" in step {step.number}"
             raise ConfigurationError(
                 f"ranks disagree about how fast group {name} learns{number}: {told}; set lr of the "
-                "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers"
+                "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers; the "
+                "gradients of this step are dropped"
             )
-    raise ConfigurationError("ranks disagree about learning rates")
+    raise ConfigurationError(
+        "ranks had different learning rates in a step since they compared them last; set lr of the "
+        "EmbeddingOptimizer's param_groups alike on all ranks, and load a checkpoint: their rows differ"
+    )
 
 
 def _text(rate: Rate | None) -> str:

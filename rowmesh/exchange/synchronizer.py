@@ -57,6 +57,7 @@ class Synchronizer:
         self._updates: Sequence[Update] = ()
         self._num_calls = 0  # of `start` outside of steps
         self._is_under_way = False
+        self._digest = 0  # of the steps since the last synchronization, which ranks of other groups have not seen
 
     @property
     def num_bytes(self) -> int:
@@ -69,8 +70,11 @@ class Synchronizer:
         Returns:
             Whether a synchronization was due.
         """
+        step = step.after(self._digest)
+        self._digest = step.digest
         if step.number % self._every:
             return False
+        self._digest = 0
         self._tell(step.number, updates, step)
         return True
 

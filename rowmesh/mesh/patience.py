@@ -13,7 +13,7 @@ import torch
 T = TypeVar("T")
 
 LOOK_S = 0.1
-_SLACK_S = 1.0
+_SLACK_S = 10.0
 
 
 class Stopwatch:
@@ -27,7 +27,7 @@ class Stopwatch:
         stood_still_s: seconds in which it did not.
 
     Args:
-        look_s: `read` is called at least so often; what takes longer by a second is taken as standing still.
+        look_s: `read` is called at least so often; what takes longer by ten seconds is taken as standing still.
         began_s: when the waiting began, by `time.monotonic`; None is now.
     """
 

@@ -39,6 +39,18 @@ class JointOptimizer(torch.optim.Optimizer):
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the optimizers as they are now: loading a state gives an optimizer new ones."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """They stay the optimizers' own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Nothing to add: the optimizers have their groups."""
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of each."""
         loss = None
@@ -62,4 +74,3 @@ class JointOptimizer(torch.optim.Optimizer):
         """Restores what `state_dict` returned."""
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -172,6 +172,32 @@ def test_a_rank_that_comes_too_late_does_not_go_on():
     del keep
 
 
+def test_a_rank_that_is_on_its_way_is_not_blamed_for_one_that_gave_up():
+    parts, keep = barriers(3, timeout_s=3600.0)
+    parts[1]._mesh.cancellation.event = event = threading.Event()
+    event.set()
+    with pytest.raises(PeerError, match="something else failed"):
+        parts[1].wait()
+    with pytest.raises(
+        PeerError, match=r"^rank 0: rank 1 \(.*\) gave up waiting; .*; rank 2 \(.*\) had not come by then"
+    ):
+        parts[0].wait()
+    del keep
+
+
+def test_a_rank_that_gives_up_while_another_waits_for_a_third_stops_that_one():
+    """It may have looked at the flag of the one that gave up before that did."""
+    parts, (board, _flags) = barriers(3)
+    waiter = Waiter(parts[2])  # for rank 1: rank 0 has come
+    board[0, 0] = 1
+    while not board[1, 1] and FUTEX:
+        time.sleep(0.001)
+    board[0, 2] = 1  # gives up
+    board[1, 0] = 1
+    waiter.join()
+    assert "gave up waiting" in waiter.error
+
+
 def test_who_waits_for_a_rank_that_gave_up_is_told_at_once():
     parts, keep = barriers(2, timeout_s=3600.0)
     parts[1]._mesh.cancellation.event = event = threading.Event()

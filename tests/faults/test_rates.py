@@ -91,6 +91,26 @@ def test_ranks_with_different_learning_rates_are_named_before_anything_changes(r
         assert step_count == 2
 
 
+def learn_apart_between_averages(mesh):
+    """Rates that differ only in steps between two synchronizations."""
+    torch.set_num_threads(1)
+    average = Synchronization(mode="average", every=4)
+    embeddings = EmbeddingCollection(tables(), mesh=mesh, replicas=2, synchronization=average)
+    optimizer = EmbeddingOptimizer(embeddings)
+
+    def one(number):
+        optimizer.param_groups[-1]["lr"] = 0.5 + (0.25 * mesh.rank if number == 2 else 0.0)
+        step(embeddings, optimizer)
+
+    return caught(one)
+
+
+def test_rates_that_differed_between_two_averages_are_noticed(ranks):
+    for message, number in ranks.run(learn_apart_between_averages, world_size=2):
+        assert "ranks had different learning rates in a step since they compared them last" in message
+        assert number >= 2
+
+
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["collective", "tensor-train", "both", "replicas"])

@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 
 
 def most_ranges(num_rows: int) -> int:
-    """Ranges that a table of so many rows may be cut into: its address map takes 0.7 MB at most.
+    """Ranges that a table of so many rows may be cut into: its address map takes 0.75 MB at most.
 
     Example:
         >>> most_ranges(1000), most_ranges(100_000), most_ranges(10**9)
