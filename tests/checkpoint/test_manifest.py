@@ -46,7 +46,7 @@ def test_a_flipped_bit_of_a_manifest_is_noticed(alike):
     for name in (b"C1.0.values.npy", b"C1.1.values.npy"):
         assert written.count(name) == 2  # of the table, and of its checksums
         alike.write_bytes(written.replace(name, name.replace(b"C1", b"C3"), 1))
-        with pytest.raises(CheckpointError, match="json is damaged: xxh3_64 is not that of .*restore it from"):
+        with pytest.raises(CheckpointError, match=r"json is damaged: xxh3_64 is not that of .*restore it from"):
             read_manifest(alike.parent)
     for position in range(len(written)):
         damaged = bytearray(written)
