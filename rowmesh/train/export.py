@@ -102,8 +102,8 @@ def export(
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
-        saved = [SavedRows(folder.model, manifest, table, verify=verify) for table in chosen]
-        return [_write(each, prepared, partial / TABLES, progress) for each in saved]
+        opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
+        return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 
 
 def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:

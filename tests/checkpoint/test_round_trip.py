@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import signal
 import tracemalloc
@@ -299,6 +300,24 @@ def test_only_blocks_that_are_read_are_verified_and_each_once(tmp_path, monkeypa
     rows.read(range(500))
     with pytest.raises(CheckpointError, match="bytes 19,968 to 20,479 are not"):
         rows.read(range(620, 630))
+
+
+def test_rows_that_are_written_to_while_they_are_read_are_verified_again(saved):
+    rows, path = SavedRows(saved, read_manifest(saved), "item"), next(saved.rglob("item.0.values.npy"))
+    before = rows.read(range(64))
+    os.utime(path, ns=(0, 0))
+    assert rows.read(range(64)).equal(before)
+    flip(path, -1)
+    with pytest.raises(CheckpointError, match=r"item.0.values.npy is damaged: bytes 0 to"):
+        rows.read(range(64))
+
+
+def test_a_folder_in_place_of_a_file_is_named(saved):
+    path = next(saved.rglob("item.0.values.npy"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"table 'item': .*item.0.values.npy cannot be read \(.*Is a directory"):
+        load(saved, Dealt(TABLES))
 
 
 def test_damaged_rows_can_be_read_on_purpose(saved):
