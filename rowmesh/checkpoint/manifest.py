@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,11 +32,13 @@ from torch import Tensor
 
 from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
+from rowmesh.files.manifest import OWN_SUM, own_sum
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
 FOLDER_PATTERN = "[0-9a-f]{16}"
+_ADVICE = "restore it from a copy, or train again"
 _PRIME = 2**61 - 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -141,22 +144,26 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
+        """The text of `manifest.json`, with a checksum of itself."""
         checksums = {name: each.to_json() for name, each in self.checksums.items()}
-        return json.dumps({**asdict(self), "checksums": checksums}, indent=1)
+        values = {**asdict(self), "checksums": checksums}
+        return json.dumps({**values, OWN_SUM: own_sum(values)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Manifest:
         """From the text of the file at `path`, which errors name.
 
         Raises:
-            CheckpointError: it is none, or describes what cannot be: rows in no file or in two, a file elsewhere.
+            CheckpointError: it is none, is not what was written, or describes what cannot be: rows in no file or in
+                two, a file elsewhere.
         """
         try:
             values = json.loads(text)
             if values["format"] != FORMAT:
                 raise CheckpointError(f"{path} has format {values['format']!r}; this rowmesh reads {FORMAT}")
-            manifest = _ADAPTER.validate_json(text, strict=True)
+            if values.pop(OWN_SUM, None) not in (None, own_sum(values)):  # earlier versions wrote none
+                raise CheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
+            manifest = _ADAPTER.validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             detail = error.errors()[0]
             where = ".".join(str(part) for part in detail["loc"])
@@ -167,7 +174,7 @@ class Manifest:
         try:
             manifest.check()
         except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+            raise CheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from None
         return manifest
 
     def check(self) -> None:
@@ -181,10 +188,11 @@ class Manifest:
                 raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
             if table.cores is None:
                 _check_rows(name, table)
-        if self.checksums:
-            names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
-            if lacking := [name for name in names if name not in self.checksums]:
-                raise ValueError(f"there is no checksum of {lacking[0]}")
+        names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
+        if twice := [(name, count) for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"{twice[0][0]} is named {twice[0][1]} times, and every file has a use of its own")
+        if self.checksums and (lacking := [name for name in names if name not in self.checksums]):
+            raise ValueError(f"there is no checksum of {lacking[0]}")
 
 
 def file_name(table: str, rank: int, kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,14 @@ def export(
     console = Console()
     with PartsProgress(console) as progress:
         exported = write(
-            run, out, data=data, tables=tables or (), overwrite=overwrite, progress=progress, verify=verify
+            run,
+            out,
+            data=data,
+            tables=tables or (),
+            overwrite=overwrite,
+            progress=progress,
+            verify=verify,
+            say=partial(say, console),
         )
     shown = table_of_numbers("table", "rows", "dim", "MB")
     for each in exported:

@@ -147,13 +147,16 @@ class PinnedFolder:
         return self.checksums.get(name) if self.is_verified else None
 
     def _open(self, name: str, expected: Checksums | None) -> VerifiedFile:
-        path = self.path / name
         try:
-            descriptor = os.open(name, os.O_RDONLY, dir_fd=self._directory)
-        except FileNotFoundError:
+            return self._open_as_pinned(name, expected)
+        except (FileNotFoundError, DataError):
             raise
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be opened ({getattr(error, 'strerror', error)}); {ADVICE}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{self.path / name}: cannot be opened ({reason}); {ADVICE}") from error
+
+    def _open_as_pinned(self, name: str, expected: Checksums | None) -> VerifiedFile:
+        path, descriptor = self.path / name, os.open(name, os.O_RDONLY, dir_fd=self._directory)
         state = _state(os.fstat(descriptor))
         if expected is None and self._states.get(name, state) != state:
             os.close(descriptor)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 import xxhash
-
-from rowmesh.errors import DamagedFileError
 
 BLOCK_BYTES = 4 << 20
 """One checksum a block: 16 hexadecimal digits for 4 MiB, 4 KB of manifest for a GiB."""
@@ -115,58 +111,3 @@ def checksums_of(path: Path, block_bytes: int = BLOCK_BYTES) -> Checksums:
     with path.open("rb") as file:
         blocks = tuple(xxhash.xxh3_64_hexdigest(block) for block in iter(lambda: file.read(block_bytes), b""))
         return Checksums(file.tell(), blocks, block_bytes)
-
-
-class VerifiedBytes:
-    """The bytes of a mapped or loaded file, compared with their checksums when they are first used.
-
-    Safe from several threads: two that use a new block at once may both verify it.
-
-    Args:
-        path: the file, for messages.
-        data: all its bytes.
-        expected: what they are to be; None verifies nothing.
-        advice: what a user does about a damaged file, for the message.
-
-    Raises:
-        DamagedFileError: the file has another size.
-    """
-
-    def __init__(
-        self, path: Path, data: bytes | memoryview | mmap.mmap, expected: Checksums | None, advice: str
-    ) -> None:
-        self._path, self._data, self._expected, self._advice = path, memoryview(data).cast("B"), expected, advice
-        self._verified: set[int] = set()
-        self._lock = threading.Lock()
-        if expected is not None and len(self._data) != expected.size_bytes:
-            raise DamagedFileError(
-                f"{path} has {len(self._data):,} bytes where {expected.size_bytes:,} were written; {advice}"
-            )
-
-    def verify(self, begin: int = 0, end: int | None = None) -> None:
-        """Verifies the blocks of bytes `begin` to `end` that were not verified before.
-
-        Raises:
-            DamagedFileError: a block is not what was written; names its bytes.
-        """
-        if self._expected is None:
-            return
-        size = self._expected.block_bytes
-        for number in range(begin // size, -(-(len(self._data) if end is None else end) // size)):
-            if number not in self._verified:
-                block = self._data[number * size : (number + 1) * size]
-                if xxhash.xxh3_64_hexdigest(block) != self._expected.blocks[number]:
-                    raise DamagedFileError(
-                        f"{self._path} is damaged: bytes {number * size:,} to {number * size + len(block) - 1:,} are "
-                        f"not what was written; {self._advice}"
-                    )
-                with self._lock:
-                    self._verified.add(number)
-
-
-def damaged_blocks(path: Path, expected: Checksums) -> Iterator[int]:
-    """The numbers of the blocks of a file that differ from their checksums, missing ones too."""
-    found = checksums_of(path, expected.block_bytes)
-    for number in range(max(len(found.blocks), len(expected.blocks))):
-        if found.blocks[number : number + 1] != expected.blocks[number : number + 1]:
-            yield number

@@ -17,7 +17,7 @@ from rowmesh.files.checksums import Checksums
 
 MANIFEST = "manifest.json"
 _SIGNATURE = "rowmesh"
-_OWN_SUM = "xxh3_64"
+OWN_SUM = "xxh3_64"
 MAX_SHOWN = 200
 _ABSENT = object()
 
@@ -73,8 +73,8 @@ class Manifest:
             files=tuple(files),
             checksums={name: _parse_checksums(path, name, sums) for name, sums in checksums.items()},
         )
-        if values.pop(_OWN_SUM, None) not in (None, _own_sum(values)):
-            raise DataError(f"{path} is damaged: {_OWN_SUM} is not that of the other keys")
+        if values.pop(OWN_SUM, None) not in (None, own_sum(values)):
+            raise DataError(f"{path} is damaged: {OWN_SUM} is not that of the other keys")
         return manifest
 
     def write(self, folder: Path) -> None:
@@ -82,11 +82,11 @@ class Manifest:
         sums = {name: self.checksums[name].to_json() if name in self.checksums else None for name in self.files}
         values = {"written_by": _SIGNATURE, "kind": self.kind, "request": self.request}
         values["files"] = sums if self.checksums else list(self.files)
-        text = json.dumps({**values, _OWN_SUM: _own_sum(values)}, indent=1)
+        text = json.dumps({**values, OWN_SUM: own_sum(values)}, indent=1)
         write_text(folder / MANIFEST, text + "\n")
 
 
-def _own_sum(values: Mapping[str, Any]) -> str:
+def own_sum(values: Mapping[str, Any]) -> str:
     """The checksum of a manifest's other keys, whatever they are formatted like."""
     plain = json.loads(json.dumps(values))  # keys that are no strings become some before they are sorted
     return xxhash.xxh3_64_hexdigest(json.dumps(plain, sort_keys=True).encode())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -32,6 +34,7 @@ class VerifiedFile:
 
     Raises:
         DamagedFileError: the file has another size than its checksums say.
+        IsADirectoryError: it is a folder.
     """
 
     def __init__(self, path: Path, descriptor: int, expected: Checksums | None, advice: str) -> None:
@@ -39,6 +42,9 @@ class VerifiedFile:
         self.generation = 0
         """How often the file was written to since it was opened, as far as noticed."""
         self._close = weakref.finalize(self, os.close, descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # which opens like a file, and cannot be mapped
+            self._close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         self._descriptor, self._expected, self._advice = descriptor, expected, advice
         self._verified: set[int] = set()
         self._lock = threading.Lock()

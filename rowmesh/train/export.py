@@ -10,7 +10,8 @@ A table becomes a Parquet file with a line an id, the most frequent first, whate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.files import SavedFiles
+from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
 from rowmesh.checkpoint.rows import SavedRows, as_float
 from rowmesh.data import Prepared
 from rowmesh.data.bijection import Bijection
@@ -36,6 +37,7 @@ from rowmesh.train.fingerprint import mismatch
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 
+logger = logging.getLogger("rowmesh")
 EXPORT = "an export"
 NETWORK, TABLES = "network.pt", "tables"
 CHUNK_BYTES = 1 << 24  # of vectors in memory at a time, and in a group of rows of a file
@@ -66,6 +68,7 @@ def export(
     overwrite: bool = False,
     progress: Progress = silent,
     verify: bool = True,
+    say: Callable[[str], object] = logger.info,
 ) -> list[Exported]:
     """Writes the tables of a finished run by the values of the raw data, and its dense network.
 
@@ -79,7 +82,8 @@ def export(
         tables: some of them; default: all.
         overwrite: replace a folder that an earlier export wrote.
         progress: is told what is being written, and which share of it is.
-        verify: compare what is read of the model with its checksums.
+        verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
+        say: is told, a line each, that the model or the data are not verified, and why; default: rowmesh's log.
 
     Raises:
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
@@ -90,19 +94,29 @@ def export(
         raise RowmeshError(f"{run} is no run: {folder.config.name} is missing; give the folder of a finished run")
     manifest = checkpoint.read_manifest(folder.model)
     chosen = _choose(tables, manifest)
-    prepared = Prepared.open(data) if data else _data_of_training(folder)
+    prepared = Prepared.open(data, verify=verify) if data else _data_of_training(folder, verify)
+    for line in _unverified(folder, manifest, prepared, verify):
+        say(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
-        saved = [SavedRows(folder.model, manifest, table, verify=verify) for table in chosen]
-        return [_write(each, prepared, partial / TABLES, progress) for each in saved]
+        opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
+        return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 
 
-def _data_of_training(folder: RunFolder) -> Prepared:
+def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
+    """What is read as it is."""
+    if verify and not manifest.checksums:
+        yield f"model     {folder.model} {UNVERIFIABLE}"
+    if data.verification:
+        yield f"data      {data.folder}: {data.verification}"
+
+
+def _data_of_training(folder: RunFolder, verify: bool) -> Prepared:
     try:
-        return Prepared.open(resolve(folder.config).data.folder)
+        return Prepared.open(resolve(folder.config).data.folder, verify=verify)
     except DataError as error:
         raise RowmeshError(f"{error}; where the data of the training were moved, say where to with --data") from None
 

@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import signal
 import tracemalloc
@@ -17,6 +18,7 @@ from rowmesh.embeddings import LocalRows
 from rowmesh.files.checksums import checksums_of
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
+from tests.support.prepared import forget_own_sum
 
 TABLES = [
     TableSpec(name="user/country", num_rows=37, dim=3, optimizer=RowWiseAdaGrad()),
@@ -253,7 +255,7 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_rows_in_no_file(saved):
-    path = saved / "manifest.json"
+    path = forget_own_sum(saved / "manifest.json")
     manifest = json.loads(path.read_text())
     manifest["tables"]["item"]["parts"] = []
     path.write_text(json.dumps(manifest))
@@ -300,6 +302,24 @@ def test_only_blocks_that_are_read_are_verified_and_each_once(tmp_path, monkeypa
         rows.read(range(620, 630))
 
 
+def test_rows_that_are_written_to_while_they_are_read_are_verified_again(saved):
+    rows, path = SavedRows(saved, read_manifest(saved), "item"), next(saved.rglob("item.0.values.npy"))
+    before = rows.read(range(64))
+    os.utime(path, ns=(0, 0))
+    assert rows.read(range(64)).equal(before)
+    flip(path, -1)
+    with pytest.raises(CheckpointError, match=r"item.0.values.npy is damaged: bytes 0 to"):
+        rows.read(range(64))
+
+
+def test_a_folder_in_place_of_a_file_is_named(saved):
+    path = next(saved.rglob("item.0.values.npy"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"table 'item': .*item.0.values.npy cannot be read \(.*Is a directory"):
+        load(saved, Dealt(TABLES))
+
+
 def test_damaged_rows_can_be_read_on_purpose(saved):
     flip(next(saved.rglob("item.0.values.npy")), -1)
     actual = Dealt(TABLES)
@@ -308,7 +328,7 @@ def test_damaged_rows_can_be_read_on_purpose(saved):
 
 
 def test_models_of_before_have_no_checksums_and_are_read(saved, caplog):
-    path = saved / "manifest.json"
+    path = forget_own_sum(saved / "manifest.json")
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
     path.write_text(json.dumps(manifest))

@@ -24,6 +24,7 @@ from rowmesh.train.placement import Placement
 from rowmesh.train.resolve import resolve, to_toml
 from rowmesh.train.run_folder import Claim, RunFolder
 from tests.faults.test_checkpoints import collection, rows, save
+from tests.support.prepared import forget_own_sum
 from tests.train import conftest as shared
 
 clicks, config_file, _one_thread = shared.clicks, shared.config_file, shared._one_thread
@@ -98,6 +99,13 @@ def model(tmp_path_factory):
     return folder, (folder / "manifest.json").read_bytes()
 
 
+def without_own_sum(content):
+    """The values of a manifest, so that what is changed in them is looked at."""
+    values = json.loads(content)
+    del values["xxh3_64"]
+    return values
+
+
 def refusal(kind, action):
     """What an error of that kind says; None where there is none. Any other is one too many."""
     try:
@@ -126,14 +134,14 @@ def check_model(folder, content):
 @given(data=st.data())
 def test_a_changed_manifest_of_a_model(model, data):
     folder, original = model
-    check_model(folder, json.dumps(data.draw(mutations(json.loads(original)))).encode())
+    check_model(folder, json.dumps(data.draw(mutations(without_own_sum(original)))).encode())
 
 
 @MANY
 @given(data=st.data())
 def test_a_changed_manifest_without_checksums(model, data):
     folder, original = model
-    values = json.loads(original)
+    values = without_own_sum(original)
     del values["checksums"]
     check_model(folder, json.dumps(data.draw(mutations(values))).encode())
 
@@ -165,7 +173,7 @@ def test_a_spoilt_manifest_of_a_model(model, data):
 )
 def test_what_no_writer_wrote_is_said(model, path, value, message):
     folder, original = model
-    values = node = json.loads(original)
+    values = node = without_own_sum(original)
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
@@ -175,7 +183,7 @@ def test_what_no_writer_wrote_is_said(model, path, value, message):
 
 def test_rows_in_two_files_are_refused(model):
     folder, original = model
-    values = json.loads(original)
+    values = without_own_sum(original)
     part = values["tables"]["item"]["parts"][0]
     part["ranges"] = [{"start": 0, "stride": 1, "count": 20}, {"start": 19, "stride": 1, "count": 20}]
     with pytest.raises(CheckpointError, match="files hold 40 rows where each of 40 must be in exactly one"):
@@ -320,7 +328,9 @@ def run(tmp_path_factory, clicks):
 def test_commands_say_which_file_is_malformed(run, command, name, change, message):
     path = run.path / name
     text = path.read_text()
-    path.write_text(change(text))
+    if path.name == "manifest.json":
+        forget_own_sum(path)
+    path.write_text(change(path.read_text()))
     try:
         if command is not run_evaluation and name == "plan.json":
             assert command(run.path)  # needs no plan

@@ -252,6 +252,17 @@ def test_every_flipped_bit_is_noticed(folder):
     read_everything(Prepared.open(folder))
 
 
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "train.arrow", "counts/C1.npy"])
+def test_a_folder_in_place_of_a_file_is_named(folder, name, older):
+    if older:
+        forget_checksums(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(DataError, match=rf"{name}: cannot be opened \(Is a directory\); copy the folder again"):
+        Prepared.open(folder).counts("C1")
+
+
 def test_blocks_are_verified_once_a_run_and_not_before_they_are_read(folder, monkeypatch):
     import rowmesh.files.verified as module
 

@@ -1,5 +1,6 @@
 """Exported tables: the rows of the model, by the values of the raw data, in order of frequency."""
 
+import json
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from rowmesh import AdaGrad, EmbeddingCollection, SparseBatch, TableSpec, checkpoint
 from rowmesh.cli.__main__ import main
 from rowmesh.data import Prepared, ReorderOptions, reorder
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import DamagedFileError, RowmeshError
 from rowmesh.tables import TensorTrain
 from rowmesh.train import export as export_module
 from rowmesh.train.commands import run_training
@@ -18,6 +19,7 @@ from rowmesh.train.export import export
 from rowmesh.train.fingerprint import fingerprint
 from rowmesh.train.resolve import resolve
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
+from tests.support.prepared import forget_checksums, forget_own_sum
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,44 @@ def test_mistakes_say_what_fits(config_file, both, tmp_path):
     assert (out / "mine").read_text() == "kept"
     export(run, tmp_path / "other")
     export(run, tmp_path / "other", overwrite=True)
+
+
+def item_table(data):
+    """One table for the items of data."""
+    return EmbeddingCollection([TableSpec(name="item", num_rows=data.table("item").num_rows, dim=4)])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_damaged_data_can_be_read_on_purpose(both, tmp_path, given):
+    data = Prepared.open(shutil.copytree(both[0].folder, tmp_path / "data"))
+    run, path = make_run(tmp_path / "run", data, item_table(data)), data.folder / "counts" / "item.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    where = data.folder if given else None
+    with pytest.raises(DamagedFileError, match=r"item.npy is damaged"):
+        export(run, tmp_path / "out", data=where)
+    said = []
+    export(run, tmp_path / "out", data=where, verify=False, say=said.append)
+    assert said == [f"data      {data.folder}: not verified, as asked for"]
+
+
+def test_what_has_no_checksums_is_said(both, tmp_path, capsys):
+    data = Prepared.open(shutil.copytree(both[0].folder, tmp_path / "data"))
+    run = make_run(tmp_path / "run", data, item_table(data))
+    said = []
+    export(run, tmp_path / "out", say=said.append)
+    assert said == []
+    forget_checksums(data.folder)
+    path = forget_own_sum(run / "model" / "manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"checksums": {}}))
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(run), "--out", str(tmp_path / "other")])
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"model     {run / 'model'} has no checksums, since an earlier version wrote it: what is read of it is not "
+        "verified",
+        f"data      {data.folder}: not verified: an earlier version prepared them, without checksums",
+    ]
 
 
 def test_data_that_were_moved(both, tmp_path):
