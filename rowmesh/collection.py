@@ -360,7 +360,7 @@ class EmbeddingCollection(nn.Module):
             raise RowmeshError(f"{len(self.groups)} groups need as many learning rates, got {len(lrs)}")
         self._push(routes, [Rate(lr) for lr in lrs])
 
-    def _push(self, routes: Sequence[Route], rates: Sequence[Rate]) -> None:
+    def _push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
         self._check_no_driver("rows are updated")
         with self._gate.writing:
             step = self.make_step(rates, self.step_count + 1)
@@ -375,7 +375,7 @@ class EmbeddingCollection(nn.Module):
 
     def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
         """A step of all groups."""
-        return Step(number, tuple(rates), self._group_names)
+        return Step(number, rates, self._group_names)
 
     @property
     def num_backwards(self) -> int:
@@ -406,9 +406,9 @@ class EmbeddingCollection(nn.Module):
             lrs: the learning rate of each group.
             factors: what the gradients of each group are multiplied by first; default: 1.
         """
-        rates = list(map(Rate, lrs, factors if factors is not None else [1.0] * len(lrs)))
+        rates = list(map(Rate, lrs, factors)) if factors is not None else [Rate(lr) for lr in lrs]
         if self._driver is None:
-            self._push(self._pending.routes, rates)
+            self._push(None, rates)
             return
         if self._pending:
             raise RowmeshError(

@@ -31,7 +31,8 @@ class Gate:
     """
 
     def __init__(self, *, is_shared: bool = True) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # whose own methods take longer than the lock's
         self._is_shared = is_shared
         self._most = sys.maxsize if is_shared else 1
         self._num_reading = self._num_waiting = 0  # the second: who wants to write
@@ -44,7 +45,7 @@ class Gate:
 
     def begin_reading(self) -> None:
         """Waits for those who write, or want to."""
-        with self._changed:
+        with self._lock:
             while self._is_written or self._num_waiting or self._num_reading >= self._most:
                 reach("gate.wait_to_read")
                 self._changed.wait()
@@ -52,14 +53,14 @@ class Gate:
 
     def end_reading(self) -> None:
         """Lets others go on."""
-        with self._changed:
+        with self._lock:
             self._num_reading -= 1
-            if self._num_waiting or self._most == 1:
+            if self._num_waiting or not self._is_shared:
                 self._changed.notify_all()
 
     def begin_writing(self) -> None:
         """Waits for all who are inside."""
-        with self._changed:
+        with self._lock:
             self._num_waiting += 1
             try:
                 while self._is_written or self._num_reading:
@@ -73,7 +74,7 @@ class Gate:
 
     def end_writing(self) -> None:
         """Lets others go on."""
-        with self._changed:
+        with self._lock:
             self._is_written = False
             self._changed.notify_all()
 

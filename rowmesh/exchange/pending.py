@@ -61,22 +61,30 @@ class Pending:
             self._routes.clear()
             self._is_refused = False
 
-    def take(self, routes: Sequence[Route]) -> list[Route]:
-        """Removes what is about to be pushed; in the order of the look-ups, since backward may run in any.
+    def take(self, routes: Sequence[Route] | None = None) -> list[Route]:
+        """Removes what is about to be pushed, by default all; in the order of the look-ups, since backward may run in
+        any.
 
         Raises:
             RowmeshError: one has no gradients, or was pushed before; or several threads train.
         """
         with self._lock:
-            waiting = {id(route) for route in self._routes}
-            if len({id(route) for route in routes} & waiting) != len(routes):
-                raise RowmeshError(
-                    "a route can be pushed once, after its backward; one here was pushed before or has none"
-                )
-            self._check_threads(routes)
-            pushed = {id(route) for route in routes}
-            self._routes = [route for route in self._routes if id(route) not in pushed]
-        return sorted(routes, key=lambda route: route.number)
+            if routes is None:
+                self._check_threads(self._routes)
+                taken, self._routes = self._routes, []
+            else:
+                taken = self._take_some(routes)
+        if len(taken) > 1:
+            taken.sort(key=lambda route: route.number)
+        return taken
+
+    def _take_some(self, routes: Sequence[Route]) -> list[Route]:
+        pushed, waiting = {id(route) for route in routes}, {id(route) for route in self._routes}
+        if len(pushed & waiting) != len(routes):
+            raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
+        self._check_threads(routes)
+        self._routes = [route for route in self._routes if id(route) not in pushed]
+        return [*routes]
 
     def note_push(self, number: int) -> None:
         """Takes the number of a push that this thread makes now."""
@@ -85,19 +93,19 @@ class Pending:
         self._last = number
 
     def _check_threads(self, routes: Sequence[Route]) -> None:
-        threads = sorted({route.thread for route in routes})
-        if len(threads) > 1:
-            raise RowmeshError(
-                f"{_named(threads)} trained at the same time: this step would take the gradients of both; let one "
-                "thread look up, run backward and step (others may look up under torch.no_grad())"
-            )
         for route in routes:
+            if route.thread != routes[0].thread:
+                raise RowmeshError(
+                    f"{_named([routes[0].thread, route.thread])} trained at the same time: this step would take the "
+                    "gradients of both; let one thread look up, run backward and step (others may look up under "
+                    "torch.no_grad()), and call zero_grad() to drop these"
+                )
             of_others = self._last_of_others if route.thread == self._pusher else self._last
             if of_others > route.num_pushes:
                 raise RowmeshError(
-                    f"{_named([self._pusher])} stepped between a look-up of {_named(threads)} and its step, whose "
-                    "gradients are of rows as they were before; let one thread look up, run backward and step (others "
-                    "may look up under torch.no_grad()), and call zero_grad() to drop these gradients"
+                    f"{_named([self._pusher])} stepped between a look-up of {_named([route.thread])} and its step, "
+                    "whose gradients are of rows as they were before; let one thread look up, run backward and step "
+                    "(others may look up under torch.no_grad()), and call zero_grad() to drop these gradients"
                 )
 
 

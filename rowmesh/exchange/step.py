@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field
 from struct import pack
 
 from rowmesh.errors import ConfigurationError
@@ -21,35 +19,33 @@ from rowmesh.optim.rules import Rate
 _BITS = 32  # of a digest; what stands before it is an operation
 
 
-@dataclass(frozen=True)
 class Step:
-    """One update of all groups of a collection.
+    """One update of all groups of a collection; it does not change.
 
     Attributes:
         number: from 1; −1 where it is only compared.
         rates: of each group.
         names: of the groups, for messages.
-        digest: of the rates, 32 bits.
 
     Example:
         >>> Step(1, (Rate(0.1),)).digest == Step(7, (Rate(0.1),)).digest != Step(1, (Rate(0.2),)).digest
         True
     """
 
-    number: int
-    rates: tuple[Rate, ...]
-    names: tuple[str, ...] = ()
-    digest: int = field(init=False)
+    __slots__ = ("_before", "names", "number", "rates")
 
-    def __post_init__(self) -> None:
+    def __init__(self, number: int, rates: Sequence[Rate], names: Sequence[str] = (), *, before: int = 0) -> None:
+        self.number, self.rates, self.names, self._before = number, rates, names, before
+
+    @property
+    def digest(self) -> int:
+        """Of the rates, 32 bits; made only where there are others to compare it with."""
         numbers = [number for rate in self.rates for number in rate]
-        object.__setattr__(self, "digest", zlib.crc32(pack(f"{len(numbers)}d", *numbers)))
+        return zlib.crc32(pack(f"{len(numbers)}d", *numbers), self._before)
 
     def after(self, digest: int) -> Step:
         """The same step, whose digest is also that of the steps before: of what `after` gave for the last one, or 0."""
-        step = copy(self)
-        object.__setattr__(step, "digest", zlib.crc32(pack("I", self.digest), digest))
-        return step
+        return Step(self.number, self.rates, self.names, before=digest)
 
 
 def joined(operation: int, step: Step | None) -> int:

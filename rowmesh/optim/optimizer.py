@@ -88,7 +88,8 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         factor, self._unscaled = self._factor(), None
-        self.collection.push_pending(*zip(*((float(group["lr"]), factor) for group in self.param_groups), strict=True))
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        self.collection.push_pending(lrs, [factor] * len(lrs))
         return loss
 
     def _unscale(self, factor: float) -> bool:
