@@ -21,17 +21,16 @@ from torch import Tensor, nn
 
 from rowmesh.embeddings import Embeddings, LocalRows, Outputs, views_of
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.exchange.agreement import agree_on_tables, agree_to_migrate
 from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.exchange.handshake import Step, agree_on_tables, agree_to_migrate
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pending import Pending
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
 from rowmesh.faults import reach

@@ -14,15 +14,15 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.collective import CollectiveTransport
 from rowmesh.exchange.collective_group import CollectiveGroup
-from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.transport import Sources
+from rowmesh.mesh.barrier import Barrier
+from rowmesh.mesh.channel import Channel
 from rowmesh.placement import Plan
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.

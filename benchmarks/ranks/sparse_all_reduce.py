@@ -14,9 +14,9 @@ from benchmarks import rank as rank_side
 from benchmarks.ranks.setup import serve
 from benchmarks.workload import Workload
 from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.transport import Update
 from rowmesh.ops.simd import kernel
 from rowmesh.optim.rules import Rate

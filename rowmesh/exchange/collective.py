@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 
 from rowmesh.exchange.collective_group import CollectiveGroup
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.opening import Opening
+from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, private_outbox
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import Buffer, Memory
 
@@ -34,7 +33,7 @@ class CollectiveTransport:
     def __init__(self, mesh: Mesh) -> None:
         self.common = CommonCounters()
         self._mesh = mesh
-        self._all = Channel(mesh, mesh.group, mesh.rank, mesh.world_size)
+        self._all = Channel.between_hosts(mesh)
         self._num_fetches = self._num_pushes = 0
 
     def allocate(self, num_bytes: int) -> Memory:
@@ -55,7 +54,7 @@ class CollectiveTransport:
                 group.connect_nodes(column, node)
         # To each rank: which fetch (above 0) or push (below 0) this is, then the counts, or what is pushed.
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
-        self._opening = Opening(self._mesh, self._all, width, self.common)
+        self._handshake = Handshake(self._mesh, self._all, width, self.common)
         self._exchanges = exchanges
         self.barrier()
 
@@ -68,17 +67,17 @@ class CollectiveTransport:
         rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
         for group in route.groups:
             meanwhile(group)
-        for messages, work in zip(self._groups, rows, strict=True):
-            messages.wait(work)
+        for message in rows:
+            message.wait()
 
     def _exchange_counts(self, groups: Sequence[RouteGroup]) -> None:
-        out, column = self._opening.numbers, 1
+        out, column = self._handshake.numbers, 1
         for group in groups:
             segments, outbox = group.exchange.num_segments, group.workspace.outbox
             out[:, column : column + segments + 1] = outbox.segment_offsets
             out[:, column + segments + 1 : column + 2 * segments + 1] = outbox.accesses
             column += 2 * segments + 1
-        counts, column = self._opening(self._num_fetches), 1
+        counts, column = self._handshake(self._num_fetches), 1
         for messages, group in zip(self._groups, groups, strict=True):
             segments = group.exchange.num_segments
             split = column + segments + 1
@@ -99,8 +98,8 @@ class CollectiveTransport:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
-        self._opening.numbers[:, 1:3] = mine
-        pushed = self._opening(-self._num_pushes, step)[:, 1:3].tolist()
+        self._handshake.numbers[:, 1:3] = mine
+        pushed = self._handshake(-self._num_pushes, step)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
     def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
@@ -114,7 +113,7 @@ class CollectiveTransport:
         for route in aligned:
             self._exchange_counts(route.groups)
             for messages, group in zip(self._groups, route.groups, strict=True):
-                messages.wait(messages.post_keys(group))
+                messages.post_keys(group).wait()
         for messages in self._groups:
             messages.forget()
         return aligned
@@ -122,7 +121,7 @@ class CollectiveTransport:
     @property
     def num_bytes(self) -> int:
         """Of the second hop, of copies, and of what opens a step."""
-        return self._opening.num_bytes + sum(group.num_bytes for group in self._groups)
+        return self._handshake.num_bytes + sum(group.num_bytes for group in self._groups)
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch.distributed as dist
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel, Parts, bounds_of
+from rowmesh.exchange.messages import Parts, bounds_of, post_parts
 from rowmesh.exchange.relay import Relay
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
@@ -20,6 +19,7 @@ from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.simd import STORAGE
@@ -100,7 +100,7 @@ class CollectiveGroup:
         """Takes what ranks say that they will ask."""
         group.incoming = Incoming(offsets, accesses, self._num_replying)
 
-    def post_keys(self, group: RouteGroup) -> dist.Work:
+    def post_keys(self, group: RouteGroup) -> Message:
         """Tells the stops which rows are needed."""
         outbox, incoming, workspace, exchange = group.workspace.outbox, group.incoming, group.workspace, self.exchange
         outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
@@ -108,11 +108,11 @@ class CollectiveGroup:
         workspace.requests.reserve(4 * incoming.num_entries)
         out = Parts(outbox.lists.bytes, outbox.slots_offset, group.stop_bounds, 4)
         into = Parts(workspace.requests.buffer.bytes, 0, incoming.bounds.tolist(), 4)
-        return self._everyone.post(out, into, exchange.counters, self._doing)
+        return post_parts(self._everyone, out, into, exchange.counters, self._doing)
 
-    def post_rows(self, group: RouteGroup, keys: dist.Work) -> dist.Work:
+    def post_rows(self, group: RouteGroup, keys: Message) -> Message:
         """Merges what was asked, once it is here, and replies; relayed rows are fetched before."""
-        self.wait(keys)
+        keys.wait()
         self._merge([group])
         if self._relay:
             self._relay.request(group.workspace.relayed)
@@ -121,11 +121,7 @@ class CollectiveGroup:
         workspace, row_bytes = group.workspace, self.exchange.row_bytes
         out = Parts(workspace.replies.buffer.bytes, 0, group.incoming.reply_bounds.tolist(), row_bytes)
         into = Parts(workspace.received.buffer.bytes, 0, group.reply_bounds, row_bytes)
-        return self._everyone.post(out, into, self.exchange.counters, self._doing)
-
-    def wait(self, work: dist.Work) -> None:
-        """Until a message of this group is through."""
-        self._everyone.wait(work, self._doing)
+        return post_parts(self._everyone, out, into, self.exchange.counters, self._doing)
 
     def _reply(self, group: RouteGroup) -> None:
         exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
@@ -159,11 +155,11 @@ class CollectiveGroup:
         self._gather.locate_slots(exchange.arena.address, merger.merged_slots, count, address)
         return address
 
-    def post_gradients(self, groups: Sequence[RouteGroup]) -> list[dist.Work]:
+    def post_gradients(self, groups: Sequence[RouteGroup]) -> list[Message]:
         """Sends the gradients of several routes to the stops."""
         return [self._send_gradients(group) for group in groups]
 
-    def push(self, groups: Sequence[RouteGroup], gradients: Sequence[dist.Work], update: Update) -> None:
+    def push(self, groups: Sequence[RouteGroup], gradients: Sequence[Message], update: Update) -> None:
         """Merges gradients, once they are here, relays them, updates rows and their copies."""
         if not groups:
             return
@@ -172,7 +168,7 @@ class CollectiveGroup:
             if self._relay:
                 self._relay.request(None)
         for work in gradients:
-            self.wait(work)
+            work.wait()
         self._merged = None
         self._sources.apply(update, self._num_direct)
         self._sources.count()
@@ -198,11 +194,11 @@ class CollectiveGroup:
         """What was merged is no longer what will be pushed."""
         self._merged = None
 
-    def _send_gradients(self, group: RouteGroup) -> dist.Work:
+    def _send_gradients(self, group: RouteGroup) -> Message:
         size, workspace = self.exchange.gradient_bytes, group.workspace
         out = Parts(workspace.outbox.gradients.bytes, 0, group.stop_bounds, size)
         into = Parts(workspace.replies.buffer.bytes, 0, group.incoming.bounds.tolist(), size)
-        return self._everyone.post(out, into, self.exchange.counters, self._doing)
+        return post_parts(self._everyone, out, into, self.exchange.counters, self._doing)
 
     def _merge(self, groups: Sequence[RouteGroup]) -> None:
         """Merges the requests of all ranks for these routes; where their gradients will be is known already."""

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import SyncCounters
-from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.step import Step, check_rates, joined, parted
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.told import Layout, Told
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.memory import Scratch
 
 
@@ -54,7 +53,7 @@ class ColumnGroup:
         self.doing = f"synchronizing the replicas of group {name}"
         self.own: Told
         self.counts: list[int] = []
-        self.works: list[dist.Work] = []
+        self.works: list[Message] = []
         self.message, self.received = Scratch(), Scratch()
 
     @property
@@ -81,7 +80,7 @@ class Column:
     def __init__(self, mesh: Mesh, second: Any = None) -> None:
         self.replica, self.size = mesh.rank, mesh.world_size
         self._mesh = mesh
-        self.channel = Channel(mesh, mesh.group, mesh.rank, mesh.world_size)
+        self.channel = Channel.between_hosts(mesh)
         other = self.channel if second is None else Channel(mesh, second, mesh.rank, mesh.world_size)
         self.ways = (self.channel, other)
         self.operation = 0
@@ -95,7 +94,7 @@ class Column:
         """
         counts = torch.empty(self.size, 1 + len(own), dtype=torch.int64, device="cpu")
         mine = torch.tensor([joined(self.operation, self.step), *own], dtype=torch.int64, device="cpu")
-        self.channel.gather(mine, list(counts), groups[0].counters, "synchronizing replicas")
+        self.channel.gather(mine, counts, groups[0].counters, "synchronizing replicas")
         self._expect(groups, counts)
 
     def count_each(self, groups: Sequence[Counted], own: Sequence[Sequence[int]]) -> None:
@@ -128,7 +127,7 @@ class Column:
     def receive(self, group: ColumnGroup, begins: Sequence[int]) -> list[Told]:
         """What each replica told, once it is here; its part of the buffer begins at the byte that `begins` says."""
         for work in group.works:
-            self.channel.wait(work, group.doing)
+            work.wait()
         group.works = []
         received = group.received.buffer.bytes
         return [

@@ -23,12 +23,12 @@ from rowmesh.exchange.choice import TransportName, transport_for
 from rowmesh.exchange.core_layout import CoreLayout
 from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel
+from rowmesh.exchange.handshake import Step, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.step import Step, check_rates
 from rowmesh.exchange.workspace import private_outbox
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.ops.memory import array_at
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.placement.address_map import MAX_KEY

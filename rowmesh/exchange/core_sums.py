@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh import Mesh, SharedBuffer
+from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import round_up

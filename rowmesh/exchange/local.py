@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update

@@ -3,7 +3,7 @@
 Forward needs no message at all: a row is read where its owner keeps it. A step has two barriers: one after which all
 gradients are in the outboxes (and nobody reads rows any more), one after which all rows are updated.
 
-Source: OPER §5.1 (direct reads of remote rows); `exchange.barrier` is what makes it cheap on CPUs.
+Source: OPER §5.1 (direct reads of remote rows); `mesh.barrier` is what makes it cheap on CPUs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rowmesh.errors import PeerError, RowmeshError
-from rowmesh.exchange.barrier import Barrier
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
-from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox, slots_offset
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
+from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
 from rowmesh.ops.memory import Memory
 

@@ -12,9 +12,9 @@ from typing import Any
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.update import Update

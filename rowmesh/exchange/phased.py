@@ -24,13 +24,13 @@ import torch
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Alone, Channel
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.phased_group import FIRST, PhasedGroup, Travel
 from rowmesh.exchange.route import GroupExchange
-from rowmesh.exchange.step import Step, check_rates, joined, parted
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.ops.window import FINAL
 from rowmesh.placement.address_map import RELAYS
 
@@ -66,12 +66,12 @@ class PhasedExchange:
         channels = (self._rows, self._gradients, mesh.ranks_per_node, form)
         self._groups = [PhasedGroup(exchange, *channels, common, verifies=verifies) for exchange in exchanges]
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
-        self._opening = torch.zeros(mesh.world_size, width, dtype=torch.int64, device="cpu")
+        self._handshake = torch.zeros(mesh.world_size, width, dtype=torch.int64, device="cpu")
 
     @property
     def num_bytes(self) -> int:
         """Memory beside that of windows."""
-        return self._opening.nbytes + sum(group.num_bytes for group in self._groups)
+        return self._handshake.nbytes + sum(group.num_bytes for group in self._groups)
 
     def begin(self) -> None:
         """All windows so far are updated, or will never be."""
@@ -133,7 +133,7 @@ class PhasedExchange:
         self, window: Window, groups: Sequence[WindowGroup]
     ) -> list[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
         """Offsets and accesses of what each rank asks of this one, for every group."""
-        out, column, cuts = self._opening.numpy(), 1, []
+        out, column, cuts = self._handshake.numpy(), 1, []
         out[:, 0] = joined(window.number, window.step_before)
         for each in groups:
             outbox, segments = each.group.workspace.outbox, each.group.exchange.num_segments
@@ -141,7 +141,7 @@ class PhasedExchange:
             out[:, column:split], out[:, split:end] = outbox.segment_offsets, outbox.accesses
             cuts.append((slice(column, split), slice(split, end)))
             column = end
-        counts = self._rows.exchange_equal(self._opening, self._common, "opening a window").numpy()
+        counts = self._rows.exchange_equal(self._handshake, self._common, "opening a window").numpy()
         check_numbers(self._mesh, counts[:, 0].tolist(), window.number, window.step_before)
         return [(counts[:, offsets], counts[:, accesses]) for offsets, accesses in cuts]
 
@@ -170,8 +170,8 @@ def check_numbers(mesh: Mesh, told: list[int], number: int, step: Step | None) -
     check_rates(mesh, digests, step)
 
 
-def _channel(mesh: Mesh, use: str) -> Channel | Alone:
+def _channel(mesh: Mesh, use: str) -> Channel:
     if mesh.world_size == 1:
-        return Alone()
+        return Channel.between_hosts(mesh)
     group = mesh.subgroup([range(mesh.world_size)], use)
     return Channel(mesh, group, mesh.rank, mesh.world_size, is_direct=not mesh.is_one_host)

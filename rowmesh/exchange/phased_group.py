@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch.distributed as dist
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Alone, Channel, Parts, bounds_of
+from rowmesh.exchange.messages import Parts, bounds_of, post_parts
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, Held, never
 from rowmesh.exchange.tiered import HeldPins, TieredExchange
 from rowmesh.exchange.transport import Sources
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, WindowGroup, phase_counts
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops import window as ops
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import STORAGE
@@ -71,7 +71,7 @@ class PhasedGroup:
     """
 
     def __init__(
-        self, exchange: GroupExchange, rows: Channel | Alone, gradients: Channel | Alone, ranks_per_node: int,
+        self, exchange: GroupExchange, rows: Channel, gradients: Channel, ranks_per_node: int,
         form: Form, common: CommonCounters, *, verifies: bool,
     ) -> None:  # fmt: skip
         self.exchange = exchange
@@ -98,7 +98,7 @@ class PhasedGroup:
         if self._verifies:
             self._touched[:] = self._versions
 
-    def post_keys(self, window: WindowGroup, offsets: np.ndarray, accesses: np.ndarray) -> list[dist.Work]:
+    def post_keys(self, window: WindowGroup, offsets: np.ndarray, accesses: np.ndarray) -> list[Message]:
         """Tells the stops which rows are needed, and which micro-batches use them."""
         group, space, workspace = window.group, window.space, window.group.workspace
         group.incoming = incoming = Incoming(offsets, accesses, self.exchange.num_segments)
@@ -110,15 +110,15 @@ class PhasedGroup:
             into.reserve(4 * incoming.num_entries)
             sent = Parts(out, begin, group.stop_bounds, 4)
             received = Parts(into.buffer.bytes, 0, incoming.bounds.tolist(), 4)
-            works.append(self._rows.post(sent, received, self.exchange.counters, self._doing))
+            works.append(post_parts(self._rows, sent, received, self.exchange.counters, self._doing))
         return works
 
     def settle(
-        self, window: WindowGroup, keys: Sequence[dist.Work], number: int, num_parts: int, *, finds_final: bool
+        self, window: WindowGroup, keys: Sequence[Message], number: int, num_parts: int, *, finds_final: bool
     ) -> Travel:  # fmt: skip
         """Merges what was asked, once it is here, and settles what travels when."""
         for work in keys:
-            self._rows.wait(work, self._doing)
+            work.wait()
         self._copy_own(window)
         travel = Travel(window)
         window.group.workspace.replies.reserve(window.group.incoming.num_entries * self.exchange.gradient_bytes)
@@ -211,7 +211,7 @@ class PhasedGroup:
         space.gradients.reserve(int(travel.gradients_out.sum()) * exchange.gradient_bytes)
         space.arrived.reserve(int(travel.gradients_in.sum(1).max()) * exchange.gradient_bytes)
 
-    def post_final(self, travel: Travel) -> dist.Work:
+    def post_final(self, travel: Travel) -> Message:
         """Says which of the rows that were asked for are final."""
         group, space = travel.window.group, travel.window.space
         asked, mine = group.incoming.bounds, np.array(group.stop_bounds)
@@ -223,11 +223,11 @@ class PhasedGroup:
             ops.pack_bits(masks, int(asked[member]), int(asked[member + 1]), address + begin)
         sent = Parts(space.asked_bits.buffer.bytes, 0, out.tolist(), 1)
         received = Parts(space.bits.buffer.bytes, 0, into.tolist(), 1)
-        return self._rows.post(sent, received, self.exchange.counters, self._doing)
+        return post_parts(self._rows, sent, received, self.exchange.counters, self._doing)
 
-    def learn_final(self, travel: Travel, work: dist.Work) -> None:
+    def learn_final(self, travel: Travel, work: Message) -> None:
         """Takes what the stops say of the rows that this rank asked for."""
-        self._rows.wait(work, self._doing)
+        work.wait()
         group, space = travel.window.group, travel.window.space
         begin = space.bits.buffer.address
         for member in range(self.exchange.world_size):
@@ -237,7 +237,7 @@ class PhasedGroup:
             begin += -(-(end - first) // 8)
         travel.count()
 
-    def post_rows(self, travel: Travel, phase: int) -> dist.Work:
+    def post_rows(self, travel: Travel, phase: int) -> Message:
         """Sends the rows that others need in a phase."""
         exchange, group, space = self.exchange, travel.window.group, travel.window.space
         if self._verifies:
@@ -250,11 +250,11 @@ class PhasedGroup:
         begin = travel.num_rows * exchange.row_bytes
         into = bounds_of(travel.rows_in[phase]).tolist()
         received = Parts(group.workspace.received.buffer.bytes, begin, into, exchange.row_bytes)
-        return self._rows.post(out, received, exchange.counters, self._doing)
+        return post_parts(self._rows, out, received, exchange.counters, self._doing)
 
-    def place_rows(self, travel: Travel, phase: int, work: dist.Work) -> None:
+    def place_rows(self, travel: Travel, phase: int, work: Message) -> None:
         """Says where the rows of a phase are, once they are here."""
-        self._rows.wait(work, self._doing)
+        work.wait()
         exchange, group, workspace = self.exchange, travel.window.group, travel.window.group.workspace
         bounds = np.array(group.stop_bounds)
         ops.place_rows(
@@ -278,17 +278,17 @@ class PhasedGroup:
         """Bytes of gradients that go in earlier phases."""
         return int(travel.gradients_out[:phase].sum()) * self.exchange.gradient_bytes
 
-    def post_gradients(self, travel: Travel, phase: int) -> dist.Work:
+    def post_gradients(self, travel: Travel, phase: int) -> Message:
         """Sends the packed gradients of a phase."""
         size, space = self.exchange.gradient_bytes, travel.window.space
         bounds = bounds_of(travel.gradients_out[phase]).tolist()
         out = Parts(space.gradients.buffer.bytes, self._sent(travel, phase), bounds, size)
         into = Parts(space.arrived.buffer.bytes, 0, bounds_of(travel.gradients_in[phase]).tolist(), size)
-        return self._gradients.post(out, into, self.exchange.counters, self._doing)
+        return post_parts(self._gradients, out, into, self.exchange.counters, self._doing)
 
-    def add_gradients(self, travel: Travel, phase: int, work: dist.Work) -> None:
+    def add_gradients(self, travel: Travel, phase: int, work: Message) -> None:
         """Puts the gradients of a phase, once they are here, where the update reads them."""
-        self._gradients.wait(work, self._doing)
+        work.wait()
         exchange, group, space = self.exchange, travel.window.group, travel.window.space
         self._kernels.add_gradients(
             space.arrived.buffer.address, space.asked_pushes.buffer.address, group.incoming.bounds.ctypes.data,
@@ -305,7 +305,6 @@ class PhasedGroup:
         if self._replicas is not None:
             merger = travel.window.space.merger
             part = (int(merger.merged_offsets[self._num_fetched]), merger.num_merged)
-            assert isinstance(self._gradients, Channel)  # one rank alone has no copies
             self._replicas.share(merger, part, self._gradients, update)
         if travel.held is not None:
             travel.held.release()

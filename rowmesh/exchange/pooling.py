@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import RouteGroup
-from rowmesh.exchange.tensor_pool import TensorPool
 from rowmesh.ops import pool as ops
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.ops.tensor_pool import TensorPool
 from rowmesh.sparse import SparseBatch
 
 

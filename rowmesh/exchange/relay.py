@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel, Parts, bounds_of
+from rowmesh.exchange.messages import Parts, bounds_of, post_parts
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
+from rowmesh.mesh.channel import Channel
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch
 from rowmesh.ops.merge_update import Merger, sum_kernels
@@ -105,7 +106,7 @@ class Relay:
         self._requests.reserve(4 * self._incoming_bounds[-1])
         out = Parts(self._slots.buffer.bytes, 0, self._out_bounds(), 4)
         into = Parts(self._requests.buffer.bytes, 0, self._incoming_bounds, 4)
-        column.exchange(out, into, exchange.counters, self._doing)
+        post_parts(column, out, into, exchange.counters, self._doing).wait()
 
     def _out_bounds(self) -> list[int]:
         return [*self._offsets[:, 0].tolist(), int(self._offsets[-1, -1])]
@@ -123,7 +124,7 @@ class Relay:
             self._gather.gather_slots(exchange.arena.address, slots, count, into)
         out = Parts(self._replies.buffer.bytes, 0, reply_bounds, exchange.row_bytes)
         received = Parts(relayed.buffer.bytes, 0, self._reply_offsets.tolist(), exchange.row_bytes)
-        column.exchange(out, received, exchange.counters, self._doing)
+        post_parts(column, out, received, exchange.counters, self._doing).wait()
 
     def push(self, update: Update) -> None:
         """Sends this node's sums to the homes, merges those of all nodes, and updates rows without copies."""
@@ -136,9 +137,8 @@ class Relay:
         )  # fmt: skip
         gradients = self._replies.reserve(self._incoming_bounds[-1] * size)
         out = Parts(self._sums.buffer.bytes, 0, out_bounds, size)
-        column.exchange(
-            out, Parts(self._replies.buffer.bytes, 0, self._incoming_bounds, size), exchange.counters, self._doing
-        )  # fmt: skip
+        into = Parts(self._replies.buffer.bytes, 0, self._incoming_bounds, size)
+        post_parts(column, out, into, exchange.counters, self._doing).wait()
         sources = []
         for node in range(column.size):
             if node == column.member:

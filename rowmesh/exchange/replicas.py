@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel
 from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
+from rowmesh.mesh.channel import Channel
 from rowmesh.ops.memory import Scratch, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.simd import STORAGE
@@ -101,7 +101,7 @@ class Replicas:
         """How many rows every member has sums of."""
         counts = torch.empty(channel.size, 1, dtype=torch.int64, device="cpu")
         own = torch.tensor([count], dtype=torch.int64, device="cpu")
-        channel.gather(own, list(counts), self._common, self._doing)
+        channel.gather(own, counts, self._common, self._doing)
         return counts.flatten().tolist()
 
     def _room(self, counts: list[int], channel: Channel) -> Sums:
@@ -113,17 +113,15 @@ class Replicas:
     def _gather(self, counts: list[int], channel: Channel) -> list[Sums]:
         """Every member's sums."""
         num_bytes = self._message_bytes(counts)
-        stride = round_up(num_bytes, 64)
-        self._received.reserve(stride * channel.size)
-        message, received = self._message.buffer, self._received.buffer
-        everyone = [received.tensor(torch.uint8, num_bytes, offset=stride * number) for number in range(channel.size)]
+        self._received.reserve(num_bytes * channel.size)
+        everyone = self._received.buffer.tensor(torch.uint8, channel.size, num_bytes)
         if num_bytes:
-            mine = message.tensor(torch.uint8, num_bytes)
+            mine = self._message.buffer.tensor(torch.uint8, num_bytes)
             channel.gather(mine, everyone, self._exchange.counters, self._doing)
         return [self._cut(theirs, count) for theirs, count in zip(everyone, counts, strict=True)]
 
     def _message_bytes(self, counts: list[int]) -> int:
-        return (self._exchange.gradient_bytes + _SLOT_BYTES) * max(counts)
+        return round_up((self._exchange.gradient_bytes + _SLOT_BYTES) * max(counts), 64)
 
     def _cut(self, message: Tensor, count: int) -> Sums:
         split = self._exchange.gradient_bytes * count

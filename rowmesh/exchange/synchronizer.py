@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import GroupExchange
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.summed import SummedGradients
 from rowmesh.exchange.telling import TellEachOther, TellHomes, TellTables, Way
 from rowmesh.exchange.update import Update

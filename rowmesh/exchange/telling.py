@@ -15,7 +15,7 @@ import torch
 
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
-from rowmesh.exchange.messages import Parts
+from rowmesh.exchange.messages import Parts, post_parts
 from rowmesh.exchange.told import Told
 from rowmesh.exchange.update import Update
 
@@ -56,7 +56,7 @@ class TellEachOther:
         out, nothing = Parts(sent, 0, _all_of(other, sizes[mine]), 1), Parts(sent, 0, [0, 0, 0], 1)
         into = Parts(received, 0, _all_of(other, sizes[other]), 1)
         group.works = [
-            way.post(*((out, nothing) if sender == mine else (nothing, into)), group.counters, group.doing)
+            post_parts(way, *((out, nothing) if sender == mine else (nothing, into)), group.counters, group.doing)
             for sender, way in enumerate(self._column.ways)
             if sizes[sender]
         ]
@@ -101,7 +101,7 @@ class TellHomes:
                 group.counters.rows += len(chosen)
         group.own = told.take(places[mine])
         parts = Parts(group.message.buffer.bytes, 0, out, 1), Parts(group.received.buffer.bytes, 0, into, 1)
-        group.works = [self._column.channel.post(*parts, group.counters, group.doing)]
+        group.works = [post_parts(self._column.channel, *parts, group.counters, group.doing)]
 
     def finish(self, updates: Sequence[Update]) -> None:
         """Adds up the rows whose home is here, tells all others, and takes over what they have added up."""
@@ -126,7 +126,7 @@ class TellHomes:
             group.layout.write(group.own, group.message.buffer.bytes)
             mine = group.message.buffer.tensor(torch.uint8, size)
             received = group.received.buffer.tensor(torch.uint8, self._column.size, size)
-            group.works = [self._column.channel.post_gather(mine, list(received), group.counters, group.doing)]
+            group.works = [self._column.channel.post_gather(mine, group.counters, group.doing, received)]
         group.counters.rows += len(group.own)
         return [size * replica for replica in range(self._column.size)]
 
@@ -157,7 +157,7 @@ class TellTables:
 
     def _gather_block(self, group: ColumnGroup, block: np.ndarray) -> list[np.ndarray]:
         everyone = torch.empty(self._column.size, *block.shape, dtype=torch.uint8, device="cpu")
-        self._column.channel.gather(torch.from_numpy(block), list(everyone), group.counters, group.doing)
+        self._column.channel.gather(torch.from_numpy(block), everyone, group.counters, group.doing)
         return list(everyone.numpy())
 
     def finish(self, updates: Sequence[Update]) -> None:

@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import Outbox
 from rowmesh.ops.memory import Memory

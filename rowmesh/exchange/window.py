@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.pooling import GroupPooling, Pooling
 from rowmesh.exchange.route import Route, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import pool as pool_ops
 from rowmesh.ops import window as ops

@@ -14,11 +14,11 @@ import torch
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.core_part import CorePart
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window
 
 COMPUTED = "tensor-train rows are computed where they are looked up"

@@ -27,8 +27,8 @@ from torch import Tensor
 from rowmesh.collection import Driver, EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.phased_group import FIRST
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.window import Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS

@@ -5,8 +5,7 @@ import torch
 
 from rowmesh.exchange.core_sums import CollectiveSums, SharedSums, is_scattered
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device.messages import DeviceChannel
-from rowmesh.exchange.messages import Channel
+from rowmesh.mesh.channel import Channel
 
 COUNTS = {False: 1000, True: 40_000}  # elements of float64, of sums in one round and in two
 
@@ -21,9 +20,9 @@ def add_up(mesh, kind, count):
     if kind == "one_sided":
         sums = SharedSums(mesh, count, torch.float64)
     else:
-        channel = Channel(mesh, mesh.group, mesh.rank, mesh.world_size)
+        channel = Channel.between_hosts(mesh)
         if kind == "device":
-            channel = DeviceChannel(mesh, torch.device("cpu"))
+            channel = Channel.between_devices(mesh, torch.device("cpu"))
         sums = CollectiveSums(mesh, channel, count, torch.float64, common)
     found = []
     for turn in range(4):

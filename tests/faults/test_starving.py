@@ -59,7 +59,7 @@ def test_ranks_outnumber_the_cores(num_ranks, cores):
 LOOKS = """
 import multiprocessing, os, sys, time
 import numpy as np
-from rowmesh.exchange.barrier import Barrier
+from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh import Mesh
 
 def be_busy():

@@ -22,13 +22,11 @@ from rowmesh.exchange.device.checks import check_everywhere
 from rowmesh.exchange.device.copies import CopiesLane
 from rowmesh.exchange.device.group import DeviceGroup, compose
 from rowmesh.exchange.device.lane import Merging, Requests
-from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRoutePart
-from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.opening import Opening
-from rowmesh.exchange.step import Step
+from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import barrier
 from rowmesh.tables import TableGroup
 
@@ -50,7 +48,7 @@ class DeviceCollective:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.common = CommonCounters()
         self._mesh, self._device = mesh, device
-        self.channel = DeviceChannel(mesh, device)
+        self.channel = Channel.between_devices(mesh, device)
         self.reason = self.channel.reason
         self._num_fetches = self._num_pushes = 0
 
@@ -62,13 +60,13 @@ class DeviceCollective:
         per_node, column = self._mesh.ranks_per_node, None
         if any("node" in exchange.lane_kinds for exchange in exchanges):
             places = [range(place, self._mesh.world_size, per_node) for place in range(per_node)]
-            column = DeviceChannel(self._mesh.part(places), self._device)
+            column = Channel.between_devices(self._mesh.part(places), self._device)
         self.groups = [DeviceGroup(exchange, self.channel, per_node, column) for exchange in exchanges]
         self._lanes = [lane for group in self.groups for lane in group.lanes]
         self._copies = [lane for lane in self._lanes if isinstance(lane, CopiesLane)]
-        self.hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
+        self.hosts = Channel.between_hosts(self._mesh)
         # Which fetch or push this is; then how many routes are pushed, which, and of how many rows there are sums.
-        self._opening = Opening(self._mesh, self.hosts, 3 + len(self._copies), self.common)
+        self._handshake = Handshake(self._mesh, self.hosts, 3 + len(self._copies), self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -79,7 +77,7 @@ class DeviceCollective:
             PeerError: one of another rank has.
         """
         self._num_fetches += 1
-        self._opening(self._num_fetches)
+        self._handshake(self._num_fetches)
         self.exchange_counts(route)
         for group in route.groups:
             compose(group)
@@ -150,10 +148,10 @@ class DeviceCollective:
         """
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
-        self._opening.numbers[:, 1:3] = mine
+        self._handshake.numbers[:, 1:3] = mine
         if len(routes) == 1:
-            self._opening.numbers[:, 3:] = self._num_copies(self._merged(requests))
-        rows = self._opening(-self._num_pushes, step)
+            self._handshake.numbers[:, 3:] = self._num_copies(self._merged(requests))
+        rows = self._handshake(-self._num_pushes, step)
         self._take_counts(rows[:, 3:])
         pushed = rows[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.device.lane import Lane, Merging
-from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
+from rowmesh.mesh.channel import Channel
 from rowmesh.ops.transfer import upload
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CopiesLane(Lane):
 
     replies = False
 
-    def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
+    def __init__(self, exchange: DeviceExchange, everyone: Channel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge_update import cuda
 
         super().__init__(exchange, everyone, ranks_per_node)
@@ -56,7 +56,7 @@ class CopiesLane(Lane):
             self.exchange.apply(self._listed(slots, entries), sums, update, entries.numel())
 
     def _share(
-        self, merging: Merging, gradients: Tensor, channel: DeviceChannel, counts: Sequence[int]
+        self, merging: Merging, gradients: Tensor, channel: Channel, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What all members of a channel have sums of, in messages as long as the longest.
 

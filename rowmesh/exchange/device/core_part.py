@@ -19,7 +19,6 @@ from rowmesh.exchange.core_part import CorePart, Fetched, core_map
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.checks import Unread, check_everywhere, count_unique
-from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.device.route import (
     DeviceGroupExchange,
     DevicePooledGroup,
@@ -27,12 +26,11 @@ from rowmesh.exchange.device.route import (
     DeviceRoutePart,
     table_bounds,
 )
+from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.opening import Opening
 from rowmesh.exchange.route import Route, RouteGroup
-from rowmesh.exchange.step import Step
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.tables import TableGroup
 from rowmesh.tensor_train.device_arena import DeviceCoreArena
 from rowmesh.tensor_train.device_lookup import DeviceLookup
@@ -138,9 +136,9 @@ class DeviceCorePart(CorePart):
     ) -> None:
         super().__init__(mesh, groups, indices, "collective", common)
         self.device, self.reason = device, f"there is one rank, on {device}"
-        self._channel: DeviceChannel | None = None
+        self._channel: Channel | None = None
         if mesh.world_size > 1:
-            self._channel = DeviceChannel(mesh, device)
+            self._channel = Channel.between_devices(mesh, device)
             self.reason = self._channel.reason
             if transport == "one_sided":
                 self.reason += "; not one_sided: devices add gradients of cores up by messages"
@@ -161,8 +159,8 @@ class DeviceCorePart(CorePart):
         """Makes ranks known to each other. Collective."""
         super().connect()
         if self._compares:
-            hosts = Channel(self.mesh, self.mesh.group, self.mesh.rank, self.mesh.world_size)
-            self._opening = Opening(self.mesh, hosts, 2, self._common)
+            hosts = Channel.between_hosts(self.mesh)
+            self._handshake = Handshake(self.mesh, hosts, 2, self._common)
 
     def _make_sums(self, size: int, dtype: torch.dtype) -> CoreSums | None:
         if self._channel is None:
@@ -195,8 +193,8 @@ class DeviceCorePart(CorePart):
         self._num_fetches += 1
         unique = [group.unique.num_unique for group in route.groups]
         refused, *numbers = torch.cat([route.refused, route.outside, *unique]).tolist()
-        self._opening.numbers[:, 1] = refused
-        everyone = self._opening(self._num_fetches)[:, 1].tolist()
+        self._handshake.numbers[:, 1] = refused
+        everyone = self._handshake(self._num_fetches)[:, 1].tolist()
         check_everywhere(route, self.mesh, numbers[: len(route.outside)], everyone)
         for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
             count_unique(group, [count])
@@ -206,7 +204,7 @@ class DeviceCorePart(CorePart):
         self._unread.read()
         if self._compares:
             self._num_pushes += 1
-            self._opening(-self._num_pushes, step)
+            self._handshake(-self._num_pushes, step)
         super().push(routes, step)
 
     def _tell(self, vector: Tensor, step: Step) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rowmesh.exchange.device.copies import CopiesLane, spread
 from rowmesh.exchange.device.lane import Lane, Requests
-from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.nodes import NodeLane
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, places_in
+from rowmesh.mesh.channel import Channel, Message
 
 
 class DeviceGroup:
@@ -34,8 +34,8 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int,
-        column: DeviceChannel | None = None,
+        self, exchange: DeviceExchange, everyone: Channel, ranks_per_node: int,
+        column: Channel | None = None,
     ) -> None:  # fmt: skip
         from rowmesh.ops.gather import cuda as gather
 

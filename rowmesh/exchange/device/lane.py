@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.transfer import Late, upload
 from rowmesh.tables import PinnedRows
 from rowmesh.tables.dense import compute_dtype
@@ -88,7 +88,7 @@ class Lane:
 
     replies = True
 
-    def __init__(self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int) -> None:
+    def __init__(self, exchange: DeviceExchange, everyone: Channel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge_update import cuda
 
         self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node

@@ -12,7 +12,7 @@ from torch import Tensor
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.checks import Unread
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
-from rowmesh.exchange.step import Step
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.update import Update
 from rowmesh.tables import TableGroup
 

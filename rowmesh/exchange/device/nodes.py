@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rowmesh.exchange.device.copies import CopiesLane
 from rowmesh.exchange.device.lane import Merging, Requests
-from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.update import Update
+from rowmesh.mesh.channel import Channel, Message
 
 
 class NodeLane(CopiesLane):
@@ -37,7 +37,7 @@ class NodeLane(CopiesLane):
     replies = True
 
     def __init__(
-        self, exchange: DeviceExchange, everyone: DeviceChannel, ranks_per_node: int, column: DeviceChannel
+        self, exchange: DeviceExchange, everyone: Channel, ranks_per_node: int, column: Channel
     ) -> None:  # fmt: skip
         super().__init__(exchange, everyone, ranks_per_node)
         self._column = column

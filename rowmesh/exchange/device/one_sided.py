@@ -47,11 +47,10 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.checks import Unread, check_peers, count_unique
 from rowmesh.exchange.device.lane import Requests, by_rank, node_ends
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
-from rowmesh.exchange.messages import Channel
-from rowmesh.exchange.opening import Opening
-from rowmesh.exchange.step import Step
+from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import round_up
@@ -103,9 +102,9 @@ class DeviceOneSided:
         self._memory.share(self._arenas)
         pairs = zip(exchanges, self._arenas, strict=True)
         self._groups = [OneSidedGroup(exchange, arena, self._mesh) for exchange, arena in pairs]
-        hosts = Channel(self._mesh, self._mesh.group, self._mesh.rank, self._mesh.world_size)
+        hosts = Channel.between_hosts(self._mesh)
         *self._cuts, width = accumulate(_IDS + len(exchange.group.tables) for exchange in exchanges)
-        self._opening = Opening(self._mesh, hosts, _GROUPS + width, self.common)
+        self._handshake = Handshake(self._mesh, hosts, _GROUPS + width, self.common)
         self.barrier()
 
     def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
@@ -134,7 +133,7 @@ class DeviceOneSided:
         error = self._look()  # all sizes are known then
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
         told = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
-        self._opening.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
+        self._handshake.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
         theirs = self._open(-self._num_pushes, error, step)
         most, found = int(theirs[:, _ROUTES].max()), np.split(theirs[:, _GROUPS:], self._cuts, 1)
         if most == 0:
@@ -166,8 +165,8 @@ class DeviceOneSided:
 
     def _open(self, operation: int, error: IdRangeError | None, step: Step | None = None) -> np.ndarray:
         """Exchanges what ranks tell each other before they do something; raises on all where a batch is refused."""
-        self._opening.numbers[:, _REFUSED] = error is not None
-        theirs = self._opening(operation, step)
+        self._handshake.numbers[:, _REFUSED] = error is not None
+        theirs = self._handshake(operation, step)
         if error is not None:
             raise error
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())

@@ -18,9 +18,9 @@ from rowmesh.exchange.device.choice import choose_device_transport
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.device.synchronizer import make_device_synchronizer
 from rowmesh.exchange.device.tiered import DeviceTieredExchange
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.step import Step
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid

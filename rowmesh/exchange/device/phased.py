@@ -25,12 +25,12 @@ from torch import Tensor
 
 from rowmesh.exchange.device.group import DeviceGroup
 from rowmesh.exchange.device.lane import Merging
-from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.phased_copies import PhasedCopies, places_of, travelling_uniques
 from rowmesh.exchange.device.route import places_in
 from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.transfer import upload
 from rowmesh.tables.dense import compute_dtype
 
@@ -129,7 +129,7 @@ class DevicePhasedGroup:
         form: how rows travel, "delta" or "unsplit".
     """
 
-    def __init__(self, messages: DeviceGroup, channel: DeviceChannel, form: Form) -> None:
+    def __init__(self, messages: DeviceGroup, channel: Channel, form: Form) -> None:
         from rowmesh.ops.gather.cuda import gather
         from rowmesh.ops.window.cuda import intersect
 

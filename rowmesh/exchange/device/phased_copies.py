@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rowmesh.exchange.device.group import DeviceGroup
 from rowmesh.exchange.device.lane import Requests
-from rowmesh.exchange.device.messages import Message
 from rowmesh.exchange.device.route import DeviceRouteGroup
 from rowmesh.exchange.device.window import DeviceWindowGroup
 from rowmesh.exchange.update import Update
+from rowmesh.mesh.channel import Message
 
 
 class PhasedCopies:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rowmesh.exchange.column import Column
 from rowmesh.exchange.counters import SyncCounters
-from rowmesh.exchange.device.messages import DeviceChannel, Message
 from rowmesh.exchange.device.replicas import DeviceMeans, DeviceSums, DeviceTold
 from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.device.whole_tables import AverageTables, WholeTables
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
 
 
@@ -57,7 +57,7 @@ class TellEverybody:
         groups: what is told.
     """
 
-    def __init__(self, column: Column, channel: DeviceChannel, groups: Sequence[DeviceColumnGroup]) -> None:
+    def __init__(self, column: Column, channel: Channel, groups: Sequence[DeviceColumnGroup]) -> None:
         self._column, self._channel, self._groups = column, channel, groups
 
     def tell(self) -> None:
@@ -109,7 +109,7 @@ def make_device_synchronizer(
         mesh: the ranks that hold what this one holds, in the order of their replicas.
         device: of this rank.
     """
-    column, channel = Column(mesh), DeviceChannel(mesh, device)
+    column, channel = Column(mesh), Channel.between_devices(mesh, device)
     if setting.dense:
         tables = [WholeTables(exchange, column.replica) for exchange in exchanges]
         return Synchronizer(setting.every, column, tables, AverageTables(column, channel, tables))

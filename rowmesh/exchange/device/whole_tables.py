@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rowmesh.exchange.averaged import CHUNK_BYTES
 from rowmesh.exchange.column import Column
-from rowmesh.exchange.device.messages import DeviceChannel
 from rowmesh.exchange.update import Update
+from rowmesh.mesh.channel import Channel
 
 if TYPE_CHECKING:
     from rowmesh.exchange.device.route import DeviceExchange
@@ -97,7 +97,7 @@ class AverageTables:
         groups: what is averaged.
     """
 
-    def __init__(self, column: Column, channel: DeviceChannel, groups: Sequence[WholeTables]) -> None:
+    def __init__(self, column: Column, channel: Channel, groups: Sequence[WholeTables]) -> None:
         self._column, self._channel, self._groups = column, channel, groups
 
     def tell(self) -> None:

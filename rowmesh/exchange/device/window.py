@@ -23,8 +23,8 @@ from torch import Tensor
 from rowmesh.exchange.device.pooling import DevicePooling
 from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup, places_in
 from rowmesh.exchange.device.router import descriptors
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.step import Step
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables.dense import compute_dtype

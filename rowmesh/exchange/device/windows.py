@@ -16,8 +16,8 @@ from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
 from rowmesh.exchange.device.route import DeviceRoutePart
 from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.phased import NO_WINDOW, check_numbers, phased_obstacle
-from rowmesh.exchange.step import Step, joined
 from rowmesh.exchange.window import Form
 from rowmesh.exchange.windows import COMPUTED, WholeWindows
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rowmesh.errors import PeerError
-from rowmesh.exchange.barrier import FUTEX, Barrier
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.barrier import FUTEX, Barrier
 from tests.support.threads import in_threads
 
 SLEEPS = pytest.mark.parametrize("futex", [FUTEX, 0], ids=["futex", "naps"])

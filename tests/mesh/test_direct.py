@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Channel, Parts
+from rowmesh.exchange.messages import Parts, post_parts
+from rowmesh.mesh.channel import Channel
 from tests.support.ranks import RankPool
 
 
@@ -34,7 +35,7 @@ def exchange(channel, mesh, number, sizes):
     out = np.full(sum(mine) + 1, 10 * mesh.rank + number % 10, np.uint8)
     into = np.full(max(sum(theirs), 1), 255, np.uint8)
     bounds = [[0, *np.cumsum(each).tolist()] for each in (mine, theirs)]
-    channel.exchange(Parts(out, 0, bounds[0], 1), Parts(into, 0, bounds[1], 1), counters, "testing")
+    post_parts(channel, Parts(out, 0, bounds[0], 1), Parts(into, 0, bounds[1], 1), counters, "testing").wait()
     for member, (begin, count) in enumerate(zip(bounds[1], theirs, strict=False)):
         if member != mesh.rank:
             assert into[begin : begin + count].tolist() == [10 * member + number % 10] * count

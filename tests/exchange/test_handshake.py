@@ -1,6 +1,6 @@
 """The message that opens a fetch or a push; what it guards is tested in test_collection.py."""
 
-from rowmesh.exchange.opening import describe
+from rowmesh.exchange.handshake import describe
 
 
 def test_operations_in_words():

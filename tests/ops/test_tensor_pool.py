@@ -4,8 +4,8 @@ import gc
 
 import torch
 
-from rowmesh.exchange.tensor_pool import TensorPool
 from rowmesh.ops.memory import HUGE_PAGE
+from rowmesh.ops.tensor_pool import TensorPool
 from tests.support.threads import in_threads
 
 

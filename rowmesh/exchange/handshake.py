@@ -1,0 +1,209 @@
+"""Handshake: what ranks compare before they act, so that all raise, and name the rank that differs.
+
+Before every fetch and push ranks tell each other which one it is, and before an update a digest of its learning rates:
+with unequal ones rows would learn at the rate of the rank that owns them, and copies would drift apart. The digest
+travels beside the number of the operation, in a message that is sent anyway; only where digests differ do ranks send
+each other the rates.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from struct import pack
+
+import numpy as np
+import torch
+
+from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.optim.rules import Rate
+from rowmesh.placement import Plan
+from rowmesh.tables import TableSpec
+
+_BITS = 32  # of a digest; what stands before it is an operation
+
+
+class Step:
+    """One update of all groups of a collection; it does not change.
+
+    Attributes:
+        number: from 1; −1 where it is only compared.
+        rates: of each group.
+        names: of the groups, for messages.
+
+    Example:
+        >>> Step(1, (Rate(0.1),)).digest == Step(7, (Rate(0.1),)).digest != Step(1, (Rate(0.2),)).digest
+        True
+    """
+
+    __slots__ = ("_before", "names", "number", "rates")
+
+    def __init__(self, number: int, rates: Sequence[Rate], names: Sequence[str] = (), *, before: int = 0) -> None:
+        self.number, self.rates, self.names, self._before = number, rates, names, before
+
+    @property
+    def digest(self) -> int:
+        """Of the rates, 32 bits; made only where there are others to compare it with."""
+        numbers = [number for rate in self.rates for number in rate]
+        return zlib.crc32(pack(f"{len(numbers)}d", *numbers), self._before)
+
+    def after(self, digest: int) -> Step:
+        """The same step, whose digest is also that of the steps before: of what `after` gave for the last one, or 0."""
+        return Step(self.number, self.rates, self.names, before=digest)
+
+
+def joined(operation: int, step: Step | None) -> int:
+    """An operation and the digest of its step, as one number that fits into 64 bits.
+
+    >>> parted([joined(-3, None), joined(5, Step(5, (Rate(0.1),)))])[0]
+    [-3, 5]
+    """
+    return operation << _BITS | (0 if step is None else step.digest)
+
+
+def parted(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The operations, and the digests, that `joined` put together."""
+    return [number >> _BITS for number in numbers], [number & (1 << _BITS) - 1 for number in numbers]
+
+
+def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
+    """Raises on all ranks of a mesh, before anything is updated, where they would update by different numbers.
+
+    Args:
+        mesh: those that have told each other their digests.
+        digests: of all of them, in their order.
+        step: of this rank; None where there is none yet.
+
+    Raises:
+        ConfigurationError: they differ; names the ranks and the values.
+    """
+    if digests.count(digests[0]) == len(digests):
+        return
+    mine = None if step is None else step.rates
+    everyone: list[list[list[float]] | None] = gather_objects(mesh, mine, "comparing learning rates")
+    for place, name in enumerate(step.names if step is not None else ()):
+        rates = [None if each is None else Rate(*each[place]) for each in everyone]
+        if len(set(rates)) > 1:
+            told = ", ".join(f"rank {mesh.name(rank)} has {_text(rate)}" for rank, rate in enumerate(rates))
+            number = "" if step is None or step.number < 0 else f" in step {step.number}"
+            raise ConfigurationError(
+                f"ranks disagree about how fast group {name} learns{number}: {told}; set lr of the "
+                "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers; the "
+                "gradients of this step are dropped"
+            )
+    raise ConfigurationError(
+        "ranks had different learning rates in a step since they compared them last; set lr of the "
+        "EmbeddingOptimizer's param_groups alike on all ranks, and load a checkpoint: their rows differ"
+    )
+
+
+def _text(rate: Rate | None) -> str:
+    if rate is None:
+        return "no step"
+    return f"lr {rate.lr:g}" + (f" and gradients times {rate.factor:g}" if rate.factor != 1.0 else "")
+
+
+class Handshake:
+    """A row of numbers to every rank: which fetch (above 0) or push (below 0) this is, at which learning rates, then
+    whatever else.
+
+    Args:
+        mesh: the ranks.
+        channel: between them.
+        width: numbers in a row.
+        common: counts the messages.
+
+    Attributes:
+        numbers: int64 `[W, width]`, to be sent; the first column is filled in.
+    """
+
+    def __init__(self, mesh: Mesh, channel: Channel, width: int, common: CommonCounters) -> None:
+        self._mesh, self._channel, self._common = mesh, channel, common
+        self._out = torch.zeros(mesh.world_size, width, dtype=torch.int64, device="cpu")
+        self.numbers = self._out.numpy()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is sent."""
+        return self._out.nbytes
+
+    def __call__(self, operation: int, step: Step | None = None) -> np.ndarray:
+        """Exchanges the rows: one from every rank. Collective and blocking.
+
+        Args:
+            operation: what this rank does.
+            step: of a push.
+
+        Raises:
+            ConfigurationError: ranks have different learning rates.
+            PeerError: a rank does something else; all ranks learn it here, so nobody is left waiting.
+        """
+        self.numbers[:, 0] = joined(operation, step)
+        rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
+        operations, digests = parted(rows[:, 0].tolist())
+        if operations.count(operation) != len(operations):
+            name = self._mesh.name
+            raise PeerError(
+                f"rank {name(self._mesh.rank)}: ranks are out of step: {describe(operations, name)}; every rank must "
+                f"call forward and step equally often and in the same order"
+            )
+        check_rates(self._mesh, digests, step)
+        return rows
+
+
+def describe(operations: Sequence[int], name: Callable[[int], int]) -> str:
+    """What each rank does.
+
+    >>> describe([3, -2], lambda rank: rank)
+    'rank 0 is in forward 3, rank 1 is in step 2'
+    """
+    calls = [f"forward {number}" if number > 0 else f"step {-number}" for number in operations]
+    return ", ".join(f"rank {name(rank)} is in {call}" for rank, call in enumerate(calls))
+
+
+def agree_on_tables(
+    mesh: Mesh, tables: Sequence[TableSpec], seed: int, transport: str, synchronization: Synchronization, plan: Plan
+) -> None:
+    """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
+    mine = [repr(table) for table in tables]
+    mine += [f"seed {seed}", f"transport {transport!r}", repr(synchronization)]
+    mine += [f"replicas {plan.replicas}", *plan.to_json().splitlines()]
+    everyone = gather_objects(mesh, mine, "comparing the tables of all ranks")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
+            first, other = next((a, b) for a, b in pairs if a != b)
+            raise ConfigurationError(
+                f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
+            )
+
+
+def agree_to_migrate(mesh: Mesh, plan: Plan, num_under_way: int) -> None:
+    """Raises on all ranks alike where one cannot migrate, or has another plan.
+
+    Args:
+        mesh: the ranks.
+        plan: to go over to.
+        num_under_way: batches of this rank that were routed, and not pushed.
+
+    Raises:
+        RowmeshError: a rank has such; names it.
+        ConfigurationError: a rank has another plan than rank 0; names it.
+    """
+    everyone = gather_objects(mesh, (plan.to_json(), num_under_way), "agreeing on a migration")
+    for rank, (theirs, waiting) in enumerate(everyone):
+        if waiting:
+            raise RowmeshError(
+                f"rank {rank} cannot migrate while {waiting} batch(es) are under way: rows were routed or looked "
+                "up, and not pushed; step first, or drop what forward returned"
+            )
+        if theirs != everyone[0][0]:
+            raise ConfigurationError(
+                f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
+            )
