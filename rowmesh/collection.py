@@ -25,12 +25,13 @@ from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_on_tables, agree_to_migrate
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pending import Pending
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.exchange.window import Form, Window, WindowLookUp
 from rowmesh.exchange.windows import Windows
 from rowmesh.faults import reach

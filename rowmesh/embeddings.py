@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.backend import Backend
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.pooling import LookUp, PoolFunction
-from rowmesh.exchange.route import GroupExchange, RouteGroup
+from rowmesh.exchange.route import RouteGroup
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch

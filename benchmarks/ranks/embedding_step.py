@@ -7,31 +7,28 @@ from typing import Any
 
 from torch import Tensor
 
-import rowmesh.exchange.pooling
 from benchmarks import rank as rank_side
 from benchmarks.hardware import CopyFloor, PingPong
 from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.exchange.collective import CollectiveTransport
-from rowmesh.exchange.collective_group import CollectiveGroup
+from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
+from rowmesh.exchange.copies import Copies, Relay
+from rowmesh.exchange.group import Sources
 from rowmesh.exchange.one_sided import OneSidedTransport
-from rowmesh.exchange.relay import Relay
-from rowmesh.exchange.replicas import Replicas
-from rowmesh.exchange.route import GroupExchange
-from rowmesh.exchange.transport import Sources
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
+from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.placement import Plan
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [
     (EmbeddingCollection, "route", "route"),
-    (GroupExchange, "_unique_ids", "unique"),
+    (HostLookUps, "find", "find"),
     (EmbeddingCollection, "fetch", "fetch"),
     (EmbeddingCollection, "pool", "pool"),
-    (rowmesh.exchange.pooling, "compress", "compress"),
+    (HostLookUp, "compress", "compress"),
     (EmbeddingCollection, "_take_gradients", "backward"),
     (EmbeddingCollection, "push", "push"),
     (Barrier, "wait", "barrier"),
@@ -44,9 +41,9 @@ PHASES = [
     (Relay, "request", "relay keys"),
     (Relay, "fetch", "relay rows"),
     (Relay, "push", "relay gradients"),
-    (Replicas, "share", "keep copies equal"),
+    (Copies, "share", "keep copies equal"),
     (CollectiveTransport, "_compare", "compare"),
-    (CollectiveGroup, "_send_gradients", "send gradients"),
+    (CollectiveGroup, "post_gradients", "send gradients"),
     (Channel, "wait", "wait"),
 ]
 

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rowmesh.exchange.told import Layout, Told
-from rowmesh.exchange.update import Update
-from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import average, gather
-from rowmesh.ops.memory import Growing, Scratch, array_at
-from rowmesh.ops.merge_update import Merger, Singles
+from rowmesh.ops.memory import Growing, Scratch, array_at, held_bytes
+from rowmesh.ops.merge_update import Merger
 from rowmesh.ops.simd import STORAGE
+from rowmesh.optim.rules import Update
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.route import GroupExchange
+    from rowmesh.exchange.group import GroupExchange
 
 CHUNK_BYTES = 16 << 20  # of whole tables are averaged at once
 
@@ -74,7 +73,9 @@ class AveragedRows:
         columns = sum(column.num_bytes for column in self._columns)
         return self._marks.nbytes + self._slots.num_bytes + held_bytes(self._merger) + columns
 
-    def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
+    def apply(
+        self, merged: Any, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were."""
         first, end = part or (0, merged.num_merged)
         used = self._slots.used

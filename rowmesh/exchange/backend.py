@@ -11,44 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
-from rowmesh.exchange.pooling import GroupPooling, Pooling
-from rowmesh.exchange.route import RouteGroup
-from rowmesh.exchange.router import HostRouter, Router
+from rowmesh.exchange.pooling import Pooling
+from rowmesh.exchange.route import Router
 from rowmesh.exchange.window import Form, WindowMaker
 from rowmesh.exchange.windows import Windows, make_windows
-from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
-
-
-class Pools(Protocol):
-    """From rows to vectors, and from gradients of vectors to gradients of rows; as `pooling.Pooling` does it."""
-
-    def compress(self, group: RouteGroup) -> None:
-        """Prepares the backward; may run while rows travel."""
-        ...
-
-    def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
-        """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group."""
-        ...
-
-    def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of equal ids, for push to send."""
-        ...
-
-    def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
-        """Whether all summed gradients are."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is kept from batch to batch."""
-        ...
 
 
 class Backend(Protocol):
@@ -59,7 +31,7 @@ class Backend(Protocol):
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
     make_core_part: Callable[..., Any]  # likewise, `CorePart`
 
-    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pools:
+    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """For the vectors of all groups.
 
         Args:
@@ -94,12 +66,11 @@ class HostBackend:
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Numba's kernels."""
-        poolings = [GroupPooling(group.dim, group.dtype) for group in groups]
-        return Pooling(poolings, [group.is_sequence for group in groups], width)
+        return Pooling(groups, width)
 
-    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> HostRouter:
+    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> Router:
         """Numba's kernels."""
-        return HostRouter(layouts, rank)
+        return Router(groups, layouts, rank)
 
     def make_window_maker(self) -> WindowMaker:
         """Over reused memory."""

@@ -6,9 +6,8 @@ from typing import Literal
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.collective import CollectiveTransport
-from rowmesh.exchange.local import LocalTransport
 from rowmesh.exchange.one_sided import OneSidedTransport
-from rowmesh.exchange.transport import Transport
+from rowmesh.exchange.transport import LocalTransport, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.shared_memory import is_supported
 

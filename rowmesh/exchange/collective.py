@@ -4,6 +4,9 @@ A step has one round for the counts of all groups, for each group one for the ke
 gradients, however many tables the group has, and before the gradients one in which ranks compare what they push. The
 messages of one group travel while those of another are made. What a rank asks of itself never leaves it.
 
+A rank merges the requests that others send it, replies with the rows, and later gets their gradients in the same order.
+Of most rows it is the owner; of rows that go in two hops it is the node leader, which relays.
+
 Source: FusedRec §3, Algorithm 1, lines 4–6.
 Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to
 every request for it; the same merge serves the update.
@@ -11,60 +14,108 @@ every request for it; the same merge serves the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from rowmesh.exchange.collective_group import CollectiveGroup
+import numpy as np
+from torch import Tensor
+
+from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup
-from rowmesh.exchange.update import Update
-from rowmesh.exchange.workspace import Outbox, private_outbox
+from rowmesh.exchange.route import Route, RouteGroup, RoutePart
+from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
-from rowmesh.ops.memory import Buffer, Memory
+from rowmesh.ops import gather
+from rowmesh.ops.memory import Scratch, held_bytes
+from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.simd import STORAGE
+from rowmesh.optim.rules import Update
+from rowmesh.placement.address_map import RELAYS, REPLIES
+
+_KEY_BYTES = 4
 
 
-class CollectiveTransport:
+def bounds_of(sizes: np.ndarray) -> np.ndarray:
+    """Where each part begins, int64, and where the last one ends.
+
+    >>> bounds_of(np.array([3, 0, 4])).tolist()
+    [0, 3, 3, 7]
+    """
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def sizes_of(bounds: Sequence[int]) -> list[int]:
+    """The size of each part.
+
+    >>> sizes_of([0, 3, 3, 7])
+    [3, 0, 4]
+    """
+    return [bounds[k + 1] - bounds[k] for k in range(len(bounds) - 1)]
+
+
+class Incoming:
+    """What other ranks asked of this one for one group of one route.
+
+    Attributes:
+        offsets: int64 `[W, S′ + 1]`, of every rank's requests, in that rank's numbering.
+        accesses: int64 `[W, S′]`.
+        bounds: int64 `[W + 1]`: where each rank's entries begin, over the requests of all ranks in order.
+        reply_bounds: int64 `[W + 1]`: where the replies to each rank begin.
+        sizes: how many entries each rank has.
+    """
+
+    __slots__ = ("accesses", "bounds", "offsets", "reply_bounds", "sizes")
+
+    def __init__(self, offsets: np.ndarray, accesses: np.ndarray, num_replying: int) -> None:
+        self.offsets = np.ascontiguousarray(offsets)
+        self.accesses = accesses
+        sizes = offsets[:, -1] - offsets[:, 0]
+        self.bounds, self.sizes = bounds_of(sizes), sizes.tolist()
+        self.reply_bounds = bounds_of(offsets[:, num_replying] - offsets[:, 0])
+
+    @property
+    def num_entries(self) -> int:
+        """Requests of all ranks."""
+        return int(self.bounds[-1])
+
+
+class CollectiveTransport(Transport):
     """torch.distributed over gloo."""
 
     name = "collective"
 
     def __init__(self, mesh: Mesh) -> None:
-        self.common = CommonCounters()
+        super().__init__()
         self._mesh = mesh
-        self._all = Channel.between_hosts(mesh)
+        self._everyone = Channel.between_hosts(mesh)
         self._num_fetches = self._num_pushes = 0
-
-    def allocate(self, num_bytes: int) -> Memory:
-        """Private memory."""
-        return Buffer(num_bytes)
-
-    def make_outbox(self, num_segments: int) -> Outbox:
-        """Private memory."""
-        return private_outbox(self._mesh.world_size, num_segments)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Prepares the message that opens every fetch and push, and the channels of the second hop."""
-        per_node = self._mesh.ranks_per_node
-        self._groups = [CollectiveGroup(exchange, self._all, per_node, self.common) for exchange in exchanges]
+        super().connect(exchanges)
+        mesh = self._mesh
+        self._groups = [
+            CollectiveGroup(exchange, self._everyone, mesh.ranks_per_node, self.common) for exchange in exchanges
+        ]
         if any(group.needs_nodes for group in self._groups):
-            column, node = _make_channels(self._mesh)
+            between, within = _make_channels(mesh)
             for group in self._groups:
-                group.connect_nodes(column, node)
+                group.connect_nodes(between, within)
         # To each rank: which fetch (above 0) or push (below 0) this is, then the counts, or what is pushed.
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
-        self._handshake = Handshake(self._mesh, self._all, width, self.common)
-        self._exchanges = exchanges
+        self._handshake = Handshake(mesh, self._everyone, width, self.common)
         self.barrier()
 
-    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
         """Tells the owners which rows are needed and receives them."""
         self._num_fetches += 1
         self._exchange_counts(route.groups)
         pairs = list(zip(self._groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
-        rows = [messages.post_rows(group, work) for (messages, group), work in zip(pairs, keys, strict=True)]
+        rows = [messages.post_rows(group, message) for (messages, group), message in zip(pairs, keys, strict=True)]
         for group in route.groups:
             meanwhile(group)
         for message in rows:
@@ -73,9 +124,9 @@ class CollectiveTransport:
     def _exchange_counts(self, groups: Sequence[RouteGroup]) -> None:
         out, column = self._handshake.numbers, 1
         for group in groups:
-            segments, outbox = group.exchange.num_segments, group.workspace.outbox
-            out[:, column : column + segments + 1] = outbox.segment_offsets
-            out[:, column + segments + 1 : column + 2 * segments + 1] = outbox.accesses
+            segments, send = group.exchange.num_segments, group.look_up.send
+            out[:, column : column + segments + 1] = send.segment_offsets
+            out[:, column + segments + 1 : column + 2 * segments + 1] = send.accesses
             column += 2 * segments + 1
         counts, column = self._handshake(self._num_fetches), 1
         for messages, group in zip(self._groups, groups, strict=True):
@@ -84,17 +135,20 @@ class CollectiveTransport:
             messages.expect(group, counts[:, column:split], counts[:, split : split + segments])
             column += 2 * segments + 1
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         most, is_equal = self._compare(routes, step)
         if not is_equal:
             routes = self._request_again(routes, most)
         pushed = [[route.groups[index] for route in routes] for index in range(len(self._groups))]
-        gradients = [messages.post_gradients(groups) for messages, groups in zip(self._groups, pushed, strict=True)]
-        for messages, groups, works, update in zip(self._groups, pushed, gradients, updates, strict=True):
-            messages.push(groups, works, update)
+        gradients = [
+            [messages.post_gradients(group) for group in groups]
+            for messages, groups in zip(self._groups, pushed, strict=True)
+        ]
+        for messages, groups, under_way, update in zip(self._groups, pushed, gradients, updates, strict=True):
+            messages.push(groups, under_way, update)
 
-    def _compare(self, routes: Sequence[Routed], step: Step) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[RoutePart], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
@@ -102,14 +156,14 @@ class CollectiveTransport:
         pushed = self._handshake(-self._num_pushes, step)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
-    def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
+    def _request_again(self, routes: Sequence[RoutePart], most: int) -> list[RoutePart]:
         """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
         """
-        aligned = [*routes]
+        aligned, indices = [*routes], range(len(self._exchanges))
         while len(aligned) < most:
-            aligned.append(Route.of_nothing(self._exchanges))
+            aligned.append(RoutePart(Route.of_nothing(self._exchanges), indices))
         for route in aligned:
             self._exchange_counts(route.groups)
             for messages, group in zip(self._groups, route.groups, strict=True):
@@ -118,25 +172,216 @@ class CollectiveTransport:
             messages.forget()
         return aligned
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the second hop, of copies, and of what opens a step."""
-        return self._handshake.num_bytes + sum(group.num_bytes for group in self._groups)
-
     def barrier(self) -> None:
         """Waits for all ranks."""
         barrier(self._mesh, "waiting at a barrier")
 
-    def close(self) -> None:
-        """Nothing is held that does not go with the collection."""
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the second hop, of copies, and of the message that opens a step."""
+        return self._handshake.num_bytes + sum(group.num_bytes for group in self._groups)
 
 
 def _make_channels(mesh: Mesh) -> tuple[Channel, Channel]:
     """The ranks with this one's place in their nodes, and the ranks of this node; every rank must call it."""
     size, world_size = mesh.ranks_per_node, mesh.world_size
-    column = mesh.subgroup([range(place, world_size, size) for place in range(size)])
-    node = mesh.subgroup([range(first, first + size) for first in range(0, world_size, size)])
+    between = mesh.subgroup([range(place, world_size, size) for place in range(size)])
+    within = mesh.subgroup([range(first, first + size) for first in range(0, world_size, size)])
     return (
-        Channel(mesh, column, mesh.rank // size, world_size // size),
-        Channel(mesh, node, mesh.rank % size, size),
+        Channel(mesh, between, mesh.rank // size, world_size // size),
+        Channel(mesh, within, mesh.rank % size, size),
     )
+
+
+class CollectiveGroup:
+    """One group's messages.
+
+    Args:
+        exchange: the group's.
+        everyone: all ranks.
+        ranks_per_node: G, of the mesh: gradients are summed node by node.
+        common: counts what is not rows, keys or gradients.
+    """
+
+    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, common: CommonCounters) -> None:
+        address_map = exchange.address_map
+        self.exchange = exchange
+        self._everyone, self._ranks_per_node = everyone, ranks_per_node
+        self._within: Channel | None = None
+        self._between: Channel | None = None
+        self._relay: Relay | None = None
+        self._common = common
+        self._copies = Copies(exchange, common)
+        self._num_replying = len(address_map.segments(REPLIES))
+        self._num_direct = len(address_map.segments({"direct"}))
+        self._replicated = address_map.segments({"replicated"})
+        self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
+        self._doing = f"exchanging group {exchange.group.name}"
+        self._merged: RouteGroup | None = None  # whose requests the merger holds
+        self._sources = Sources(exchange)
+        self._row_addresses = Scratch()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers that are kept from step to step, without those of routes."""
+        relayed = self._relay.num_bytes if self._relay else 0
+        return held_bytes(self) + self._copies.num_bytes + relayed
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether rows go in two hops."""
+        return bool(set(self.exchange.address_map.kinds) & RELAYS)
+
+    def connect_nodes(self, between: Channel, within: Channel) -> None:
+        """Takes the channels of the second hop: between nodes, and within this one."""
+        if self.needs_nodes:
+            self._relay = Relay(self.exchange, between, self._common)
+            self._between, self._within = between, within
+
+    def expect(self, group: RouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
+        """Takes what ranks say that they will ask."""
+        group.incoming = Incoming(offsets, accesses, self._num_replying)
+
+    def post_keys(self, group: RouteGroup) -> Message:
+        """Tells owners and node leaders which rows are needed."""
+        look_up, incoming, exchange = group.look_up, group.incoming, self.exchange
+        send, count = look_up.send, incoming.num_entries
+        send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
+        look_up.replies.reserve(count * max(exchange.gradient_bytes, exchange.row_bytes))
+        look_up.requests.reserve(_KEY_BYTES * count)
+        out = send.lists.items(_KEY_BYTES, group.num_unique, offset=send.slots_offset)
+        into = look_up.requests.buffer.items(_KEY_BYTES, count)
+        return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
+
+    def post_rows(self, group: RouteGroup, keys: Message) -> Message:
+        """Merges what was asked, once it is here, and replies; relayed rows are fetched before."""
+        keys.wait()
+        self._merge([group])
+        look_up, row_bytes = group.look_up, self.exchange.row_bytes
+        if self._relay:
+            self._relay.request(look_up.relayed)
+            self._relay.fetch(look_up.relayed)
+        self._reply(group)
+        bounds = group.incoming.reply_bounds.tolist()
+        out = look_up.replies.buffer.items(row_bytes, bounds[-1])
+        into = look_up.received.buffer.items(row_bytes, look_up.reply_bounds[-1])
+        return self._post(out, sizes_of(bounds), sizes_of(look_up.reply_bounds), into)
+
+    def _post(self, out: Tensor, sizes_out: list[int], sizes_in: list[int], into: Tensor) -> Message:
+        counters = self.exchange.counters
+        return self._everyone.post(out, sizes_out, sizes_in, counters, self._doing, into, copies_own=False)
+
+    def _reply(self, group: RouteGroup) -> None:
+        exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
+        rank, look_up = exchange.rank, group.look_up
+        out = look_up.replies.buffer.address
+        if self._num_replying == exchange.num_segments and self._relay is None:
+            own, end = int(incoming.bounds[rank]), int(incoming.bounds[rank + 1])
+            pinned = exchange.pin(merger)
+            group.pin(pinned)
+            places = merger.merged_slots if pinned is None else pinned.cache_slots.ctypes.data
+            self._gather.reply(
+                exchange.arena.address, places, merger.heads, merger.nexts, merger.num_merged, own, end, out
+            )
+            if pinned is not None:
+                exchange.place_own(group, merger, own)
+            return
+        shifts = incoming.reply_bounds[:-1] - incoming.bounds[:-1]
+        self._gather.reply_from(
+            self._addresses(),
+            merger.heads,
+            merger.nexts,
+            int(merger.merged_offsets[self._num_replying]),
+            incoming.bounds.ctypes.data,
+            shifts.ctypes.data,
+            rank,
+            look_up.uniques + _KEY_BYTES * look_up.bounds[rank],
+            look_up.addresses,
+            out,
+        )
+
+    def _addresses(self) -> int:
+        """Where the row of each merged key that gets a reply is."""
+        if self._relay:
+            return self._relay.addresses
+        merger, exchange = self.exchange.merger, self.exchange
+        count = int(merger.merged_offsets[self._num_replying])
+        address = self._row_addresses.reserve(8 * count)
+        self._gather.locate_slots(exchange.arena.address, merger.merged_slots, count, address)
+        return address
+
+    def post_gradients(self, group: RouteGroup) -> Message:
+        """Sends the gradients of a route."""
+        size, look_up, incoming = self.exchange.gradient_bytes, group.look_up, group.incoming
+        out = look_up.send.gradients.items(size, group.num_unique)
+        into = look_up.replies.buffer.items(size, incoming.num_entries)
+        return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
+
+    def push(self, groups: Sequence[RouteGroup], gradients: Sequence[Message], update: Update) -> None:
+        """Merges gradients, once they are here, relays them, updates rows and their copies."""
+        if not groups:
+            return
+        if len(groups) > 1 or self._merged is not groups[0]:
+            self._merge(groups)
+            if self._relay:
+                self._relay.request(None)
+        for message in gradients:
+            message.wait()
+        self._merged = None
+        self._sources.apply(update, self._num_direct)
+        self._sources.count()
+        if self._relay:
+            self._relay.push(update)
+            self._share_relayed(self._relay, update)
+        if self._replicated:
+            offsets = self.exchange.merger.merged_offsets
+            part = (int(offsets[self._replicated.start]), int(offsets[self._replicated.stop]))
+            self._copies.share(self.exchange.merger, part, self._everyone, update)
+
+    def _share_relayed(self, relay: Relay, update: Update) -> None:
+        assert self._between
+        assert self._within
+        if relay.node_part[0] < relay.node_part[1]:
+            self._copies.share(relay.merger, relay.merged(relay.node_part), self._between, update)
+        if relay.forwarded_part[0] < relay.forwarded_part[1]:
+            part = relay.merged(relay.forwarded_part)
+            received = self._copies.share(relay.merger, part, self._between, update)
+            self._copies.pass_on(received, self._within, update)
+
+    def forget(self) -> None:
+        """What was merged is no longer what will be pushed."""
+        self._merged = None
+
+    def _merge(self, groups: Sequence[RouteGroup]) -> None:
+        """Merges the requests of all ranks for these routes; where their gradients will be is known already."""
+        self._sources = merged_requests(self.exchange, groups, self._ranks_per_node)
+        self._merged = groups[0] if len(groups) == 1 else None
+
+
+def merged_requests(
+    exchange: GroupExchange, groups: Sequence[RouteGroup], ranks_per_node: int, merger: Merger | None = None
+) -> Sources:
+    """Merges the requests of all ranks for some routes, in the order of the ranks; gradients may come later.
+
+    Args:
+        exchange: the group's.
+        groups: of the routes, with what other ranks asked.
+        ranks_per_node: G: gradients are summed node by node.
+        merger: holds what is merged; default: the group's own.
+    """
+    size, sources = exchange.gradient_bytes, Sources(exchange, merger)
+    for rank in range(exchange.world_size):
+        for group in groups:
+            if rank == exchange.rank:
+                sources.add_own(group)
+                continue
+            look_up, incoming = group.look_up, group.incoming
+            # Entries are counted over all ranks here, requests from each sender's own beginning.
+            ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
+            slots = look_up.requests.buffer.address + _KEY_BYTES * ahead
+            gradients = look_up.replies.buffer.address + size * ahead
+            sources.add(slots, incoming.offsets[rank], gradients, incoming.accesses[rank])
+        if (rank + 1) % ranks_per_node == 0 and ranks_per_node < exchange.world_size:
+            sources.end_node()
+    sources.merge()
+    return sources

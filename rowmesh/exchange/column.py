@@ -12,10 +12,10 @@ from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.told import Layout, Told
-from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.memory import Scratch
+from rowmesh.optim.rules import Update
 
 
 class Replicated(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,10 +22,10 @@ from rowmesh.exchange.choice import TransportName, transport_for
 from rowmesh.exchange.core_layout import CoreLayout
 from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.workspace import private_outbox
+from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.memory import array_at
@@ -59,16 +58,14 @@ class CoreExchange(GroupExchange):
 
     def __init__(self, group: TableGroup) -> None:
         address_map = core_map(group)
-        super().__init__(
-            group, address_map, cast("Any", CoreArena(group)), partial(private_outbox, 1, address_map.num_segments)
-        )
+        super().__init__(group, address_map, cast("Any", CoreArena(group)), is_computed=True)
         self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
 
     def fetch(self, group: RouteGroup, version: int) -> None:
         """Computes the rows of a batch's distinct ids."""
-        workspace, outbox = group.workspace, group.workspace.outbox
-        rows = workspace.received.reserve(group.num_unique * self.row_bytes)
-        addresses = array_at(workspace.addresses.reserve(8 * group.num_unique), np.int64, group.num_unique)
+        look_up, outbox = group.look_up, group.look_up.send
+        rows = look_up.received.reserve(group.num_unique * self.row_bytes)
+        addresses = array_at(look_up.addresses, np.int64, group.num_unique)
         addresses[:] = rows + self.row_bytes * np.arange(group.num_unique)
         slots = outbox.lists.array(np.uint32, group.num_unique, offset=outbox.slots_offset).astype(np.int64)
         keep, lookups = torch.is_grad_enabled(), []
@@ -83,7 +80,7 @@ class CoreExchange(GroupExchange):
         taken = []
         for group in groups:
             fetched: Fetched = group.incoming
-            outbox = group.workspace.outbox
+            outbox = group.look_up.send
             begin, end = outbox.segment_offsets[0, table : table + 2].tolist()
             if end == begin:
                 continue
@@ -100,7 +97,7 @@ class CoreExchange(GroupExchange):
     def finish(self, groups: Sequence[RouteGroup]) -> None:
         """Counts what this rank's batches asked for, distinct within each, and forgets what was looked up."""
         for group in groups:
-            outbox = group.workspace.outbox
+            outbox = group.look_up.send
             self.counters.count_tables(outbox.accesses[0], outbox.segment_offsets[0])
             group.incoming = None
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rowmesh.ops.merge_update import DeviceMerged
+from rowmesh.placement import AddressMap
 
 
 @dataclass
@@ -56,6 +62,9 @@ class GroupCounters:
         synchronization: the same of keeping replicas together, where tables have replicas.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
+        device: where distinct rows are counted; None: by the host.
+        distinct: int64 `[S]` on the device: distinct rows of each table that were counted there, on the stream that
+            updates rows. Nobody waits for them until they are read.
     """
 
     group: str
@@ -70,10 +79,12 @@ class GroupCounters:
     synchronization: SyncCounters = field(default_factory=SyncCounters)
     out_of_range: dict[str, int] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
+    device: torch.device | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._accesses = np.zeros(len(self.tables), np.int64)
         self._distinct = np.zeros(len(self.tables), np.int64)
+        self.distinct = torch.zeros(len(self.tables), dtype=torch.int64, device=self.device or "cpu")
 
     @property
     def table_accesses(self) -> dict[str, int]:
@@ -82,8 +93,13 @@ class GroupCounters:
 
     @property
     def table_distinct(self) -> dict[str, int]:
-        """Table → distinct rows among them, update by update."""
-        return dict(zip(self.tables, self._distinct.tolist(), strict=True))
+        """Table → distinct rows among them, update by update; waits for the device."""
+        numbers = self._distinct + self.distinct.cpu().numpy()
+        return dict(zip(self.tables, numbers.tolist(), strict=True))
+
+    def count_outside(self, feature: str, count: int) -> None:
+        """Adds ids of a feature that are no rows of its table."""
+        self.out_of_range[feature] = self.out_of_range.get(feature, 0) + count
 
     def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
         """Adds what was asked of this rank in one update: ids by segment `[S′]`, offsets of distinct rows `[S′ + 1]`.
@@ -100,3 +116,36 @@ class GroupCounters:
     def add_distinct(self, distinct: np.ndarray) -> None:
         """Adds distinct rows among them, by segment."""
         self._distinct += distinct.reshape(-1, len(self.tables)).sum(0)
+
+
+class SlotTables:
+    """Of which table each slot of a rank is.
+
+    Args:
+        address_map: of the group.
+        device: of this rank.
+        without: kinds of rows that are not counted here.
+    """
+
+    def __init__(self, address_map: AddressMap, device: torch.device, without: Container[str] = ()) -> None:
+        from rowmesh.ops.merge_update.cuda import NO_KIND, count_by_range
+
+        self._num_tables, self._count = address_map.num_tables, count_by_range
+        bounds = [(0, NO_KIND)]  # where ranges begin, in the order of the slots, and of which table they are
+        for table in range(self._num_tables):
+            for piece in address_map.held(table, without):
+                if len(piece.slots):
+                    bounds += [(piece.slots.start, table), (piece.slots.stop, NO_KIND)]
+        bounds.sort()
+        self._starts, self._tables = np.array(bounds, np.int64).T.copy()
+        ends = np.append(self._starts, address_map.num_slots[address_map.rank])
+        self._on_device = torch.from_numpy(ends).to(device), torch.from_numpy(self._tables).to(device)
+
+    def count(self, merged: DeviceMerged, counters: GroupCounters) -> None:
+        """Counts merged slots."""
+        self._count(merged, *self._on_device, counters.distinct)
+
+    def count_here(self, slots: NDArray[np.uint32], counters: GroupCounters) -> None:
+        """Counts distinct slots that the host knows."""
+        tables = self._tables[np.searchsorted(self._starts, slots, "right") - 1]
+        counters.add_distinct(np.bincount(tables[tables >= 0], minlength=self._num_tables))

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.sparse import SparseBatch
 from rowmesh.suggest import nearest
 from rowmesh.tables.group import TableGroup
 
 MAX_CELLS = 2**32
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """One group's features in one batch.
-
-    Attributes:
-        features: int64 `[F, 8]`, the descriptors that the pool kernels read (`rowmesh.ops.pool.cpu`).
-        num_ids: ids of the group's features.
-        is_weighted: whether sums need a factor for each id (weights given, or means over bags of several ids).
-    """
-
-    features: np.ndarray
-    num_ids: int
-    is_weighted: bool
-    address: int = field(init=False)  # of `features`: asking NumPy costs more than some kernels take
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "address", self.features.ctypes.data)
-
-    @property
-    def num_features(self) -> int:
-        """F of this group."""
-        return len(self.features)
 
 
 class Layouts:

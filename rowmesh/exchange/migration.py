@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowmesh.exchange.route import GroupExchange
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete
 from rowmesh.placement import AddressMap

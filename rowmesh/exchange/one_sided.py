@@ -1,36 +1,37 @@
-"""One-sided transport: the ranks of a host read each other's arenas and outboxes in shared memory.
+"""One-sided transport: the ranks of a host read each other's rows and send buffers in shared memory.
 
 Forward needs no message at all: a row is read where its owner keeps it. A step has two barriers: one after which all
-gradients are in the outboxes (and nobody reads rows any more), one after which all rows are updated.
+gradients are in the send buffers (and no rank reads rows any more), one after which all rows are updated.
 
 Source: OPER §5.1 (direct reads of remote rows); `mesh.barrier` is what makes it cheap on CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from rowmesh.errors import PeerError, RowmeshError
-from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
-from rowmesh.exchange.transport import Sources
-from rowmesh.exchange.update import Update
-from rowmesh.exchange.workspace import Outbox, slots_offset
+from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
-from rowmesh.ops.memory import Memory
+from rowmesh.ops.look_up import HostLookUps, slots_offset
+from rowmesh.optim.rules import Update
+from rowmesh.tables import TableGroup
 
 MAX_ROUTES = 1024  # routes that one push may bring for a group
-_ENTRY = 6  # int64 values that announce an outbox
+_ENTRY = 6  # int64 values that announce a send buffer
 
 
 class _Mapped:
-    """A peer's outbox as it looks here; mapped again when the peer makes it anew."""
+    """A peer's send buffer as it looks here; mapped again when the peer makes it anew."""
 
     __slots__ = ("accesses", "all_offsets", "generation", "gradients", "lists", "offsets")
 
@@ -44,32 +45,32 @@ class _Mapped:
         ]
 
 
-class OneSidedTransport:
+class OneSidedTransport(Transport):
     """Shared memory between the ranks of one host."""
 
     name = "one_sided"
 
     def __init__(self, mesh: Mesh, num_groups: int) -> None:
-        self.common = CommonCounters()
+        super().__init__()
         self._mesh = mesh
         self._num_fetches = self._num_pushes = 0
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
         self._mapped: dict[tuple[int, int, int], _Mapped] = {}
         # Of every rank: its barrier flag, how many fetches it made and the digest of its learning rates, then for each
-        # group how many outboxes it announces, and which.
+        # group how many send buffers it announces, and which.
         self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
         self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
 
-    def allocate(self, num_bytes: int) -> Memory:
+    def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor:
         """Shared memory."""
-        buffer = SharedBuffer.create(num_bytes)
+        buffer = SharedBuffer.create(num_slots[rank] * group.dim * group.dtype.itemsize)
         self._keep.append(buffer)
-        return buffer
+        return buffer.tensor(group.dtype, num_slots[rank], group.dim)
 
-    def make_outbox(self, num_segments: int) -> Outbox:
+    def allocate(self, num_bytes: int) -> SharedBuffer:
         """Shared memory."""
-        return Outbox(_settled, self._mesh.world_size, num_segments)
+        return _settled(num_bytes)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Maps every rank's arenas and board; collective."""
@@ -87,7 +88,9 @@ class OneSidedTransport:
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
-            exchange.has_remote = False
+            look_ups = exchange.look_ups
+            assert isinstance(look_ups, HostLookUps)
+            look_ups.has_remote = False
         self._boards = boards
         self._flags = np.array([board.address for board in boards], np.int64)
         self._announced = [
@@ -97,16 +100,16 @@ class OneSidedTransport:
         self._barrier = Barrier(mesh, self._flags.ctypes.data)
         self._keep.extend(mapped)
 
-    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
         """Nothing to do: routing has put the addresses of the rows in place."""
         self._num_fetches += 1
         for group in route.groups:
-            replies, rank = group.reply_bounds, self._mesh.rank
+            replies, rank = group.look_up.reply_bounds, self._mesh.rank
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Announces the outboxes, waits, merges what all ranks put out for this one, updates, waits."""
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+        """Announces the send buffers, waits, merges what all ranks laid out for this one, updates, waits."""
         self._num_pushes += 1
         self._announce(routes, step)
         self._barrier.wait()
@@ -127,7 +130,7 @@ class OneSidedTransport:
                 sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
-    def _announce(self, routes: Sequence[Routed], step: Step) -> None:
+    def _announce(self, routes: Sequence[RoutePart], step: Step) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
@@ -137,22 +140,20 @@ class OneSidedTransport:
         for index, announced in enumerate(self._announced[self._mesh.rank]):
             announced[0] = len(routes)
             for place, route in enumerate(routes):
-                outbox = route.groups[index].workspace.outbox
-                lists, gradients = outbox.lists, outbox.gradients
+                send = route.groups[index].look_up.send
+                lists, gradients = send.lists, send.gradients
                 assert isinstance(lists, SharedBuffer)
                 assert isinstance(gradients, SharedBuffer)
+                memory = lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes
                 begin = 1 + _ENTRY * place
-                announced[begin : begin + 6] = (
-                    outbox.number, outbox.generation,
-                    lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes,
-                )  # fmt: skip
+                announced[begin : begin + _ENTRY] = (send.number, send.generation, *memory)
 
     def _check(self, step: Step) -> None:
         """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
-        told = [int(value[0]) for value in self._fetches]
-        if told.count(told[0]) == len(told):
+        joined_numbers = [int(value[0]) for value in self._fetches]
+        if joined_numbers.count(joined_numbers[0]) == len(joined_numbers):
             return
-        fetches, digests = parted(told)
+        fetches, digests = parted(joined_numbers)
         self._barrier.wait()  # all have read
         check_rates(self._mesh, digests, step)
         if fetches.count(fetches[0]) != len(fetches):
@@ -165,24 +166,23 @@ class OneSidedTransport:
     def _add_own(self, sources: Sources, group: RouteGroup) -> None:
         sources.add_own(group)
         if group.exchange.copies:
-            outbox = group.workspace.outbox
-            slots = outbox.lists.address + outbox.slots_offset
-            sources.add_copied(slots, outbox.segment_offsets, outbox.gradients.address)
+            send = group.look_up.send
+            sources.add_copied(send.slots_address, send.segment_offsets, send.gradients.address)
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]
         exchange = self._exchanges[index]
         for place in range(int(announced[0])):
             begin = 1 + _ENTRY * place
-            outbox, generation, *segments = announced[begin : begin + 6].tolist()
-            mapped = self._mapped.get((rank, index, outbox))
+            number, generation, *segments = announced[begin : begin + _ENTRY].tolist()
+            mapped = self._mapped.get((rank, index, number))
             if mapped is None or mapped.generation != generation:
                 pid, name = self._mesh.pids[rank], self._mesh.name(rank)
                 lists = SharedBuffer.attach(pid, segments[0], segments[1], name)
                 gradients = SharedBuffer.attach(pid, segments[2], segments[3], name)
                 gradients.settle()
                 mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
-                self._mapped[rank, index, outbox] = mapped
+                self._mapped[rank, index, number] = mapped
             slots = mapped.lists.address + slots_offset(exchange.world_size, exchange.num_segments)
             before = sources.num_entries
             sources.add(slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
@@ -193,7 +193,7 @@ class OneSidedTransport:
 
     @property
     def num_bytes(self) -> int:
-        """Of the board; outboxes belong to batches."""
+        """Of the board; send buffers belong to batches."""
         return self._board.num_bytes
 
     def barrier(self) -> None:
@@ -205,7 +205,7 @@ class OneSidedTransport:
         self._barrier.wait()
 
     def close(self) -> None:
-        """Lets go of the shared memory; it is freed with the last rank's last view."""
+        """Closes the shared memory, which is freed with the last rank's last view."""
         self._mapped.clear()
         for buffer in (*self._keep, self._board):
             buffer.close()

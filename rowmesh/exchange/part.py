@@ -6,21 +6,20 @@ Rows travel within this rank's replica group, by a transport of its own; replica
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
-from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
+from rowmesh.exchange.route import Route, RouteGroup, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
-from rowmesh.exchange.tiered import TieredExchange
-from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers
 
@@ -104,14 +103,13 @@ class Part:
             address_map = AddressMap(self.plan, [table.name for table in group.tables], self.mesh.rank)
         except ConfigurationError as error:
             raise ConfigurationError(f"group {group.name} of {error}") from error
-        make_outbox = partial(self.transport.make_outbox, address_map.num_segments)
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._tiers is not None:
             arena = self._tiers.make_arena(group, num_slots, self.mesh.rank)
-            return TieredExchange(group, address_map, arena, make_outbox)
-        memory = self.transport.allocate(num_slots * group.dim * group.dtype.itemsize)
-        rows = memory.tensor(group.dtype, num_slots, group.dim)
-        return GroupExchange(group, address_map, DenseArena(group, num_slots, rows=rows), make_outbox)
+        else:
+            rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
+            arena = DenseArena(group, num_slots, rows=rows)
+        return GroupExchange(group, address_map, arena, allocate=self.transport.allocate)
 
     def _check_tiers(self) -> None:
         """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
@@ -245,8 +243,8 @@ class Part:
             exchange.arena.close()
         self.transport.close()
 
-    def _mine(self, route: Route) -> Routed:
-        return route if len(self.indices) == len(route.groups) else RoutePart(route, self.indices)
+    def _mine(self, route: Route) -> RoutePart:
+        return RoutePart(route, self.indices)
 
 
 def _common(name: TransportName, mesh: Mesh, grid: Grid) -> TransportName:

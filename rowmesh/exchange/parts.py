@@ -9,10 +9,11 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
-from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.route import Route, RouteGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects

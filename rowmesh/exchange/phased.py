@@ -24,14 +24,14 @@ import torch
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.phased_group import FIRST, PhasedGroup, Travel
-from rowmesh.exchange.route import GroupExchange
-from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.window import FINAL
+from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS
 
 NO_WINDOW = 0  # instead of the number of one
@@ -136,7 +136,7 @@ class PhasedExchange:
         out, column, cuts = self._handshake.numpy(), 1, []
         out[:, 0] = joined(window.number, window.step_before)
         for each in groups:
-            outbox, segments = each.group.workspace.outbox, each.group.exchange.num_segments
+            outbox, segments = each.group.look_up.send, each.group.exchange.num_segments
             split, end = column + segments + 1, column + 2 * segments + 1
             out[:, column:split], out[:, split:end] = outbox.segment_offsets, outbox.accesses
             cuts.append((slice(column, split), slice(split, end)))

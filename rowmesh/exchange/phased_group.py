@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.collective_group import Incoming
+from rowmesh.exchange.collective import Incoming
+from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange, Sources, never
 from rowmesh.exchange.messages import Parts, bounds_of, post_parts
-from rowmesh.exchange.replicas import Replicas
-from rowmesh.exchange.route import GroupExchange, Held, never
-from rowmesh.exchange.tiered import HeldPins, TieredExchange
-from rowmesh.exchange.transport import Sources
-from rowmesh.exchange.update import Update
 from rowmesh.exchange.window import Form, WindowGroup, phase_counts
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops import window as ops
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import STORAGE
+from rowmesh.optim.rules import Update
+from rowmesh.tables import PinnedRows
 
 FIRST = 2  # the number of the first window; a row that no window touched has number 0
 
@@ -42,7 +41,7 @@ class Travel:
     def __init__(self, window: WindowGroup) -> None:
         self.window = window
         self.slots = self.places = self.num_rows = self.num_gradients = 0
-        self.held: Held | None = None
+        self.held: PinnedRows | None = None
         self.sources: Sources
         self.rows_out = self.rows_in = self.gradients_out = self.gradients_in = np.zeros((0, 0), np.int64)
 
@@ -50,7 +49,7 @@ class Travel:
         """Counts what travels when, as far as it is known."""
         window = self.window
         group, space, own = window.group, window.space, window.group.exchange.rank
-        mine, asked = group.stop_bounds, group.incoming.bounds.tolist()
+        mine, asked = group.look_up.bounds, group.incoming.bounds.tolist()
         self.rows_out = phase_counts(space.asked_fetches.buffer.address, asked, own)
         self.rows_in = phase_counts(space.fetches.buffer.address, mine, own)
         self.gradients_out = phase_counts(space.pushes.buffer.address, mine, own)
@@ -76,7 +75,7 @@ class PhasedGroup:
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
-        self._replicas = Replicas(exchange, common) if exchange.copies else None
+        self._replicas = Copies(exchange, common) if exchange.copies else None
         self._rows, self._gradients, self._ranks_per_node, self._form = rows, gradients, ranks_per_node, form
         self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._doing = f"exchanging group {exchange.group.name}"
@@ -100,15 +99,15 @@ class PhasedGroup:
 
     def post_keys(self, window: WindowGroup, offsets: np.ndarray, accesses: np.ndarray) -> list[Message]:
         """Tells the stops which rows are needed, and which micro-batches use them."""
-        group, space, workspace = window.group, window.space, window.group.workspace
+        group, space, workspace = window.group, window.space, window.group.look_up
         group.incoming = incoming = Incoming(offsets, accesses, self.exchange.num_segments)
         works = []
         for out, begin, into in (
-            (workspace.outbox.lists.bytes, workspace.outbox.slots_offset, workspace.requests),
+            (workspace.send.lists.bytes, workspace.send.slots_offset, workspace.requests),
             (space.uses.buffer.bytes, 0, space.asked_uses),
         ):
             into.reserve(4 * incoming.num_entries)
-            sent = Parts(out, begin, group.stop_bounds, 4)
+            sent = Parts(out, begin, group.look_up.bounds, 4)
             received = Parts(into.buffer.bytes, 0, incoming.bounds.tolist(), 4)
             works.append(post_parts(self._rows, sent, received, self.exchange.counters, self._doing))
         return works
@@ -121,9 +120,9 @@ class PhasedGroup:
             work.wait()
         self._copy_own(window)
         travel = Travel(window)
-        window.group.workspace.replies.reserve(window.group.incoming.num_entries * self.exchange.gradient_bytes)
+        window.group.look_up.replies.reserve(window.group.incoming.num_entries * self.exchange.gradient_bytes)
         travel.sources = self._merge(window)
-        travel.slots = window.group.workspace.requests.buffer.address
+        travel.slots = window.group.look_up.requests.buffer.address
         self._choose(window, num_parts)
         if not self.exchange.is_tiered:
             self.hold(travel, number, never, finds_final=finds_final)
@@ -132,16 +131,19 @@ class PhasedGroup:
     def hold(self, travel: Travel, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
         """Brings the merged rows into the arena, and settles what travels when."""
         window, merger, space = travel.window, travel.window.space.merger, travel.window.space
-        travel.held = held = self.exchange.hold(merger, may_wait)
+        travel.held = held = self.exchange.pin(merger, may_wait)
         travel.places = travel.slots
-        if isinstance(self.exchange, TieredExchange):
+        held_places = merger.merged_slots
+        if held is not None:
+            held_places = held.cache_slots.ctypes.data
             travel.places = space.slots.reserve(4 * window.group.incoming.num_entries)
-            ops.spread(held.places, merger.heads, merger.nexts, merger.num_merged, travel.places)
+            ops.spread(held_places, merger.heads, merger.nexts, merger.num_merged, travel.places)
             own = int(window.group.incoming.bounds[self.exchange.rank])
-            self.exchange.place_own(window.group, merger, held, own)
+            window.group.pinned = held
+            self.exchange.place_own(window.group, merger, own)
         before = space.before.reserve(4 * merger.num_merged)
         if finds_final or self._verifies:
-            places, touched = merger.merged_slots if self._verifies else held.places, self._touched.ctypes.data
+            places, touched = merger.merged_slots if self._verifies else held_places, self._touched.ctypes.data
             ops.note_touched(places, merger.num_merged, touched, number, before)
         if finds_final:
             fetches = space.asked_fetches.buffer.address
@@ -153,10 +155,10 @@ class PhasedGroup:
     def _copy_own(self, window: WindowGroup) -> None:
         """What a rank asks of itself never leaves it."""
         group, space, rank = window.group, window.space, self.exchange.rank
-        begin, end = 4 * group.stop_bounds[rank], 4 * group.stop_bounds[rank + 1]
-        at, outbox = 4 * int(group.incoming.bounds[rank]), group.workspace.outbox
+        begin, end = 4 * group.look_up.bounds[rank], 4 * group.look_up.bounds[rank + 1]
+        at, outbox = 4 * int(group.incoming.bounds[rank]), group.look_up.send
         for out, into in (
-            (outbox.lists.bytes[outbox.slots_offset :], group.workspace.requests),
+            (outbox.lists.bytes[outbox.slots_offset :], group.look_up.requests),
             (space.uses.buffer.bytes, space.asked_uses),
         ):
             into.buffer.bytes[at : at + end - begin] = out[begin:end]
@@ -164,7 +166,7 @@ class PhasedGroup:
     def _merge(self, window: WindowGroup) -> Sources:
         """Merges the requests of all ranks; where their gradients will be is known already."""
         exchange, size, group = self.exchange, self.exchange.gradient_bytes, window.group
-        workspace, incoming = group.workspace, group.incoming
+        workspace, incoming = group.look_up, group.incoming
         sources = Sources(exchange, window.space.merger)
         for rank in range(exchange.world_size):
             if rank == exchange.rank:
@@ -197,15 +199,15 @@ class PhasedGroup:
         space, group, asked = window.space, window.group, window.group.incoming
         mine = array_at(space.fetches.buffer.address, np.uint32, group.num_unique)
         theirs = array_at(space.asked_fetches.buffer.address, np.uint32, asked.num_entries)
-        offsets = group.workspace.outbox.segment_offsets
+        offsets = group.look_up.send.segment_offsets
         ahead = asked.bounds[:-1] - asked.offsets[:, 0]
         for member in range(self.exchange.world_size):
-            mine[offsets[member, self._num_fetched] : group.stop_bounds[member + 1]] = 0
+            mine[offsets[member, self._num_fetched] : group.look_up.bounds[member + 1]] = 0
             theirs[asked.offsets[member, self._num_fetched] + ahead[member] : asked.bounds[member + 1]] = 0
 
     def _make_room(self, travel: Travel) -> None:
         """For all that this window will bring, so that nothing moves while threads write there."""
-        space, workspace, exchange = travel.window.space, travel.window.group.workspace, self.exchange
+        space, workspace, exchange = travel.window.space, travel.window.group.look_up, self.exchange
         workspace.received.reserve(int(travel.rows_in.sum()) * exchange.row_bytes)
         space.rows.reserve(int(travel.rows_out.sum(1).max()) * exchange.row_bytes)
         space.gradients.reserve(int(travel.gradients_out.sum()) * exchange.gradient_bytes)
@@ -214,7 +216,7 @@ class PhasedGroup:
     def post_final(self, travel: Travel) -> Message:
         """Says which of the rows that were asked for are final."""
         group, space = travel.window.group, travel.window.space
-        asked, mine = group.incoming.bounds, np.array(group.stop_bounds)
+        asked, mine = group.incoming.bounds, np.array(group.look_up.bounds)
         out, into = (bounds_of(-(-np.diff(bounds) // 8)) for bounds in (asked, mine))
         address = space.asked_bits.reserve(int(out[-1]))
         space.bits.reserve(int(into[-1]))
@@ -231,7 +233,7 @@ class PhasedGroup:
         group, space = travel.window.group, travel.window.space
         begin = space.bits.buffer.address
         for member in range(self.exchange.world_size):
-            first, end = group.stop_bounds[member : member + 2]
+            first, end = group.look_up.bounds[member : member + 2]
             if member != self.exchange.rank:
                 ops.unpack_bits(begin, first, end, space.fetches.buffer.address)
             begin += -(-(end - first) // 8)
@@ -249,28 +251,28 @@ class PhasedGroup:
         out = Parts(space.rows.buffer.bytes, 0, bounds_of(travel.rows_out[phase]).tolist(), exchange.row_bytes)
         begin = travel.num_rows * exchange.row_bytes
         into = bounds_of(travel.rows_in[phase]).tolist()
-        received = Parts(group.workspace.received.buffer.bytes, begin, into, exchange.row_bytes)
+        received = Parts(group.look_up.received.buffer.bytes, begin, into, exchange.row_bytes)
         return post_parts(self._rows, out, received, exchange.counters, self._doing)
 
     def place_rows(self, travel: Travel, phase: int, work: Message) -> None:
         """Says where the rows of a phase are, once they are here."""
         work.wait()
-        exchange, group, workspace = self.exchange, travel.window.group, travel.window.group.workspace
-        bounds = np.array(group.stop_bounds)
+        exchange, group, workspace = self.exchange, travel.window.group, travel.window.group.look_up
+        bounds = np.array(group.look_up.bounds)
         ops.place_rows(
             travel.window.space.fetches.buffer.address, bounds.ctypes.data, exchange.world_size, exchange.rank, phase,
-            workspace.uniques.buffer.address,
+            workspace.uniques,
             workspace.received.buffer.address + travel.num_rows * exchange.row_bytes, exchange.row_bytes,
-            workspace.addresses.buffer.address,
+            workspace.addresses,
         )  # fmt: skip
         travel.num_rows += int(travel.rows_in[phase].sum())
 
     def pack_gradients(self, travel: Travel, phase: int) -> None:
         """Copies the gradients that go in a phase, which may change after that."""
         exchange, group, space = self.exchange, travel.window.group, travel.window.space
-        bounds = np.array(group.stop_bounds)
+        bounds = np.array(group.look_up.bounds)
         self._kernels.take_gradients(
-            group.workspace.outbox.gradients.address, space.pushes.buffer.address, bounds.ctypes.data,
+            group.look_up.send.gradients.address, space.pushes.buffer.address, bounds.ctypes.data,
             exchange.world_size, exchange.rank, phase, space.gradients.buffer.address + self._sent(travel, phase),
         )  # fmt: skip
 
@@ -292,13 +294,13 @@ class PhasedGroup:
         exchange, group, space = self.exchange, travel.window.group, travel.window.space
         self._kernels.add_gradients(
             space.arrived.buffer.address, space.asked_pushes.buffer.address, group.incoming.bounds.ctypes.data,
-            exchange.world_size, exchange.rank, phase, group.workspace.replies.buffer.address,
+            exchange.world_size, exchange.rank, phase, group.look_up.replies.buffer.address,
         )  # fmt: skip
 
     def update(self, travel: Travel, update: Update, number: int) -> None:
         """Updates the merged rows."""
-        if isinstance(travel.held, HeldPins):
-            travel.held.apply(travel.window.space.merger, update)
+        if travel.held is not None:
+            travel.held.apply(travel.window.space.merger, update.lr, update.scaling, update.step)
         else:
             travel.sources.apply(update, self._num_fetched)
         travel.sources.count()
@@ -307,7 +309,7 @@ class PhasedGroup:
             part = (int(merger.merged_offsets[self._num_fetched]), merger.num_merged)
             self._replicas.share(merger, part, self._gradients, update)
         if travel.held is not None:
-            travel.held.release()
+            travel.held.unpin(changed=True)
         if self._verifies:
             merger = travel.window.space.merger
             self._versions[array_at(merger.merged_slots, np.uint32, merger.num_merged)] = number

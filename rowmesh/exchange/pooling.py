@@ -10,94 +10,40 @@ from torch import Tensor
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import RouteGroup
-from rowmesh.ops import pool as ops
-from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.ops.tensor_pool import TensorPool
 from rowmesh.sparse import SparseBatch
-
-
-def compress(group: RouteGroup) -> None:
-    """Files the output cells of every row, for the backward; may run while rows travel."""
-    if group.is_compressed:
-        return
-    group.is_compressed = True
-    layout, workspace = group.layout, group.workspace
-    ops.file_cells(
-        layout.address, layout.num_features, group.inverse, workspace.counts.buffer.address, group.num_unique,
-        workspace.pointers.reserve(4 * (group.num_unique + 1)),
-        workspace.cells.reserve(4 * layout.num_ids),
-    )  # fmt: skip
-
-
-class GroupPooling:
-    """The pool kernels of one group."""
-
-    def __init__(self, dim: int, dtype: torch.dtype) -> None:
-        storage = STORAGE[dtype]
-        self.dim = dim
-        self.dtype = COMPUTE_DTYPE[storage]
-        self._kernels = ops.kernels(dim, storage)
-
-    def forward(self, group: RouteGroup, batch: SparseBatch, output: Tensor) -> None:
-        """Writes the group's columns of the output."""
-        layout, workspace = group.layout, group.workspace
-        self._kernels.pool(
-            layout.address, layout.num_features, workspace.addresses.buffer.address, group.num_unique, group.inverse,
-            self._weigh(group, batch) if layout.is_weighted else 0, output.data_ptr(),
-        )  # fmt: skip
-
-    def backward(self, group: RouteGroup, grad: Tensor) -> None:
-        """Writes the summed gradient of every row of the group into its outbox."""
-        compress(group)
-        exchange, workspace, outbox = group.exchange, group.workspace, group.workspace.outbox
-        sink = outbox.reserve_gradients(group.num_unique * exchange.gradient_bytes)
-        self._kernels.backward(
-            grad.data_ptr(), workspace.pointers.buffer.address, workspace.cells.buffer.address,
-            self.file_weights(group, workspace.pointers.buffer.address) if group.layout.is_weighted else 0,
-            workspace.uniques.buffer.address,
-            outbox.lists.address, exchange.num_segments, exchange.world_size, sink,
-        )  # fmt: skip
-
-    def file_weights(self, group: RouteGroup, pointers: int) -> int:
-        """The factors in the order of the cells; returns their address."""
-        layout, workspace, element = group.layout, group.workspace, self.dtype.itemsize
-        filed = workspace.weights.reserve(element * layout.num_ids)
-        ops.file_weights(
-            layout.address, layout.num_features, group.inverse, pointers, group.num_unique,
-            workspace.cursors.reserve(4 * group.num_unique), workspace.factors.buffer.address, element, filed,
-        )  # fmt: skip
-        return filed
-
-    def _weigh(self, group: RouteGroup, batch: SparseBatch) -> int:
-        layout, weights = group.layout, batch.weights
-        factors = group.workspace.factors.reserve(self.dtype.itemsize * batch.ids.numel())
-        if weights is not None and weights.dtype not in (torch.float32, torch.float64):
-            weights = weights.float()
-        ops.id_weights(
-            layout.address, layout.num_features, 0 if weights is None else weights.data_ptr(),
-            weights is not None and weights.dtype == torch.float64, factors, self.dtype == torch.float64,
-        )  # fmt: skip
-        return factors
+from rowmesh.tables import TableGroup
+from rowmesh.tables.dense import compute_dtype
 
 
 class Pooling:
-    """Pools all groups into one output, and one more for every sequence group."""
+    """Pools all groups into one output, and one more for every sequence group.
 
-    def __init__(self, groups: Sequence[GroupPooling], is_sequence: Sequence[bool], width: int) -> None:
-        self.groups = groups
-        self.is_sequence = is_sequence
-        self.width = width
-        self.dtype = groups[0].dtype
-        self._outputs = TensorPool(max_idle=4 * (1 + sum(is_sequence)))
+    Args:
+        groups: of the collection.
+        width: columns of the pooled output.
+        device: where; None: the host, where outputs are kept and reused.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], width: int, device: torch.device | None = None) -> None:
+        self._is_sequence = [group.is_sequence for group in groups]
+        self._dims = [group.dim for group in groups]
+        self.width, self.dtype, self.device = width, compute_dtype(groups[0].dtype), device
+        self._outputs = TensorPool(max_idle=4 * (1 + sum(self._is_sequence))) if device is None else None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the outputs, of those that users keep as well."""
-        return self._outputs.num_bytes
+        """Memory of the outputs, of those that users keep as well; on a device torch has it."""
+        return 0 if self._outputs is None else self._outputs.num_bytes
 
     def compress(self, group: RouteGroup) -> None:
         """Files the output cells of every row, for the backward; may run while rows travel."""
-        compress(group)
+        group.look_up.compress(group.layout)
+
+    def _take(self, num_rows: int, dim: int) -> Tensor:
+        if self._outputs is None:
+            return torch.empty(num_rows, dim, dtype=self.dtype, device=self.device)
+        return self._outputs.take(self.dtype, num_rows, dim)
 
     def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
@@ -107,38 +53,27 @@ class Pooling:
             batch: whose ids they are of.
             num_samples: of the batch, or of the part of it that the groups' layouts describe.
         """
-        pooled = self._outputs.take(self.dtype, num_samples, self.width)
-        outputs = [pooled]
-        for pooling, group, is_sequence in zip(self.groups, groups, self.is_sequence, strict=True):
-            target = pooled
+        outputs = [self._take(num_samples, self.width)]
+        for group, is_sequence, dim in zip(groups, self._is_sequence, self._dims, strict=True):
             if is_sequence:
-                target = self._outputs.take(self.dtype, group.layout.num_ids, pooling.dim)
-                outputs.append(target)
-            pooling.forward(group, batch, target)
+                outputs.append(self._take(group.layout.num_ids, dim))
+            group.look_up.pool(group.layout, batch.weights, outputs[-1 if is_sequence else 0])
         return tuple(outputs)
 
     def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of equal ids into the outboxes."""
-        for group, (pooling, grad) in zip(groups, self.pairs(gradients), strict=True):
-            pooling.backward(group, grad)
+        """Sums the gradients of equal ids, for push to send."""
+        for group, grad in zip(groups, self.by_group(gradients), strict=True):
+            group.look_up.backward(group.layout, grad)
 
     def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
         """Whether all summed gradients are."""
-        return all(self._is_finite(pooling, group) for pooling, group in zip(self.groups, groups, strict=True))
+        return all(group.look_up.is_finite() for group in groups)
 
-    @staticmethod
-    def _is_finite(pooling: GroupPooling, group: RouteGroup) -> bool:
-        gradients = group.workspace.outbox.gradients.tensor(pooling.dtype, group.num_unique, pooling.dim)
-        return bool(gradients.isfinite().all())
-
-    def pairs(self, gradients: Sequence[Tensor]) -> list[tuple[GroupPooling, Tensor]]:
-        """Each group's pooling, and the gradient of the output it wrote into."""
+    def by_group(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of the output that each group wrote into."""
         contiguous = [grad.contiguous() for grad in gradients]
         sequences = iter(contiguous[1:])
-        return [
-            (pooling, next(sequences) if is_sequence else contiguous[0])
-            for pooling, is_sequence in zip(self.groups, self.is_sequence, strict=True)
-        ]
+        return [next(sequences) if is_sequence else contiguous[0] for is_sequence in self._is_sequence]
 
 
 class LookUp(Protocol):

@@ -1,360 +1,316 @@
-"""Route: which rows a batch needs, who owns them, and in which order they travel.
+"""Route: which rows a batch needs, which ranks own them, and in which order they travel.
 
-    fuse → segment unique → locate → stable sort by (stop, segment)
+    fuse → segment unique → locate → stable sort by (destination, segment)
 
 Source: FusedRec §3 and Algorithm 1, lines 1–4.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
-from rowmesh.exchange.counters import GroupCounters
-from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.update import Update, Updater
-from rowmesh.exchange.workspace import Outbox, Workspace, held_bytes
-from rowmesh.faults import reach
-from rowmesh.ops.memory import Scratch
-from rowmesh.ops.merge_update import Merger, Singles
-from rowmesh.ops.pool import DESCRIPTOR
-from rowmesh.ops.route import route as route_kernel
-from rowmesh.ops.segment_unique.cpu import SegmentHash
-from rowmesh.placement import AddressMap
-from rowmesh.placement.address_map import COPIES
+from rowmesh.exchange.layout import Layouts
+from rowmesh.ops.look_up import HostLookUp
+from rowmesh.ops.look_up.device import DeviceIds
+from rowmesh.ops.memory import Scratch, held_bytes
+from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import CachedArena, DenseArena, TableGroup, TableSpec
-from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables import PinnedRows, TableGroup, TableSpec
 
+if TYPE_CHECKING:
+    from rowmesh.exchange.device_lanes import Requests
+    from rowmesh.exchange.group import GroupExchange
 
-class Held:
-    """Merged rows that stay where they are until they are released.
-
-    Attributes:
-        places: address of uint32 `[M]`: where each is in the arena.
-    """
-
-    __slots__ = ("places",)
-
-    def __init__(self, places: int) -> None:
-        self.places = places
-
-    def check(self) -> None:
-        """Rows of a dense arena are what their last updates left."""
-
-    def release(self) -> None:
-        """Rows of a dense arena stay where they are."""
-
-
-def never() -> bool:
-    """Nobody else gives rows up: who looks up and updates in turn is the one who would."""
-    return False
+Moment = tuple[int, int]
+"""Which look-up this is, and after how many steps; for messages."""
 
 
 class RouteGroup:
-    """One group's part of a route. Addresses are valid while the route lives."""
+    """One group's part of a route.
 
-    __slots__ = (
-        "exchange",
-        "held",
-        "incoming",
-        "inverse",
-        "is_compressed",
-        "layout",
-        "num_unique",
-        "reply_bounds",
-        "stop_bounds",
-        "workspace",
-    )
+    Attributes:
+        exchange: the group's.
+        layout: where each feature's ids and vectors are.
+        look_up: what was found of the batch: a `HostLookUp` or a `DeviceLookUp`.
+        pinned: keeps rows that this rank reads, or was asked for, in fast memory, where they could leave it.
+        incoming: what other ranks asked for, where the transport learns it at fetch.
+        lanes: on devices, what is asked of the ranks, lane by lane.
+    """
 
-    def __init__(
-        self, exchange: GroupExchange, workspace: Workspace, layout: GroupLayout, inverse: int, num_unique: int
-    ) -> None:  # fmt: skip
-        self.exchange = exchange
-        self.workspace = workspace
-        self.layout = layout
-        self.inverse = inverse
-        self.num_unique = num_unique
-        self.is_compressed = False
-        self.held: Held | None = None  # rows that this rank holds for those who asked
-        self.incoming: Any = None  # what other ranks asked for, where the transport learns it at fetch
-        offsets = workspace.outbox.segment_offsets
-        self.stop_bounds: list[int] = [*offsets[:, 0].tolist(), num_unique]  # of each stop's requests
-        self.reply_bounds: list[int] = workspace.reply_offsets.tolist()  # of each stop's replies
+    __slots__ = ("exchange", "incoming", "lanes", "layout", "look_up", "pinned")
+
+    def __init__(self, exchange: GroupExchange, layout: GroupLayout, look_up: Any) -> None:
+        self.exchange, self.layout, self.look_up = exchange, layout, look_up
+        self.pinned: PinnedRows | None = None
+        self.incoming: Any = None
+        self.lanes: list[Requests] = []
+
+    @property
+    def num_unique(self) -> int:
+        """U where the host knows it, else as many as there could be."""
+        return self.look_up.num_unique
+
+    def pin(self, rows: PinnedRows | None) -> None:
+        """Takes rows that are pinned; those of an earlier fetch of the route are unpinned."""
+        before, self.pinned = self.pinned, rows
+        if before is not None:
+            before.unpin()
+
+    def unpin(self) -> None:
+        """Rows that the current stream has read may leave fast memory."""
+        for rows in (self.pinned, *(lane.held for lane in self.lanes)):
+            if rows is not None:
+                rows.note_use()
+                rows.unpin()
 
     def count_into(self, traffic: Traffic) -> None:
-        """Adds what is asked for to counted traffic; tensor-train tables ask nobody."""
-        if self.exchange.group.storage != "tensor_train":
-            outbox = self.workspace.outbox
-            traffic.add(self.exchange.address_map, outbox.segment_offsets, outbox.accesses)
-
-    def keep(self, held: Held) -> None:
-        """Takes what holds the rows; what held them when the route was fetched before is given up."""
-        before, self.held = self.held, held
-        if before is not None:
-            before.release()
+        """Adds what is asked for to counted traffic; tensor-train tables ask no rank."""
+        address_map, look_up = self.exchange.address_map, self.look_up
+        if self.exchange.group.storage == "tensor_train":
+            return
+        if isinstance(look_up, HostLookUp):
+            traffic.add(address_map, look_up.send.segment_offsets, look_up.send.accesses)
+        else:  # the host learns it when that is taken
+            traffic.add_on_device(address_map, look_up.found.sizes[1:])
 
     def release(self) -> None:
-        """Gives buffers back."""
-        if self.held is not None:
-            self.held.release()
-        self.exchange.workspaces.append(self.workspace)
+        """Gives memory back; rows may leave fast memory."""
+        if self.pinned is not None:
+            self.pinned.unpin()
+        for lane in self.lanes:
+            if lane.held is not None:
+                lane.held.unpin()
+        self.exchange.look_ups.give_back(self.look_up)
+
+
+class LateCheck:
+    """Ids of a batch that are no rows of their tables, which a device has counted: looked at by the host once.
+
+    Attributes:
+        outside: int64 `[F]` on the device: such ids of each feature.
+        refused: int64 `[1]` on the device: how many of them are not to be mapped.
+    """
+
+    def __init__(self, outside: Tensor, refused: Tensor, moment: Moment | None) -> None:
+        self.outside, self.refused, self._moment = outside, refused, moment
+        self._is_done = False
+
+    def check(self, route: Route, outside: Sequence[int], rank: int) -> None:
+        """Counts ids that were mapped, and refuses the batch where a table says so.
+
+        Args:
+            route: of the batch, whole.
+            outside: what is on the device, when the host knows it.
+            rank: this one, for the message.
+
+        Raises:
+            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+        """
+        if self._is_done or not any(outside):
+            return
+        self._is_done = True
+        refused, count = [], iter(outside)
+        for group in route.groups:
+            bounds = group.layout.features[:, :2].tolist()
+            for (name, table), (begin, end) in zip(group.exchange.features, bounds, strict=True):
+                if not (number := next(count)):
+                    continue
+                group.exchange.counters.count_outside(name, number)
+                if table.out_of_range == "error":
+                    refused.append(refused_ids(name, table, route.batch.ids[begin:end]))
+        if refused:
+            raise refusal(rank, refused, self._moment)
 
 
 class Route:
     """What a batch needs: unique ids of each group, their owners, and how to get from ids to rows.
 
     Made by `EmbeddingCollection.route`. A route holds buffers; they return to their owner with its last reference.
+
+    Attributes:
+        batch: as it was when it was routed.
+        groups: its parts.
+        number: of the fetch, the same on all ranks.
+        has_gradients: whether its backward has run.
+        thread, num_pushes: which thread pooled it for training, and after how many pushes.
+        late: of a route on a device.
     """
 
-    def __init__(self, batch: SparseBatch, groups: list[RouteGroup], memory: Any, give_back: Callable) -> None:
-        self.batch = batch
-        self.groups = groups
-        self.number = 0  # of the fetch, the same on all ranks
+    def __init__(self, batch: SparseBatch, give_back: Callable[[], None] | None = None) -> None:
+        self.batch, self.groups, self.late = batch, list[RouteGroup](), None
+        self.number = self.thread = self.num_pushes = 0
         self.has_gradients = False
-        self.thread = self.num_pushes = 0  # which one pooled it for training, and after how many pushes
-        self._memory = memory
         self._give_back = give_back
+
+    late: LateCheck | None
 
     @classmethod
     def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:
         """A route that asks for no row."""
-        ids = torch.empty(0, dtype=torch.int64, device="cpu")
-        batch = SparseBatch((), ids, 0, bag_size=0)
-        return cls(batch, [exchange.nothing() for exchange in exchanges], None, lambda _: None)
+        route = cls(SparseBatch((), torch.empty(0, dtype=torch.int64, device="cpu"), 0, bag_size=0))
+        route.groups = [exchange.nothing() for exchange in exchanges]
+        return route
 
     def __del__(self) -> None:
-        self._give_back(self._memory)
+        if self._give_back is not None:
+            self._give_back()
         for group in self.groups:
             group.release()
 
 
-class Routed(Protocol):
-    """What a transport sees of a route.
+class RoutePart:
+    """Some groups of a route, as a transport sees them.
 
     Attributes:
+        route: the whole.
         number: of the fetch, the same on all ranks.
         groups: those that the transport serves.
     """
 
-    number: int
-
-    @property
-    def groups(self) -> Sequence[RouteGroup]: ...
-
-
-class RoutePart:
-    """Some groups of a route, which must live longer."""
-
-    __slots__ = ("groups", "number")
+    __slots__ = ("groups", "number", "route")
 
     def __init__(self, route: Route, indices: Sequence[int]) -> None:
-        self.number = route.number
+        self.route, self.number = route, route.number
         self.groups = [route.groups[index] for index in indices]
 
-
-class Distinct:
-    """What finding the distinct ids of a group needs: lent to one call of `route` at a time."""
-
-    def __init__(self, num_rows: Sequence[int]) -> None:
-        self.hash = SegmentHash(list(num_rows))
-        self.ids, self.stops, self.keys = Scratch(), Scratch(), Scratch()
-        self.offsets = np.zeros(len(num_rows) + 1, np.int64)
-        self.offsets_address: int = self.offsets.ctypes.data  # asking NumPy costs more than some kernels take
-
     @property
-    def num_found(self) -> int:
-        """Distinct ids of the last call."""
-        return int(self.offsets[-1])
+    def late(self) -> LateCheck:
+        """Of the whole route, on a device."""
+        assert self.route.late is not None
+        return self.route.late
 
-    @property
-    def num_bytes(self) -> int:
-        """All memory held."""
-        return held_bytes(self) + held_bytes(self.hash)
+    def check_ids(self, outside: Sequence[int], rank: int) -> None:
+        """See `LateCheck.check`."""
+        self.late.check(self.route, outside, rank)
 
 
-class GroupExchange:
-    """What stays the same from batch to batch for one group.
+class _Memory:
+    """What a route needs beside the look-ups of its groups; lent to it."""
 
-    Attributes:
-        is_tiered: whether rows must be brought into the arena before they are read.
+    def __init__(self) -> None:
+        self.inverse = Scratch()  # uint32 [N]: which unique id each id is
+        self._offsets = Scratch()  # int64 [F·B + 1]: the batch's, copied
+        self._view = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def offsets(self, count: int) -> Tensor:
+        """Room for so many."""
+        if self._view.numel() != count:  # batches of one size follow each other
+            self._offsets.reserve(8 * count)
+            self._view = self._offsets.buffer.tensor(torch.int64, count)
+        return self._view
+
+
+class Router:
+    """Routes batches through all groups of a collection; no communication.
+
+    Args:
+        groups: of the collection.
+        layouts: where each feature's ids and vectors are.
+        rank: this one, for messages.
+        device: where; None: the host.
     """
 
-    is_tiered = False
-
     def __init__(
-        self,
-        group: TableGroup,
-        address_map: AddressMap,
-        arena: DenseArena | CachedArena,
-        make_outbox: Callable[[], Outbox],
+        self, groups: Sequence[TableGroup], layouts: Layouts, rank: int, device: torch.device | None = None
     ) -> None:
-        self.group = group
-        self.address_map = address_map
-        self.arena = arena
-        self.rank = address_map.rank
-        self.world_size = address_map.plan.world_size
-        self.num_segments = address_map.num_segments
-        self.copies = address_map.segments(COPIES)
-        self.row_bytes = group.dim * group.dtype.itemsize
-        self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
-        self.arenas = np.zeros(self.world_size, np.int64)  # where rows can be read in place; set by the transport
-        self.arenas[self.rank] = arena.address
-        self.has_remote = self.world_size > 1  # rows that have to be received; false where all can be read in place
-        self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
-        self.replicated: Updater | None = None  # keeps replicas together, where there are any
-        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables))
-        self.workspaces: list[Workspace] = []  # idle
-        self._all_workspaces: list[Workspace] = []  # and those that routes hold
-        self._make_outbox = make_outbox
-        self._distinct: list[Distinct] = []  # idle
-        self._all_distinct: list[Distinct] = []
-        self._counting = threading.Lock()
-        num_tables = len(group.tables)
-        self._tables = np.repeat(np.arange(num_tables), [len(table.features) for table in group.tables])
-        self._header = address_map.header(self.arenas.ctypes.data, self.row_bytes)
-        # Asking NumPy for an address costs more than some kernels take.
-        self._tables_address: int = self._tables.ctypes.data
-        self._header_address: int = self._header.ctypes.data
+        self._groups, self._layouts, self._rank = groups, layouts, rank
+        self.idle: list[_Memory] = []
+        self._made: list[_Memory] = []  # those that routes hold, too
+        self._features = tuple(feature for group in groups for feature in group.features)
+        self._ids: DeviceIds | None = None
+        if device is not None:
+            tables = [table for group in groups for table in group.tables for _ in table.features]
+            rows = [None if table.out_of_range == "error" else table.out_of_range for table in tables]
+            self._ids = DeviceIds([table.num_rows for table in tables], rows, device)
 
-    @property
-    def num_places(self) -> int:
-        """Rows that the arena has room for."""
-        return self.arena.num_slots
-
-    def hold(self, merged: Merger | Singles, may_wait: Callable[[], bool] = never) -> Held:
-        """Makes sure that merged rows are in the arena, and keeps them there.
+    def __call__(self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: Moment | None = None) -> Route:
+        """Routes a batch.
 
         Args:
-            merged: the rows.
-            may_wait: whether it may wait until others give up rows.
-        """
-        return Held(merged.merged_slots)
-
-    def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
-        """Updates merged rows (of `part`: first and one past the last), as far as this rank's replica group knows."""
-        if self.replicated is None:
-            self.arena.apply(merged, update.lr, update.scaling, update.step, part)
-        else:
-            self.replicated.apply(merged, update, part)
-
-    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
-        """Routes one group's ids.
+            batch: of this rank.
+            exchanges: of all groups.
+            moment: which look-up this is, and after how many steps; None where others name it.
 
         Raises:
-            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+            DataError: the batch's features are not the tables', or its buffers do not fit together any more.
+            IdRangeError: an id is out of range; on a device that is found later.
         """
-        workspace, distinct = self._borrow(), self._borrow_distinct()
+        if self._ids is not None:
+            return self._route_on_device(batch, exchanges, moment, self._ids)
         try:
-            found = self._find(workspace, distinct, batch, layout, inverse)
-        except BaseException:  # peers know this outbox: it must not be lost
-            self.workspaces.append(workspace)
-            raise
-        finally:
-            self._distinct.append(distinct)
-        with self._counting:
-            self.counters.routes += 1
-            self.counters.ids += layout.num_ids
-            self.counters.unique_ids += found
-        return RouteGroup(self, workspace, layout, inverse, found)
-
-    def _find(
-        self, workspace: Workspace, distinct: Distinct, batch: SparseBatch, layout: GroupLayout, inverse: int
-    ) -> int:  # fmt: skip
-        """Lays out in a workspace what is asked of whom; returns how many distinct ids there are."""
-        counts, ids = workspace.counts.reserve(4 * layout.num_ids), batch.ids
-        self._unique_ids(distinct, ids, layout, counts, inverse)
-        reach("route.found_unique")
-        while (refused := self._sort(workspace, distinct, counts, layout.num_ids)) >= 0:
-            ids = self._mapped(ids, batch, layout)
-            self._unique_ids(distinct, ids, layout, counts, inverse)
-        assert refused == -1
-        return distinct.num_found
-
-    def nothing(self) -> RouteGroup:
-        """The group's part of a route that asks for no row."""
-        workspace = self._borrow()
-        workspace.outbox.segment_offsets[:] = 0
-        workspace.outbox.accesses[:] = 0
-        workspace.reply_offsets[:] = 0
-        return RouteGroup(self, workspace, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), 0, 0)
-
-    def _borrow(self) -> Workspace:
-        try:
-            return self.workspaces.pop()
+            memory = self.idle.pop()
         except IndexError:  # asking before would not do: another thread may take the last one
-            workspace = Workspace(self._make_outbox(), self.world_size)
-            self._all_workspaces.append(workspace)
-            return workspace
+            memory = _Memory()
+            self._made.append(memory)
+        route = Route(batch, partial(self.idle.append, memory))  # first: it gives everything back if anything fails
+        route.batch = batch = batch.routed(memory.offsets)
+        layouts = self._layouts(batch)
+        inverse = memory.inverse.reserve(4 * batch.ids.numel())
+        refused: list[str] = []
+        for exchange, layout in zip(exchanges, layouts, strict=True):
+            try:
+                route.groups.append(exchange.route(batch, layout, inverse))
+            except IdRangeError as error:
+                refused.append(str(error))  # not the error, whose frames hold buffers
+        if refused:
+            raise refusal(self._rank, refused, moment)
+        return route
 
-    def _borrow_distinct(self) -> Distinct:
-        try:
-            return self._distinct.pop()
-        except IndexError:
-            distinct = Distinct(self.address_map.num_rows)
-            self._all_distinct.append(distinct)
-            return distinct
+    def _route_on_device(
+        self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: Moment | None, device_ids: DeviceIds
+    ) -> Route:
+        """Routes a batch on a device; the host waits for nothing.
 
-    @property
-    def num_lent(self) -> int:
-        """Routes that are under way."""
-        return len(self._all_workspaces) - len(self.workspaces)
+        The ids are brought into the order of the tables before, by the host where the features of the batch are in
+        another order.
+        """
+        self._layouts.check(batch)
+        batch = batch.routed(device_ids.offsets_room)
+        batch = batch if batch.features == self._features else batch.select(self._features)
+        layouts = self._layouts(batch)
+        weights = batch.weights
+        if weights is not None:
+            weights = weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
+            weights = device_ids.upload(weights)
+        ids = device_ids.upload(batch.ids)
+        jagged = device_ids.upload(batch.offsets) if batch.bag_size is None else None
+        bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, 1])]
+        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
+        numbers = torch.tensor([*bounds, *(number for part in segments for number in part)], device="cpu")
+        offsets, *of_groups = device_ids.upload(numbers).split([len(bounds), *map(len, segments)])
+        rows, outside, refused = device_ids.bound(ids, offsets)
+        route = Route(batch)  # first: it tells exchanges when it is gone, even half made
+        route.late = LateCheck(outside, refused, moment)
+        place, first = 0, 0
+        for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):
+            own = slice(first, first + layout.num_ids)
+            first_bags = (place + np.arange(layout.num_features)) * batch.batch_size
+            bags = device_ids.bags(layout, first_bags, jagged, None if weights is None else weights[own])
+            route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
+            place, first = place + layout.num_features, own.stop
+        for exchange, group in zip(exchanges, route.groups, strict=True):
+            exchange.prefetch(group, batch)  # when all is launched: the host may take its time
+        return route
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all buffers, lent or idle; without the arena."""
-        lent = sum(memory.num_bytes for memory in (*self._all_workspaces, *self._all_distinct))
-        return lent + held_bytes(self) + held_bytes(self.merger)
+        """Memory of all routes, under way or gone."""
+        return sum(held_bytes(memory) for memory in self._made)
 
-    def _unique_ids(self, distinct: Distinct, ids: Tensor, layout: GroupLayout, counts: int, inverse: int) -> None:
-        distinct.hash(
-            ids.data_ptr(), layout.address, 8 * DESCRIPTOR, self._tables_address, layout.num_features,
-            distinct.ids.reserve(8 * layout.num_ids), counts, inverse, distinct.offsets_address,
-        )  # fmt: skip
 
-    def _sort(self, workspace: Workspace, distinct: Distinct, counts: int, num_ids: int) -> int:
-        found = distinct.num_found
-        outbox = workspace.outbox
-        keys = outbox.reserve_lists(found)
-        received = workspace.received.reserve(found * self.row_bytes) if self.has_remote else 0
-        return route_kernel(
-            self._header_address, distinct.ids.buffer.address, distinct.offsets_address, counts,
-            distinct.stops.reserve(4 * num_ids), distinct.keys.reserve(4 * num_ids), received, keys,
-            workspace.uniques.reserve(4 * found),
-            outbox.lists.address, outbox.accesses_address, workspace.reply_address,
-            workspace.addresses.reserve(8 * found),
-        )  # fmt: skip
-
-    def _mapped(self, ids: Tensor, batch: SparseBatch, layout: GroupLayout) -> Tensor:
-        """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
-        ids = ids.clone()
-        refused: list[str] = []
-        place = 0
-        for table in self.group.tables:
-            for name in table.features:
-                begin, end = layout.features[place, :2].tolist()
-                place += 1
-                part = ids[begin:end]
-                outside = (part < 0) | (part >= table.num_rows)
-                count = int(outside.sum())
-                if count == 0:
-                    continue
-                with self._counting:
-                    self.counters.out_of_range[name] = self.counters.out_of_range.get(name, 0) + count
-                if table.out_of_range == "error":
-                    refused.append(refused_ids(name, table, part))
-                else:
-                    part[outside] = table.out_of_range
-        if refused:
-            raise IdRangeError("; ".join(refused))
-        return ids
+def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
+    """Where the ids of each table begin, counted from the group's first, and where the last one's end."""
+    lengths = iter((layout.features[:, 1] - layout.features[:, 0]).tolist())
+    return list(accumulate((sum(next(lengths) for _ in table.features) for table in group.tables), initial=0))
 
 
 def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:
@@ -365,4 +321,17 @@ def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:
     return (
         f"feature {feature!r}: {len(outside) or 'some'} of {len(ids)} ids are outside table {table.name!r} "
         f"(0 to {table.num_rows - 1}), {first}"
+    )
+
+
+def refusal(rank: int, refused: Sequence[str], moment: Moment | None) -> IdRangeError:
+    """The error for ids that are no rows of their tables.
+
+    >>> str(refusal(1, ["feature 'item': …"], (7, 3)))[:56]
+    "rank 1, look-up 7 (after 3 steps): feature 'item': …; co"
+    """
+    when = "" if moment is None else f", look-up {moment[0]} (after {moment[1]} steps)"
+    return IdRangeError(
+        f"rank {rank}{when}: {'; '.join(refused)}; correct the data, raise num_rows, or set out_of_range to the row "
+        "such ids should read"
     )

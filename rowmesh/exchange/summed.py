@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rowmesh.exchange.told import Layout, Told
-from rowmesh.exchange.update import Update
-from rowmesh.exchange.workspace import held_bytes
-from rowmesh.ops.memory import Growing, Scratch, array_at
+from rowmesh.ops.memory import Growing, Scratch, array_at, held_bytes
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.simd import STORAGE
+from rowmesh.optim.rules import Update
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.route import GroupExchange
+    from rowmesh.exchange.group import GroupExchange
 
 
 class SummedGradients:
@@ -49,7 +48,9 @@ class SummedGradients:
         kept = self._slots.num_bytes + self._sums.num_bytes
         return kept + held_bytes(self) + held_bytes(self._merger) + held_bytes(self._singles)
 
-    def apply(self, merged: Merger | Singles, update: Update, part: tuple[int, int] | None = None) -> None:
+    def apply(
+        self, merged: Any, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None:
         """Keeps the sums of this group's gradients of merged rows, instead of updating."""
         first, end = part or (0, merged.num_merged)
         if count := end - first:
@@ -100,5 +101,5 @@ class SummedGradients:
         ]
         self._merger(sources, self._size, sum(map(len, told)))
 
-    def _apply(self, merged: Merger | Singles, update: Update) -> None:
+    def _apply(self, merged: Any, update: Update) -> None:
         self._arena.apply(merged, update.lr, update.scaling, update.step)

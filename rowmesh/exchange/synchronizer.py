@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import GroupExchange
 from rowmesh.exchange.summed import SummedGradients
 from rowmesh.exchange.telling import TellEachOther, TellHomes, TellTables, Way
-from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim.rules import Update
 
 _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 

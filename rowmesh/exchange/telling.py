@@ -17,7 +17,7 @@ from rowmesh.exchange.averaged import AveragedRows
 from rowmesh.exchange.column import Column, ColumnGroup
 from rowmesh.exchange.messages import Parts, post_parts
 from rowmesh.exchange.told import Told
-from rowmesh.exchange.update import Update
+from rowmesh.optim.rules import Update
 
 
 class Way(Protocol):

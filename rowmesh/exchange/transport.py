@@ -1,141 +1,277 @@
-"""Transport: the contract between routing and the wires.
+"""Transport: the contract between routing and the wires, and the transport of one rank.
 
-    fetch(route)   afterwards every `addresses[u]` of every group can be read
+    fetch(route)   afterwards the rows of every unique id of every group can be read
     push(routes)   owners merge the gradients of all ranks and update their rows
 
 Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
-who did what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a look-up has
-none to push, and adds nothing.
+which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a
+look-up has none to push, and adds nothing.
 
-All transports give the same results to the bit: requests are merged in the order of the ranks by one kernel, whatever
-brought them.
+All transports give the same results to the bit: requests are merged in the order of the ranks, whatever brought them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from rowmesh.errors import IdRangeError, PeerError
 from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import GroupExchange, Routed, RouteGroup
-from rowmesh.exchange.update import Update
-from rowmesh.exchange.workspace import Outbox
-from rowmesh.ops.memory import Memory
-from rowmesh.ops.merge_update import Merger
+from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.mesh import Mesh
+from rowmesh.ops.memory import Buffer, Memory
+from rowmesh.ops.transfer import Late
+from rowmesh.optim.rules import Update
+from rowmesh.tables import TableGroup
+
+_NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
+Meanwhile = Callable[[RouteGroup], None]
+"""What is done for each group while its rows travel."""
 
 
-class Transport(Protocol):
+class Transport:
     """How rows and gradients reach other ranks.
 
     Attributes:
         name: as it is asked for.
-        common: what the messages that serve all groups moved.
+        reason: why this one.
+        common: counts the messages that serve all groups.
     """
 
-    name: str
-    common: CommonCounters
+    name: Literal["local", "one_sided", "collective"]
+
+    def __init__(self, reason: str = "") -> None:
+        self.common, self.reason = CommonCounters(), reason
+        self._exchanges: Sequence[GroupExchange] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this rank that messages need, beside what batches hold."""
+        return 0
+
+    def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor | None:
+        """Memory for a rank's rows, `[slots, D]`, which other ranks can read if they do; None: any memory will do.
+
+        Args:
+            group: whose.
+            num_slots: of every rank.
+            rank: this one.
+        """
+        return None
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Memory for an arena."""
-        ...
-
-    def make_outbox(self, num_segments: int) -> Outbox:
-        """Memory for requests and gradients."""
-        ...
+        """On the host, memory for what is sent: requests and gradients."""
+        return Buffer(num_bytes)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
-        """Makes the arenas known to each other; collective, once, after all are initialised."""
-        ...
+        """Makes ranks known to each other; collective, once, after all rows have their values."""
+        self._exchanges = exchanges
 
-    def fetch(self, route: Routed, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
         """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
-        ...
+        raise NotImplementedError
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
         """Sends the gradients of routes to the owners, which update their rows.
 
         Raises:
             ConfigurationError: ranks have different learning rates in this step; on all alike.
         """
-        ...
+        raise NotImplementedError
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of this rank that messages need, beside what batches hold."""
-        ...
+    def publish(self) -> None:
+        """Own rows changed otherwise than by a push, and those of all ranks: the next fetch finds them."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        ...
 
     def close(self) -> None:
         """Gives back what the transport holds."""
-        ...
 
 
-class Sources:
-    """The lists of requests that a rank merges, in the order of the ranks.
+class LocalTransport(Transport):
+    """One rank: rows are read and updated in place.
 
     Args:
-        exchange: the group's.
-        merger: holds what is merged; default: the group's own.
+        reason: why there is one.
+        rank: its name, for messages.
     """
 
-    __slots__ = ("_exchange", "_keep", "_lists", "_merger", "_node_ends", "accesses", "num_entries")
+    name = "local"
 
-    def __init__(self, exchange: GroupExchange, merger: Merger | None = None) -> None:
-        self._exchange = exchange
-        self._merger = merger or exchange.merger
-        self._lists: list[tuple[int, int, int]] = []
-        self._node_ends: list[int] = []
-        self._keep: list[np.ndarray] = []
-        self.num_entries = 0
-        self.accesses = np.zeros(exchange.num_segments, np.int64)
+    def __init__(self, reason: str = "there is one rank", rank: int = 0) -> None:
+        super().__init__(reason)
+        self._late = LateChecks(rank)
 
-    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray | None) -> None:
-        """One rank's requests: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
-        self._lists.append((slots, offsets.ctypes.data, gradients))
-        self.num_entries += int(offsets[-1]) - int(offsets[0])
-        if accesses is not None:
-            self.accesses += accesses
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+        """All rows are here; those of cached tables are brought into fast memory."""
+        self._late.add(route)
+        for group in route.groups:
+            if group.exchange.device is not None:
+                meanwhile(group)
+        for group in route.groups:
+            if group.exchange.is_tiered:
+                group.exchange.bring(group)
 
-    def add_own(self, group: RouteGroup) -> None:
-        """The requests this rank makes of itself."""
-        outbox, rank = group.workspace.outbox, group.exchange.rank
-        slots = outbox.lists.address + outbox.slots_offset
-        self.add(slots, outbox.segment_offsets[rank], outbox.gradients.address, outbox.accesses[rank])
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+        """Merges the routes' gradients and updates."""
+        self._late.read()
+        for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            groups = [route.groups[index] for route in routes]
+            if exchange.device is None:
+                self._update(exchange, groups, update)
+            elif groups:
+                self._update_on_device(exchange, groups, update)
 
-    def add_copied(self, slots: int, offsets: np.ndarray, gradients: int) -> None:
-        """What one rank asks of the homes elsewhere about rows that have a copy here; `offsets` int64 `[W, S′ + 1]`."""
-        clipped = np.maximum(offsets, offsets[:, self._exchange.copies.start, None])
-        sizes = clipped[:, -1] - clipped[:, 0]
-        sizes[self._exchange.rank] = 0
-        begin, stride = clipped.ctypes.data, clipped.strides[0]
-        self._lists += [(slots, begin + stride * stop, gradients) for stop in np.flatnonzero(sizes).tolist()]
-        self._keep.append(clipped)
-        self.num_entries += int(sizes.sum())
+    def _update(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
+        sources = Sources(exchange)
+        for group in groups:
+            sources.add_own(group)
+        if sources.num_entries:
+            sources.merge()
+            sources.apply(update)
+            sources.count()
 
-    def end_node(self) -> None:
-        """What is added next comes from the next node."""
-        self._node_ends.append(self.num_entries)
+    def _update_on_device(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
+        from rowmesh.ops.merge_update.cuda import merge, singles
 
-    def merge(self) -> None:
-        """Finds the distinct slots."""
-        self._merger(self._lists, self._exchange.gradient_bytes, self.num_entries, self._node_ends)
+        pinned = [group.pinned for group in groups]
+        if len(groups) == 1:
+            look_up = groups[0].look_up
+            merged = singles(look_up.places.to(torch.int64), look_up.unique.num_unique.to(torch.int32))
+            exchange.apply(merged.with_gradients(look_up.summed), update, num=look_up.num_found)
+            exchange.count_alone(groups[0])
+        else:
+            merged = merge(torch.cat([_slots(group) for group in groups]), most=len(groups))
+            gradients = torch.cat([group.look_up.summed for group in groups])
+            exchange.apply(merged.with_gradients(gradients), update)
+            exchange.count(np.sum([exchange.accesses(group) for group in groups], axis=0), merged, pinned)
+        exchange.unpin_updated(pinned)
 
-    def apply(self, update: Update, num_segments: int | None = None) -> None:
-        """Updates the merged rows, of the first segments where a number is given."""
-        part = None
-        if num_segments is not None:
-            part = (0, int(self._merger.merged_offsets[num_segments]))
-        self._exchange.apply(self._merger, update, part)
+    def barrier(self) -> None:
+        """No other rank; says what is wrong with batches that the host has not looked at yet."""
+        self._late.read()
 
-    def count(self, num_segments: int | None = None) -> None:
-        """Counts what was asked of this rank, of the first segments where a number is given."""
-        offsets = self._merger.merged_offsets
-        if num_segments is not None:
-            offsets = np.minimum(offsets, offsets[num_segments])
-        self._exchange.counters.count_tables(self.accesses, offsets)
+    def close(self) -> None:
+        """Forgets batches that the host has not looked at."""
+        self._late.clear()
+
+
+def _slots(group: RouteGroup) -> Tensor:
+    """int32 `[N]`, of which the first are the slots of unique ids, the others none."""
+    places = group.look_up.places
+    number = torch.arange(places.numel(), device=places.device)
+    return torch.where(number < group.look_up.unique.num_unique, places, _NO_SLOT)
+
+
+# Ids that are no rows, on a device: counted there, looked at by the host before anything is updated
+
+
+def count_unique(group: RouteGroup, numbers: Sequence[int]) -> None:
+    """Counts unique ids, which the numbers add up to."""
+    group.look_up.num_found = sum(numbers)
+    group.exchange.counters.unique_ids += group.look_up.num_found
+
+
+def _num_unique(group: RouteGroup) -> Tensor:
+    return group.look_up.unique.num_unique
+
+
+class LateChecks:
+    """Batches on a device whose numbers the host has not looked at: ids outside their tables, and some of each group.
+
+    On the host, where ids are checked when they are routed, there are none.
+
+    Args:
+        rank: this one, for messages.
+        numbers: int64 `[n]` of a group, on the device: by default how many unique ids it has.
+        take: is given them when the host knows them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        numbers: Callable[[RouteGroup], Tensor] = _num_unique,
+        take: Callable[[RouteGroup, list[int]], None] = count_unique,
+    ) -> None:
+        self._rank, self._numbers, self._take = rank, numbers, take
+        self._waiting: list[tuple[RoutePart, list[int], Late]] = []
+
+    def add(self, route: RoutePart) -> None:
+        """Looks at earlier batches, and has this one's numbers come; waits for them where nothing may look later.
+
+        Raises:
+            IdRangeError: a batch had ids that are no rows.
+        """
+        if route.route.late is None:
+            return
+        self.read()
+        self.post(route)
+        if not torch.is_grad_enabled():
+            self.read()
+
+    def post(self, route: RoutePart) -> None:
+        """Sends a batch's numbers on their way to the host."""
+        parts = [route.late.outside, *(self._numbers(group) for group in route.groups)]
+        self._waiting.append((route, [len(part) for part in parts], Late(torch.cat(parts))))
+
+    def read(self) -> None:
+        """Looks at all of them; waits for what the device did up to there, not for what came after.
+
+        Raises:
+            IdRangeError: a batch had ids that are no rows; what is to be known of the others is known.
+        """
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        errors = [error for route, sizes, late in waiting for error in self._read(route, sizes, iter(late.read()))]
+        if errors:
+            raise errors[0]
+
+    def _read(self, route: RoutePart, sizes: Sequence[int], numbers: Iterator[int]) -> list[IdRangeError]:
+        outside, *of_groups = (list(islice(numbers, size)) for size in sizes)
+        for group, mine in zip(route.groups, of_groups, strict=True):
+            self._take(group, mine)
+        try:
+            route.check_ids(outside, self._rank)
+        except IdRangeError as error:
+            return [error]
+        return []
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._waiting.clear()
+
+
+def check_everywhere(route: RoutePart, mesh: Mesh, outside: Sequence[int], refused: Sequence[int]) -> None:
+    """Raises on all ranks where one of them has ids that are no rows.
+
+    Args:
+        route: of this rank.
+        mesh: the ranks.
+        outside: what the route has on the device.
+        refused: how many ids each rank refuses.
+
+    Raises:
+        IdRangeError: this rank does.
+        PeerError: another one does.
+    """
+    route.check_ids(outside, mesh.name(mesh.rank))
+    check_peers(mesh, refused)
+
+
+def check_peers(mesh: Mesh, refused: Sequence[int]) -> None:
+    """Raises PeerError where a rank refuses a batch; names it."""
+    if any(refused):
+        guilty = ", ".join(f"rank {mesh.name(rank)}" for rank, count in enumerate(refused) if count)
+        raise PeerError(
+            f"rank {mesh.name(mesh.rank)}: {guilty} refused a batch with ids outside their tables; its own output says "
+            "which"
+        )

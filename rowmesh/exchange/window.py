@@ -18,12 +18,11 @@ from torch import Tensor
 
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.pooling import GroupPooling, Pooling
+from rowmesh.exchange.pooling import Pooling
 from rowmesh.exchange.route import Route, RouteGroup
-from rowmesh.exchange.workspace import held_bytes
 from rowmesh.ops import pool as pool_ops
 from rowmesh.ops import window as ops
-from rowmesh.ops.memory import Scratch
+from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger
 from rowmesh.ops.simd import STORAGE
 
@@ -68,47 +67,45 @@ class WindowGroup:
 
     def __init__(self, group: RouteGroup, layouts: Sequence[GroupLayout], space: Space) -> None:
         self.group, self.space = group, space
-        self.parts = [
-            RouteGroup(group.exchange, group.workspace, layout, group.inverse, group.num_unique) for layout in layouts
-        ]
+        self.parts = [RouteGroup(group.exchange, layout, group.look_up) for layout in layouts]
         self._first_cells = list(accumulate((layout.num_ids for layout in layouts), initial=0))
         self._is_fresh = False  # gradients of requests that travel begin afresh in every micro-batch
         exchange, size = group.exchange, group.num_unique
-        group.workspace.outbox.reserve_gradients(size * exchange.gradient_bytes)
+        group.look_up.send.reserve_gradients(size * exchange.gradient_bytes)
         self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._file(size)
 
     def _file(self, size: int) -> None:
         """Files the cells of every micro-batch, and which micro-batches have each row."""
-        space, workspace = self.space, self.group.workspace
+        space, workspace = self.space, self.group.look_up
         pointers = space.pointers.reserve(4 * len(self.parts) * (size + 1))
         cells = space.cells.reserve(4 * self._first_cells[-1])
         unordered, counts = space.unordered.reserve(4 * size), space.counts.reserve(4 * size)
         space.unordered.buffer.bytes[: 4 * size] = 0
         for k, part in enumerate(self.parts):
             space.counts.buffer.bytes[: 4 * size] = 0
-            where = (part.layout.address, part.layout.num_features, part.inverse)
+            where = (part.layout.address, part.layout.num_features, part.look_up.inverse)
             ops.count_cells(*where, k, counts, unordered)
             first = cells + 4 * self._first_cells[k]
             pool_ops.file_cells(*where, counts, size, pointers + 4 * k * (size + 1), first)
-        ops.order_uses(unordered, workspace.uniques.buffer.address, size, space.uses.reserve(4 * size))
+        ops.order_uses(unordered, workspace.uniques, size, space.uses.reserve(4 * size))
 
     def start_afresh(self) -> None:
         """Makes gradients that travel those of one micro-batch each: the paper's form."""
         self._is_fresh = True
 
-    def backward(self, part: int, pooling: GroupPooling, grad: Tensor) -> None:
+    def backward(self, part: int, grad: Tensor) -> None:
         """Adds the gradients of a micro-batch's rows to the sums in the outbox."""
         group, space = self.parts[part], self.space
-        workspace, exchange, size = group.workspace, group.exchange, group.num_unique
+        workspace, exchange, size = group.look_up, group.exchange, group.num_unique
         pointers = space.pointers.buffer.address + 4 * part * (size + 1)
-        kept = (group.stop_bounds[exchange.rank], group.stop_bounds[exchange.rank + 1])
+        kept = (group.look_up.bounds[exchange.rank], group.look_up.bounds[exchange.rank + 1])
         self._kernels.backward(
             grad.data_ptr(), pointers, space.cells.buffer.address + 4 * self._first_cells[part],
-            pooling.file_weights(group, pointers) if group.layout.is_weighted else 0,
-            workspace.uniques.buffer.address, workspace.outbox.lists.address, exchange.num_segments,
+            workspace.file_weights(group.layout, pointers) if group.layout.is_weighted else 0,
+            workspace.uniques, workspace.send.lists.address, exchange.num_segments,
             exchange.world_size, space.uses.buffer.address, part, *(kept if self._is_fresh else (0, size)),
-            workspace.outbox.gradients.address,
+            workspace.send.gradients.address,
         )  # fmt: skip
 
 
@@ -153,8 +150,8 @@ class Window:
 
     def backward(self, part: int, pooling: Pooling, gradients: Sequence[Tensor]) -> None:
         """Adds the gradients of the rows of one micro-batch to the sums."""
-        for group, (each, grad) in zip(self.groups, pooling.pairs(gradients), strict=True):
-            group.backward(part, each, grad)
+        for group, grad in zip(self.groups, pooling.by_group(gradients), strict=True):
+            group.backward(part, grad)
 
     def __del__(self) -> None:
         self._give_back(self._spaces)

@@ -245,7 +245,7 @@ class PhasedWindows:
 def _release(travels: Sequence[Travel]) -> None:
     for travel in travels:
         if travel.held is not None:
-            travel.held.release()
+            travel.held.unpin()
 
 
 def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:

@@ -73,6 +73,10 @@ class Memory:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self.bytes, dtype=dtype, offset=offset, count=count).view(shape)
 
+    def items(self, item_bytes: int, count: int, first: int = 0, offset: int = 0) -> Tensor:
+        """uint8 `[count, item_bytes]`: items from number `first` on, which begin at byte `offset`."""
+        return self.tensor(torch.uint8, count, item_bytes, offset=offset + first * item_bytes)
+
 
 class Buffer(Memory):
     """Private memory with a stable address, aligned to 64 bytes (to 2 MiB where it is that big).
@@ -166,3 +170,9 @@ def array_at(address: int, dtype: Any, *shape: int) -> np.ndarray:
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
     return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def held_bytes(owner: object) -> int:
+    """Bytes of the private buffers among an object's attributes, and in lists among them."""
+    values = [item for value in vars(owner).values() for item in (value if isinstance(value, list) else [value])]
+    return sum(value.num_bytes for value in values if isinstance(value, (Buffer, Scratch)))

@@ -40,6 +40,20 @@ class Rate(NamedTuple):
     factor: float = 1.0
 
 
+class Update(NamedTuple):
+    """The numbers of one group's update.
+
+    Attributes:
+        lr: the learning rate.
+        scaling: what summed gradients are multiplied by.
+        step: which update this is, from 1.
+    """
+
+    lr: float
+    scaling: float
+    step: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
     """Base of the update rules.

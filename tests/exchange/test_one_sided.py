@@ -21,7 +21,7 @@ def count_descriptors(mesh):
 
 
 def test_descriptors_are_closed_once_all_have_mapped(ranks):
-    """Arenas and boards cost none; an outbox keeps those of its two parts, since it may be mapped at any step."""
+    """Arenas and boards cost none; a send buffer keeps those of its two parts, since it may be mapped at any step."""
     for made, stepped in ranks.run(count_descriptors, world_size=3):
         assert made == 0
         assert stepped == 2 * len(behaviour.TABLES)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
-from rowmesh.exchange.pooling import compress
 
 BAGS = {"a": [[1, 2], [], [2]], "s": [[3], [4, 3], []]}
 
@@ -23,12 +22,12 @@ def test_cells_are_filed_once_before_or_in_the_backward(is_early):
     route = embeddings.route(SparseBatch.from_bags(BAGS))
     if is_early:
         for group in route.groups:
-            compress(group)
-    assert [group.is_compressed for group in route.groups] == [is_early] * 2
+            group.look_up.compress(group.layout)
+    assert [group.look_up.is_filed for group in route.groups] == [is_early] * 2
     out = embeddings.pool(embeddings.fetch(route))
     (out.values.sum() + out["s"].values.sum()).backward()
-    assert all(group.is_compressed for group in route.groups)
-    pooled, sequence = (torch.frombuffer(g.workspace.outbox.gradients.bytes, dtype=torch.float32) for g in route.groups)
+    assert all(group.look_up.is_filed for group in route.groups)
+    pooled, sequence = (torch.frombuffer(g.look_up.send.gradients.bytes, dtype=torch.float32) for g in route.groups)
     assert pooled[:6].tolist() == [0.5] * 3 + [1.5] * 3  # row 1 in a bag of two; row 2 there and alone
     assert sequence[:6].tolist() == [2.0] * 3 + [1.0] * 3
 

@@ -18,14 +18,14 @@ def test_unique_rows_and_where_they_are():
     embeddings = EmbeddingCollection(TABLES)
     route = embeddings.route(SparseBatch.from_bags({"a": [[7, 2], [7]], "b": [[2], [2, 2]]}))
     (group,) = route.groups
-    outbox, rows = group.workspace.outbox, embeddings._exchanges[0].arena.rows
+    send, rows = group.look_up.send, embeddings._exchanges[0].arena.rows
     assert group.num_unique == 3
-    assert group.stop_bounds == [0, 3]
-    assert outbox.segment_offsets.tolist() == [[0, 2, 3]]
-    assert outbox.accesses.tolist() == [[3, 3]]
-    assert array(outbox.lists.address + outbox.slots_offset, np.uint32, 3) == [7, 2, 9 + 2]
-    assert array(group.inverse, np.uint32, 6) == [0, 1, 0, 2, 2, 2]
-    addresses = array(group.workspace.addresses.buffer.address, np.int64, 3)
+    assert group.look_up.bounds == [0, 3]
+    assert send.segment_offsets.tolist() == [[0, 2, 3]]
+    assert send.accesses.tolist() == [[3, 3]]
+    assert array(send.slots_address, np.uint32, 3) == [7, 2, 9 + 2]
+    assert array(group.look_up.inverse, np.uint32, 6) == [0, 1, 0, 2, 2, 2]
+    addresses = array(group.look_up.addresses, np.int64, 3)
     assert addresses == [rows[slot].data_ptr() for slot in (7, 2, 11)]
 
 
@@ -36,10 +36,10 @@ def test_a_route_of_nothing():
     (exchange,) = embeddings._exchanges
     route = Route.of_nothing(embeddings._exchanges)
     (group,) = route.groups
-    assert exchange.workspaces == []
-    assert group.stop_bounds == [0, 0]
-    assert not group.workspace.outbox.segment_offsets.any()
-    assert not group.workspace.outbox.accesses.any()
+    assert exchange.look_ups.idle == []
+    assert group.look_up.bounds == [0, 0]
+    assert not group.look_up.send.segment_offsets.any()
+    assert not group.look_up.send.accesses.any()
     del route, group
-    assert len(exchange.workspaces) == 1
+    assert len(exchange.look_ups.idle) == 1
     assert exchange.counters.routes == 1

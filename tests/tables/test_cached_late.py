@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.route import never
+from rowmesh.exchange.group import never
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import (

@@ -12,16 +12,7 @@ Tensor-train tables compute rows from cores that every rank has (core_part), and
 The kernels are those of `rowmesh/ops/*/cuda.py`; see [Note: GPU kernels] in `rowmesh.ops.gpu`. Memory comes from
 torch's caching allocator, so that nothing here keeps buffers.
 
-[Note: what the host waits for]
-On one rank nothing: how many unique ids there are stays on the device, and whether all ids were rows of their tables is
-copied to the host beside the computation and looked at before the next update or look-up. So it is where ranks read
-each other's rows. Where they send them the host waits once a batch, for the sizes that an all-to-all needs: one copy
-brings them, those of the other ranks, and the counts of ids outside their tables (these alone, where all tables are
-tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
-of what homes send: how many rows they merged, which is copied to the host since the look-up; so does what replicas tell
-each other, of which ranks that read each other's rows learn only then. Tiered tables are read
-from their store by the host, and on several ranks it waits for what is asked of this one: see
-`rowmesh.exchange.device.tiered`.
+See [Note: what the host waits for] in `rowmesh.ops.look_up.device`.
 """
 
 from __future__ import annotations
@@ -37,8 +28,6 @@ import torch
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
-from rowmesh.exchange.device.pooling import DevicePooling
-from rowmesh.exchange.device.router import DeviceRouter
 from rowmesh.exchange.device.tiered_windows import TieredDeviceWindows
 from rowmesh.exchange.device.window import DeviceWindowMaker
 from rowmesh.exchange.device.windows import (
@@ -47,6 +36,8 @@ from rowmesh.exchange.device.windows import (
     whole_obstacle,
 )  # fmt: skip
 from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.pooling import Pooling
+from rowmesh.exchange.route import Router
 from rowmesh.exchange.window import Form
 from rowmesh.ops.gpu import require_triton
 from rowmesh.tables import TableGroup
@@ -71,9 +62,9 @@ class DeviceBackend:
         self.make_part = partial(DevicePart, self.device)
         self.make_core_part = partial(DeviceCorePart, self.device)
 
-    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> DevicePooling:
+    def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Triton's kernels."""
-        return DevicePooling(groups, width, self.device)
+        return Pooling(groups, width, self.device)
 
     def make_window_maker(self) -> DeviceWindowMaker:
         """Triton's kernels."""
@@ -96,9 +87,9 @@ class DeviceBackend:
             return WholeDeviceWindows(part, obstacle)
         return PhasedDeviceWindows(part, form, finds_final=finds_final)
 
-    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
+    def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> Router:
         """Triton's kernels."""
-        return DeviceRouter(groups, layouts, self.device)
+        return Router(groups, layouts, rank, self.device)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

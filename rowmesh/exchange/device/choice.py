@@ -6,13 +6,13 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName, check_name
-from rowmesh.exchange.device.collective import DeviceCollective
-from rowmesh.exchange.device.local import DeviceLocal
-from rowmesh.exchange.device.one_sided import DeviceOneSided
+from rowmesh.exchange.device_collective import DeviceCollective
+from rowmesh.exchange.device_one_sided import DeviceOneSided
+from rowmesh.exchange.transport import LocalTransport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.symmetric_memory import find_obstacle, peer_memory
 
-DeviceTransport = DeviceLocal | DeviceCollective | DeviceOneSided
+DeviceTransport = LocalTransport | DeviceCollective | DeviceOneSided
 
 
 def choose_device_transport(name: TransportName, mesh: Mesh, device: torch.device) -> DeviceTransport:
@@ -31,7 +31,7 @@ def choose_device_transport(name: TransportName, mesh: Mesh, device: torch.devic
     """
     check_name(name)
     if mesh.world_size == 1:
-        return DeviceLocal(f"there is one rank, on {device}", mesh.name(0))
+        return LocalTransport(f"there is one rank, on {device}", mesh.name(0))
     if name == "one_sided":
         if obstacle := find_obstacle(mesh, device):
             raise ConfigurationError(

@@ -18,44 +18,22 @@ from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart, Fetched, core_map
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device.checks import Unread, check_everywhere, count_unique
-from rowmesh.exchange.device.route import (
-    DeviceGroupExchange,
-    DevicePooledGroup,
-    DeviceRoute,
-    DeviceRoutePart,
-    table_bounds,
-)
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.route import Route, RouteGroup, RoutePart, table_bounds
+from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
+from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.tables import TableGroup
 from rowmesh.tensor_train.device_arena import DeviceCoreArena
 from rowmesh.tensor_train.device_lookup import DeviceLookup
 
 if TYPE_CHECKING:
-    from rowmesh.ops.pool.cuda import Bags
-    from rowmesh.ops.segment_unique.cuda import Unique
+    pass
 
 
-class DeviceCoreGroup(DevicePooledGroup):
-    """One group's part of a route whose rows are computed from cores.
-
-    Attributes:
-        source: the rows of the unique ids, in their order.
-        fetched: how they were computed; None before that, and after they were updated.
-    """
-
-    def __init__(
-        self, exchange: DeviceCoreExchange, layout: GroupLayout, bags: Bags | None, unique: Unique
-    ) -> None:  # fmt: skip
-        super().__init__(exchange, layout, bags, unique)
-        self.fetched: Fetched | None = None
-
-
-class DeviceCoreExchange(DeviceGroupExchange):
+class DeviceCoreExchange(GroupExchange):
     """What stays the same from batch to batch for one group of tensor-train tables.
 
     Args:
@@ -63,52 +41,47 @@ class DeviceCoreExchange(DeviceGroupExchange):
         device: where.
     """
 
+    arena: DeviceCoreArena  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, group: TableGroup, device: torch.device) -> None:
-        super().__init__(group, core_map(group), device)
-        self.arena = DeviceCoreArena(group, device)
+        super().__init__(group, core_map(group), cast("Any", DeviceCoreArena(group, device)), device, is_computed=True)
 
-    def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceCoreGroup:
-        """Finds the unique ids; arguments as for `DeviceExchange.route`."""
-        return DeviceCoreGroup(self, layout, bags, self.unique(ids, offsets))
-
-    def fetch(self, group: DeviceCoreGroup, version: int) -> None:
+    def fetch(self, group: RouteGroup, version: int) -> None:
         """Computes the rows of a batch's distinct ids."""
-        group.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=self.device)
+        look_up = group.look_up
+        look_up.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=self.device)
         sizes = [end - begin for begin, end in pairwise(table_bounds(self.group, group.layout))]
-        group.fetched = Fetched([self._look_up(group, table, size) for table, size in enumerate(sizes)], version)
+        group.incoming = Fetched([self._look_up(look_up, table, size) for table, size in enumerate(sizes)], version)
 
-    def _look_up(self, group: DeviceCoreGroup, table: int, size: int) -> DeviceLookup:
+    def _look_up(self, look_up: DeviceLookUp, table: int, size: int) -> DeviceLookup:
         """Computes the rows of one table, of which the batch has `size` ids; the device knows how many distinct ones.
 
         The unique ids of a table do not begin behind where its ids do, so that so many can be read from there.
         """
-        unique = group.unique
+        unique = look_up.unique
         first, end = unique.offsets[table : table + 1], unique.offsets[table + 1 : table + 2]
         ids = unique.unique.index_select(0, first + torch.arange(size, device=self.device))
-        return self.arena.look_up(table, ids, end - first, first, group.source, keep=torch.is_grad_enabled())
+        return self.arena.look_up(table, ids, end - first, first, look_up.source, keep=torch.is_grad_enabled())
 
-    def gradients(
-        self, groups: Sequence[DeviceCoreGroup], table: int, version: int
-    ) -> tuple[DeviceLookup, Tensor] | None:  # fmt: skip
+    def gradients(self, groups: Sequence[RouteGroup], table: int, version: int) -> tuple[DeviceLookup, Tensor] | None:
         """The distinct ids of a table in all batches, and the gradients of their rows; None where there are no ids."""
         taken = []
         for group in groups:
-            assert group.fetched is not None
-            lookup = group.fetched.lookups[table]
+            lookup = group.incoming.lookups[table]
             if not lookup.num_unique:
                 continue
-            if group.fetched.version != version:
+            if group.incoming.version != version:
                 lookup.release_products()  # gradients go through the cores as they are now
-            taken.append((lookup, group.summed))
+            taken.append((lookup, group.look_up.summed))
         if len(taken) < 2:
             return taken[0] if taken else None
         return DeviceLookup.merged(taken)
 
-    def finish(self, groups: Sequence[DeviceCoreGroup]) -> None:
+    def finish(self, groups: Sequence[RouteGroup]) -> None:
         """Counts what was asked for; forgets what only the update needed: it may be large, and routes may live on."""
         for group in groups:
             self.count_alone(group)
-            group.fetched = group.gradients = None
+            group.incoming = group.look_up.gradients = None
 
 
 class DeviceCorePart(CorePart):
@@ -144,7 +117,7 @@ class DeviceCorePart(CorePart):
                 self.reason += "; not one_sided: devices add gradients of cores up by messages"
         # Where there are dense tables, their messages bring what ranks must know of each other.
         self._compares = mesh.world_size > 1 and len(indices) == len(groups)
-        self._unread = Unread(mesh.name(mesh.rank))
+        self._unread = LateChecks(mesh.name(mesh.rank))
         self._num_fetches = self._num_pushes = 0
 
     def allocate(self) -> None:
@@ -174,29 +147,28 @@ class DeviceCorePart(CorePart):
             IdRangeError: a batch of this rank has ids that are no rows.
             PeerError: one of another rank has.
         """
-        assert isinstance(route, DeviceRoute)
-        self._look_at(DeviceRoutePart(route, self.indices))
+        self._look_at(RoutePart(route, self.indices))
         super().fetch(route, meanwhile)
 
-    def _look_at(self, route: DeviceRoutePart) -> None:
+    def _look_at(self, route: RoutePart) -> None:
         """Sees to it that ids which are no rows are noticed."""
         self._unread.read()
         if self._compares:
             self._compare(route)
             return
-        self._unread.add(route)
+        self._unread.post(route)
         if not torch.is_grad_enabled():  # perhaps nothing comes that would look later
             self._unread.read()
 
-    def _compare(self, route: DeviceRoutePart) -> None:
+    def _compare(self, route: RoutePart) -> None:
         """All ranks learn which of them refuse their batch; the host waits for this rank's numbers."""
         self._num_fetches += 1
-        unique = [group.unique.num_unique for group in route.groups]
-        refused, *numbers = torch.cat([route.refused, route.outside, *unique]).tolist()
+        unique = [group.look_up.unique.num_unique for group in route.groups]
+        refused, *numbers = torch.cat([route.late.refused, route.late.outside, *unique]).tolist()
         self._handshake.numbers[:, 1] = refused
         everyone = self._handshake(self._num_fetches)[:, 1].tolist()
-        check_everywhere(route, self.mesh, numbers[: len(route.outside)], everyone)
-        for group, count in zip(route.groups, numbers[len(route.outside) :], strict=True):
+        check_everywhere(route, self.mesh, numbers[: len(route.late.outside)], everyone)
+        for group, count in zip(route.groups, numbers[len(route.late.outside) :], strict=True):
             count_unique(group, [count])
 
     def push(self, routes: Sequence[Route], step: Step) -> None:

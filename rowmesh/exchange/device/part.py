@@ -15,12 +15,11 @@ import torch
 
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.device.choice import choose_device_transport
-from rowmesh.exchange.device.route import DeviceExchange, DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.device.synchronizer import make_device_synchronizer
-from rowmesh.exchange.device.tiered import DeviceTieredExchange
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
-from rowmesh.exchange.route import Route
+from rowmesh.exchange.route import Route, RoutePart
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -38,7 +37,7 @@ class DevicePart(Part):
     Attributes: those of `Part`.
     """
 
-    exchanges: list[DeviceExchange]  # pyright: ignore[reportIncompatibleVariableOverride]
+    exchanges: list[GroupExchange]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, device: torch.device, *arguments: Any) -> None:
         self.device = device
@@ -60,10 +59,10 @@ class DevicePart(Part):
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._tiers is not None:
             arena = self._tiers.make_arena(group, num_slots, self.mesh.rank, self.device)
-            return DeviceTieredExchange(group, address_map, arena)
-        rows = self.transport.make_rows(group, address_map.num_slots)
+            return GroupExchange(group, address_map, arena, self.device)
+        rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
         arena = DenseArena(group, num_slots, self.device, rows)
-        return DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
+        return GroupExchange(group, address_map, arena, self.device, asks_owners=self.transport_name != "one_sided")
 
     def _make_synchronizer(self, column: Mesh) -> Synchronizer:
         return make_device_synchronizer(self._setting, self.exchanges, column, self.device)
@@ -82,11 +81,10 @@ class DevicePart(Part):
         """
         super().push(routes, step)
         for group in (route.groups[index] for route in routes for index in self.indices):
-            group.gradients = None  # may be large, and the route may live on
+            group.look_up.gradients = None  # may be large, and the route may live on
 
     def _mine(self, route: Route) -> Any:
-        assert isinstance(route, DeviceRoute)
-        return DeviceRoutePart(route, self.indices)
+        return RoutePart(route, self.indices)
 
 
 def one_hop(plan: Plan) -> Plan:

@@ -23,15 +23,15 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device.group import DeviceGroup
-from rowmesh.exchange.device.lane import Merging
 from rowmesh.exchange.device.phased_copies import PhasedCopies, places_of, travelling_uniques
-from rowmesh.exchange.device.route import places_in
 from rowmesh.exchange.device.window import DeviceWindowGroup
-from rowmesh.exchange.update import Update
+from rowmesh.exchange.device_collective import DeviceGroup
+from rowmesh.exchange.device_lanes import Merging
 from rowmesh.exchange.window import Form
 from rowmesh.mesh.channel import Channel, Message
+from rowmesh.ops.look_up.device import places_in
 from rowmesh.ops.transfer import upload
+from rowmesh.optim.rules import Update
 from rowmesh.tables.dense import compute_dtype
 
 FINAL = 0  # the phase of rows that come before the window opens; that of micro-batch k is k + 1
@@ -142,7 +142,7 @@ class DevicePhasedGroup:
         """Tells the owners which rows are needed, and by which micro-batches."""
         posted = [self._messages.post_keys(window.group)]
         if (uses := self._own_uses(window)) is not None:
-            posted.append(self._post(uses.T.contiguous(), window.group.sent, window.group.asked))
+            posted.append(self._post(uses.T.contiguous(), window.group.lanes[0].sent, window.group.lanes[0].asked))
         if self._copies is not None:
             posted.append(self._copies.post_keys(window.group))
         return posted
@@ -151,7 +151,7 @@ class DevicePhasedGroup:
         """Merges what was asked, once it is here."""
         travel, group = DeviceTravel(window), window.group
         keys, copied = (keys[:-1], keys[-1]) if self._copies is not None else (keys, None)
-        group.requests, *uses = (message.wait() for message in keys)
+        group.lanes[0].slots, *uses = (message.wait() for message in keys)
         travel.merging = self._messages.lanes[0].merged([group.lanes[0]])
         travel.uses = uses[0].T.contiguous() if uses else None
         if self._copies is not None and copied is not None:
@@ -162,14 +162,14 @@ class DevicePhasedGroup:
         """uint8 `[M]`: 1 for what ranks ask for and no rank asked for in the window before."""
         merged, group = travel.merging.merged, travel.window.group
         if before is None:
-            return torch.ones(group.requests.numel(), dtype=torch.uint8, device=group.requests.device)
+            return torch.ones(group.lanes[0].slots.numel(), dtype=torch.uint8, device=group.lanes[0].slots.device)
         places = self._intersect(merged.slots, before.merging.merged.slots, merged.num, before.merging.merged.num)
         is_final = (places < 0).to(torch.uint8).index_select(0, merged.ranks - 1)  # of requests sorted by slot
         return torch.empty_like(is_final).scatter_(0, merged.order, is_final)
 
     def post_final(self, travel: DeviceTravel, is_final: Tensor) -> Message:
         """Says which of the rows that were asked for are final."""
-        return self._post(is_final, travel.window.group.asked, travel.window.group.sent)
+        return self._post(is_final, travel.window.group.lanes[0].asked, travel.window.group.lanes[0].sent)
 
     def sort(self, travel: DeviceTravel, final: tuple[Tensor, Tensor] | None) -> list[Tensor]:
         """Sorts what travels by phase; returns the counts that the host has to know.
@@ -179,7 +179,7 @@ class DevicePhasedGroup:
             final: uint8 `[U]` and `[M]`: which of the rows that come and go are final; None where none is.
         """
         group, num_parts = travel.window.group, len(travel.window.parts)
-        ends = ((self._own_uses(travel.window), group.sent), (travel.uses, group.asked))
+        ends = ((self._own_uses(travel.window), group.lanes[0].sent), (travel.uses, group.lanes[0].asked))
         for index, (uses, sizes) in enumerate(ends):
             phases = None if uses is None else uses[0] + 1
             if final is not None:
@@ -210,7 +210,10 @@ class DevicePhasedGroup:
             if sorting is None
             else sorting.packing(list(islice(numbers, sorting.counts.numel())), self._channel.size)
             for sorting, sizes, whole in zip(
-                travel.sortings, (group.sent, group.asked) * 2, (rows, rows, gradients, gradients), strict=True
+                travel.sortings,
+                (group.lanes[0].sent, group.lanes[0].asked) * 2,
+                (rows, rows, gradients, gradients),
+                strict=True,
             )
         ]
         travel.rows_in, travel.rows_out, travel.gradients_out, travel.gradients_in = packings
@@ -224,13 +227,13 @@ class DevicePhasedGroup:
         order = travel.gradients_out.order
         travel.keys = uniques if order is None else uniques.index_select(0, order)
         dtype = compute_dtype(self.exchange.group.dtype)
-        travel.came = torch.empty(group.requests.numel(), arena.rows.shape[1], dtype=dtype, device=uniques.device)
+        travel.came = torch.empty(group.lanes[0].slots.numel(), arena.rows.shape[1], dtype=dtype, device=uniques.device)
 
     def post_rows(self, travel: DeviceTravel, phase: int) -> Message:
         """Sends the rows that others need in a phase, and receives those that are needed here."""
         if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
             self._copies.read(travel.window)
-        requests, packing = travel.window.group.requests, travel.rows_out
+        requests, packing = travel.window.group.lanes[0].slots, travel.rows_out
         out = packing.part(phase)
         slots = requests[out] if packing.order is None else requests.index_select(0, packing.order[out])
         rows = self._gather(self.exchange.arena.rows, slots)

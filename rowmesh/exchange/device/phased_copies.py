@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device.group import DeviceGroup
-from rowmesh.exchange.device.lane import Requests
-from rowmesh.exchange.device.route import DeviceRouteGroup
 from rowmesh.exchange.device.window import DeviceWindowGroup
-from rowmesh.exchange.update import Update
+from rowmesh.exchange.device_collective import DeviceGroup
+from rowmesh.exchange.device_lanes import Requests
+from rowmesh.exchange.route import RouteGroup
 from rowmesh.mesh.channel import Message
+from rowmesh.optim.rules import Update
 
 
 class PhasedCopies:
@@ -29,11 +29,11 @@ class PhasedCopies:
 
         self._lane, self._exchange, self._gather = messages.lanes[1], messages.exchange, gather
 
-    def post_keys(self, group: DeviceRouteGroup) -> Message:
+    def post_keys(self, group: RouteGroup) -> Message:
         """Tells homes which copies are read here."""
         return self._lane.post_keys(group.lanes[1])
 
-    def take_keys(self, group: DeviceRouteGroup, keys: Message) -> None:
+    def take_keys(self, group: RouteGroup, keys: Message) -> None:
         """Merges what is read anywhere; how many rows that are is on its way to the host."""
         self._lane.take_keys(group.lanes[1], keys)
         self._lane.merged([group.lanes[1]])
@@ -48,26 +48,26 @@ class PhasedCopies:
         sums = self._gather(window.gradients(), copied_uniques(window.group))
         return self._lane.post_gradients([window.group.lanes[1]], [sums])
 
-    def update(self, group: DeviceRouteGroup, gradients: list[Message], update: Update) -> None:
+    def update(self, group: RouteGroup, gradients: list[Message], update: Update) -> None:
         """Updates the copies of all ranks alike."""
         requests: Requests = group.lanes[1]
         self._lane.push([requests], self._lane.merged([requests]), gradients, update)
 
 
-def travelling_uniques(group: DeviceRouteGroup) -> Tensor:
+def travelling_uniques(group: RouteGroup) -> Tensor:
     """int32: the unique ids whose rows travel, in the order in which they are asked for."""
-    return group.uniques[: len(group.lanes[0].keys)]
+    return group.look_up.uniques[: len(group.lanes[0].keys)]
 
 
-def copied_uniques(group: DeviceRouteGroup) -> Tensor:
+def copied_uniques(group: RouteGroup) -> Tensor:
     """int32: the unique ids whose rows every rank has."""
-    return group.uniques[len(group.lanes[0].keys) :]
+    return group.look_up.uniques[len(group.lanes[0].keys) :]
 
 
-def places_of(group: DeviceRouteGroup, travelling: Tensor) -> Tensor:
+def places_of(group: RouteGroup, travelling: Tensor) -> Tensor:
     """int32 `[U]`: which row each unique id reads, given that of those which travel; copies stand behind them."""
     copies = torch.arange(
         len(travelling), group.num_unique, dtype=travelling.dtype, device=travelling.device
     )  # none, where all rows travel
     places = torch.cat([travelling, copies])
-    return torch.empty_like(places).scatter_(0, group.uniques.to(torch.int64), places)
+    return torch.empty_like(places).scatter_(0, group.look_up.uniques.to(torch.int64), places)

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.update import Update
 from rowmesh.ops.transfer import Late, upload
+from rowmesh.optim.rules import Update
 from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.device.route import DeviceExchange
-    from rowmesh.ops.merge_update.cuda import Merged
+    from rowmesh.exchange.group import GroupExchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ class DeviceSums:
         replica: the number of this rank's group.
     """
 
-    def __init__(self, exchange: DeviceExchange, replica: int) -> None:
+    def __init__(self, exchange: GroupExchange, replica: int) -> None:
         from rowmesh.ops.merge_update import cuda
 
         self._arena, self._merge, self._sum = exchange.arena, cuda.merge, cuda.sum_merged
@@ -84,8 +83,11 @@ class DeviceSums:
         """Nothing is kept between steps."""
         return 0
 
-    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
+    def apply(
+        self, merged: Any, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None:
         """Keeps the sums of this group's gradients of merged rows, instead of updating."""
+        gradients = merged.gradients
         most = merged.slots.numel() if num is None else num
         sums = self._sum(merged, gradients, gradients.new_empty(most, gradients.shape[1]))
         self._kept.append(_Sums(merged.slots[:most].to(torch.int32), sums, Late(merged.num) if num is None else num))
@@ -124,7 +126,7 @@ class DeviceMeans:
         replica: the number of this rank's group.
     """
 
-    def __init__(self, exchange: DeviceExchange, replica: int) -> None:
+    def __init__(self, exchange: GroupExchange, replica: int) -> None:
         from rowmesh.ops.average import cuda
         from rowmesh.ops.gather.cuda import gather
         from rowmesh.ops.merge_update.cuda import merge
@@ -150,8 +152,11 @@ class DeviceMeans:
         """Memory held."""
         return sum(tensor.nbytes for tensor in (self._marks, self._slots, *self._before))
 
-    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None:
+    def apply(
+        self, merged: Any, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were."""
+        gradients = merged.gradients
         count = merged.slots.numel() if num is None else num
         self._reserve(count)
         self._bounds = self._kernels.mark(

@@ -17,13 +17,13 @@ from torch import Tensor
 from rowmesh.exchange.column import Column
 from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.device.replicas import DeviceMeans, DeviceSums, DeviceTold
-from rowmesh.exchange.device.route import DeviceExchange
 from rowmesh.exchange.device.whole_tables import AverageTables, WholeTables
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.synchronizer import Synchronizer
-from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim.rules import Update
 
 
 class DeviceColumnGroup:
@@ -99,7 +99,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def make_device_synchronizer(
-    setting: Synchronization, exchanges: Sequence[DeviceExchange], mesh: Mesh, device: torch.device
+    setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh, device: torch.device
 ) -> Synchronizer:
     """Keeps the replicas of some groups of tables together. Collective among a column.
 

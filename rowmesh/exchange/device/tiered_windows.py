@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import cast
 
 from rowmesh.exchange.device.part import DevicePart
-from rowmesh.exchange.device.tiered import DeviceTieredExchange
 from rowmesh.exchange.device.window import DeviceWindow
 from rowmesh.exchange.device.windows import WholeDeviceWindows
+from rowmesh.exchange.group import GroupExchange
 
 
 class TieredDeviceWindows(WholeDeviceWindows):
@@ -23,7 +23,7 @@ class TieredDeviceWindows(WholeDeviceWindows):
         super().__init__(part, "there is one rank")
         self.is_tiered = True
         self.reason = f"rows are brought into the memory of {part.device} ahead: {part.reason}"
-        self._exchanges = cast("list[DeviceTieredExchange]", part.exchanges)
+        self._exchanges = cast("list[GroupExchange]", part.exchanges)
 
     def begin(self, number: int) -> None:
         """From now on rows come in the order of the batches."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rowmesh.exchange.averaged import CHUNK_BYTES
 from rowmesh.exchange.column import Column
-from rowmesh.exchange.update import Update
 from rowmesh.mesh.channel import Channel
+from rowmesh.optim.rules import Update
 
 if TYPE_CHECKING:
-    from rowmesh.exchange.device.route import DeviceExchange
+    from rowmesh.exchange.group import GroupExchange
     from rowmesh.ops.merge_update.cuda import Merged
 
 
@@ -38,7 +38,7 @@ class WholeTables:
 
     num_bytes = 0
 
-    def __init__(self, exchange: DeviceExchange, replica: int) -> None:
+    def __init__(self, exchange: GroupExchange, replica: int) -> None:
         from rowmesh.ops.average.cuda import average
 
         self._average, self._replica = average, replica

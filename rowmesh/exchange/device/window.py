@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.device.pooling import DevicePooling
-from rowmesh.exchange.device.route import DeviceRoute, DeviceRouteGroup, places_in
-from rowmesh.exchange.device.router import descriptors
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.layout import GroupLayout
+from rowmesh.exchange.pooling import Pooling
+from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.ops.look_up.device import descriptors, places_in
 from rowmesh.ops.transfer import upload
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables.dense import compute_dtype
@@ -58,9 +58,15 @@ class DeviceWindowPart:
         self._window = window
 
     @property
-    def source(self) -> Tensor:
-        """What is read."""
-        return self._window.source
+    def look_up(self) -> DeviceWindowPart:
+        """What pools: this."""
+        return self
+
+    def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
+        """Writes the group's columns of the output."""
+        from rowmesh.ops.pool.cuda import pool
+
+        pool(self._window.source, self.recover, self.bags, output, self.slots)
 
     @property
     def slots(self) -> Tensor | None:
@@ -82,7 +88,7 @@ class DeviceWindowGroup:
 
     source: Tensor
 
-    def __init__(self, group: DeviceRouteGroup) -> None:
+    def __init__(self, group: RouteGroup) -> None:
         self.group = group
         self.parts: list[DeviceWindowPart] = []
         self.uses: Uses | None = None
@@ -91,14 +97,14 @@ class DeviceWindowGroup:
 
     def read_fetched(self) -> None:
         """Reads what was fetched for the whole batch."""
-        order = self.group.order
-        self.source = self.group.source
-        self.slots = self.group.slots if order is None else places_in(order)
+        order = self.group.look_up.order
+        self.source = self.group.look_up.source
+        self.slots = self.group.look_up.slots if order is None else places_in(order)
 
     def hand_gradients_over(self) -> None:
         """Gives the whole batch the gradients of all micro-batches, to be pushed at once."""
-        gradients, order = self.gradients(), self.group.order
-        self.group.gradients = gradients if order is None else gradients.index_select(0, order)
+        gradients, order = self.gradients(), self.group.look_up.order
+        self.group.look_up.gradients = gradients if order is None else gradients.index_select(0, order)
 
     def gradients(self) -> Tensor:
         """They come from the stream that computed, and are about to be read on the current one."""
@@ -110,14 +116,16 @@ class DeviceWindowGroup:
             self._gradients.record_stream(torch.cuda.current_stream(self._gradients.device))
         return self._gradients
 
-    def add_gradients(self, part: int, kernels: Any, grad: Tensor) -> None:
+    def add_gradients(self, part: int, grad: Tensor) -> None:
         """Adds the gradients of a micro-batch's rows."""
+        from rowmesh.ops.pool.cuda import backward
+
         size, adds = (self.group.num_unique, self.source.shape[1]), len(self.parts) > 1
         if self._gradients is None:
             make = torch.zeros if adds else torch.empty
             self._gradients = make(size, dtype=grad.dtype, device=grad.device)
         filed = self.parts[part].filed.of_first(self.group.num_unique)
-        kernels.backward(grad, filed, self._gradients, self.group.unique.num_unique, adds=adds)
+        backward(grad, filed, self._gradients, self.group.look_up.unique.num_unique, adds=adds)
 
 
 class DeviceWindow:
@@ -126,7 +134,7 @@ class DeviceWindow:
     Attributes: those of `Window`.
     """
 
-    def __init__(self, route: DeviceRoute, bounds: Sequence[int], groups: list[DeviceWindowGroup]) -> None:
+    def __init__(self, route: Route, bounds: Sequence[int], groups: list[DeviceWindowGroup]) -> None:
         self.route, self.bounds, self.groups, self.number = route, list(bounds), groups, 0
         self.step_before: Step | None = None
 
@@ -135,15 +143,15 @@ class DeviceWindow:
         """N."""
         return len(self.bounds) - 1
 
-    def pool(self, part: int, pooling: DevicePooling) -> tuple[Tensor, ...]:
+    def pool(self, part: int, pooling: Pooling) -> tuple[Tensor, ...]:
         """The vectors of one micro-batch."""
         size = self.bounds[part + 1] - self.bounds[part]
         return pooling.forward([group.parts[part] for group in self.groups], self.route.batch, size)
 
-    def backward(self, part: int, pooling: DevicePooling, gradients: Sequence[Tensor]) -> None:
+    def backward(self, part: int, pooling: Pooling, gradients: Sequence[Tensor]) -> None:
         """Adds the gradients of the rows of one micro-batch to the sums."""
-        for _, group, grad in pooling.pairs(self.groups, gradients):
-            group.add_gradients(part, pooling.kernels, grad)
+        for group, grad in zip(self.groups, pooling.by_group(gradients), strict=True):
+            group.add_gradients(part, grad)
 
 
 class DeviceWindowMaker:
@@ -160,9 +168,7 @@ class DeviceWindowMaker:
 
         self._device, self._describe, self._file = device, cuda.Bags.describe, cuda.file_cells
 
-    def __call__(
-        self, route: DeviceRoute, bounds: Sequence[int], layouts: Sequence[Sequence[GroupLayout]]
-    ) -> DeviceWindow:
+    def __call__(self, route: Route, bounds: Sequence[int], layouts: Sequence[Sequence[GroupLayout]]) -> DeviceWindow:
         """A window of a route that was just made.
 
         Args:
@@ -174,8 +180,8 @@ class DeviceWindowMaker:
         for group, cut in zip(route.groups, layouts, strict=True):
             window = DeviceWindowGroup(group)
             if len(cut) == 1:
-                assert group.bags is not None
-                self._add(window, group.layout, group.bags, group.unique.inverse)
+                assert group.look_up.bags is not None
+                self._add(window, group.layout, group.look_up.bags, group.look_up.unique.inverse)
             else:
                 self._cut(window, route.batch, bounds, cut)
             groups.append(window)
@@ -189,17 +195,17 @@ class DeviceWindowMaker:
         begin = group.layout.features[0, 0]
         pieces = [(layout.features[:, :2] - begin).tolist() for layout in layouts]
         for layout, first_sample, ids in zip(layouts, bounds, pieces, strict=False):
-            recover = _joined(group.unique.inverse, ids)
+            recover = _joined(group.look_up.unique.inverse, ids)
             self._add(window, layout, self._bags(group, layout, batch, first_sample, ids), recover)
         window.uses = self._uses(group, [[first for first, _ in ids] for ids in pieces])
 
     def _bags(
-        self, group: DeviceRouteGroup, layout: GroupLayout, batch: SparseBatch, first_sample: int,
+        self, group: RouteGroup, layout: GroupLayout, batch: SparseBatch, first_sample: int,
         ids: Sequence[Sequence[int]],
     ) -> Bags:  # fmt: skip
         """The bags of some samples."""
-        assert group.bags is not None
-        whole, place = group.bags, batch.features.index(group.exchange.group.features[0])
+        assert group.look_up.bags is not None
+        whole, place = group.look_up.bags, batch.features.index(group.exchange.group.features[0])
         first_bags = (place + np.arange(layout.num_features)) * batch.batch_size + first_sample
         weights = None if whole.weights is None else _joined(whole.weights, ids)
         return self._describe(descriptors(layout, first_bags), self._device, whole.offsets, weights)
@@ -209,14 +215,14 @@ class DeviceWindowMaker:
         filed = self._file(recover, bags, window.group.num_unique, dtype)
         window.parts.append(DeviceWindowPart(window, layout, bags, recover, filed))
 
-    def _uses(self, group: DeviceRouteGroup, begins: Sequence[Sequence[int]]) -> Uses:
+    def _uses(self, group: RouteGroup, begins: Sequence[Sequence[int]]) -> Uses:
         """When each unique id is used first and last.
 
         Args:
             group: of the route.
             begins: of each micro-batch, where the ids of every feature begin among those of the group.
         """
-        inverse, num_parts = group.unique.inverse.to(torch.int64), len(begins)
+        inverse, num_parts = group.look_up.unique.inverse.to(torch.int64), len(begins)
         of_features = torch.tensor(begins, device="cpu").T
         starts = upload(of_features.flatten(), self._device)  # ascending: in every feature the micro-batches
         ids = torch.arange(inverse.numel(), device=self._device)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rowmesh.exchange.device.collective import DeviceCollective
 from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
-from rowmesh.exchange.device.route import DeviceRoutePart
 from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
+from rowmesh.exchange.device_collective import DeviceCollective
 from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.phased import NO_WINDOW, check_numbers, phased_obstacle
+from rowmesh.exchange.route import RoutePart
 from rowmesh.exchange.window import Form
 from rowmesh.exchange.windows import COMPUTED, WholeWindows
 
@@ -57,7 +57,7 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
     def let_go(self, window: DeviceWindow) -> None:
         """Gives rows up that the current stream has read and nobody will update, where they are held."""
         for group in self._mine(window):
-            group.group.let_go()
+            group.group.unpin()
 
     def end(self) -> None:
         """What was fetched and never updated may leave fast memory, though the program may keep the batch."""
@@ -105,7 +105,7 @@ class PhasedDeviceWindows:
             IdRangeError: this rank does.
         """
         self._agree(window.number, window.step_before)
-        self._transport.exchange_counts(DeviceRoutePart(window.route, self._part.indices))
+        self._transport.exchange_counts(RoutePart(window.route, self._part.indices))
         pairs = [(each, window.groups[index]) for each, index in zip(self._groups, self._part.indices, strict=True)]
         keys = [each.post_keys(group) for each, group in pairs]
         travels = [each.take_keys(group, works) for (each, group), works in zip(pairs, keys, strict=True)]

@@ -1,4 +1,4 @@
-"""Workspaces and outboxes: what grows is announced, and what a route borrows comes back."""
+"""Look-ups on the host: what grows is announced, and what a route borrows comes back."""
 
 import gc
 
@@ -8,42 +8,44 @@ import torch
 
 from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
 from rowmesh.errors import IdRangeError
-from rowmesh.exchange.workspace import private_outbox, slots_offset
+from rowmesh.ops.look_up import SendBuffer, slots_offset
+from rowmesh.ops.memory import Buffer
 
 TABLES = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=9, dim=4)]
 
 
-def test_an_outbox_grows_under_a_new_generation():
-    outbox = private_outbox(world_size=3, num_segments=2)
-    assert outbox.slots_offset == slots_offset(3, 2) == 128
-    address = outbox.reserve_lists(10)
-    assert outbox.reserve_lists(1000) == address == outbox.lists.address + 128
-    assert outbox.generation == 0
-    outbox.reserve_lists(10_000)
-    assert outbox.generation == 1
-    assert outbox.lists.num_bytes >= 128 + 40_000
-    outbox.reserve_gradients(100_000)
-    assert outbox.generation == 2
-    outbox.reserve_gradients(1000)
-    assert outbox.generation == 2
+def test_a_send_buffer_grows_under_a_new_generation():
+    send = SendBuffer(Buffer, world_size=3, num_segments=2)
+    assert send.slots_offset == slots_offset(3, 2) == 128
+    send.reserve_lists(10)
+    send.reserve_lists(1000)
+    assert send.slots_address == send.lists.address + 128
+    assert send.generation == 0
+    send.reserve_lists(10_000)
+    assert send.generation == 1
+    assert send.lists.num_bytes >= 128 + 40_000
+    send.reserve_gradients(100_000)
+    assert send.generation == 2
+    send.reserve_gradients(1000)
+    assert send.generation == 2
 
 
 def test_the_parts_of_the_lists_do_not_overlap():
-    outbox = private_outbox(world_size=3, num_segments=2)
-    slots = np.frombuffer(outbox.lists.bytes, np.uint32, offset=outbox.slots_offset)
-    slots[:], outbox.segment_offsets[:], outbox.accesses[:] = 1, 2, 3
+    send = SendBuffer(Buffer, world_size=3, num_segments=2)
+    slots = np.frombuffer(send.lists.bytes, np.uint32, offset=send.slots_offset)
+    slots[:], send.segment_offsets[:], send.accesses[:] = 1, 2, 3
     assert bool((slots == 1).all())
-    assert bool((outbox.segment_offsets == 2).all())
-    assert outbox.segment_offsets.shape == (3, 3)
-    assert outbox.accesses.shape == (3, 2)
+    assert bool((send.segment_offsets == 2).all())
+    assert send.segment_offsets.shape == (3, 3)
+    assert send.accesses.shape == (3, 2)
 
 
 def num_idle(embeddings):
     gc.collect()
-    return [len(exchange.workspaces) for exchange in embeddings._exchanges]
+    return [len(exchange.look_ups.idle) for exchange in embeddings._exchanges]
 
 
-def test_workspaces_come_back():
+def test_look_ups_come_back():
     embeddings = EmbeddingCollection(TABLES)
     batch = SparseBatch.from_bags({"a": [[1]], "b": [[2]]})
     routes = [embeddings.route(batch) for _ in range(3)]
@@ -59,7 +61,7 @@ def test_workspaces_come_back():
 
 
 @pytest.mark.parametrize("bags", [{"a": [[99]], "b": [[2]]}, {"a": [[1]], "b": [[99]]}])
-def test_workspaces_come_back_from_refused_batches(bags):
+def test_look_ups_come_back_from_refused_batches(bags):
     embeddings = EmbeddingCollection(TABLES)
     with torch.no_grad():
         embeddings(SparseBatch.from_bags({"a": [[1]], "b": [[2]]}))

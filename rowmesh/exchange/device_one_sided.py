@@ -1,70 +1,69 @@
-"""One-sided transport of devices: the ranks of a host read each other's arenas and outboxes.
+"""One-sided transport of devices: the ranks of a host read each other's arenas and send buffers.
 
 A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. What a
-step has to tell is laid out in an outbox, sorted by owner, which the owners read between two barriers of the devices.
-Of a row that all ranks have each reads its own copy; what is told of such rows stands at the end of the outbox, where
-everybody reads it: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
+step sends is laid out in a send buffer, sorted by owner, which the owners read between two barriers of the devices. Of
+a row that all ranks have each reads its own copy; gradients of such rows stand at the end of the send buffer, where
+every rank reads them: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
 
 [Note: who may read what when]
 All of a rank's work on its device is on one stream, in the order of the calls; a barrier of the devices stands between
 what all ranks asked for before it and what they ask for after it. So, of all ranks::
 
     fetch     rows of all arenas are read
-    push      own outbox is written
-              ── barrier: nobody reads rows any more, all outboxes are complete
-              all outboxes are read, own rows are updated
-              ── barrier: rows are updated, nobody reads outboxes any more
-    settle    own rows are brought together with those of other replicas
-    fetch     ── barrier, only after `settle`: rows are as they are to be
+    push      own send buffer is written
+              ── barrier: no rank reads rows any more, all send buffers are complete
+              all send buffers are read, own rows are updated
+              ── barrier: rows are updated, no rank reads send buffers any more
+    flush     own rows are brought together with those of other replicas
+    fetch     ── barrier, only after `flush`: rows are as they are to be
               rows of all arenas are read …
 
-What replicas tell each other changes rows between a push and the `settle` that all ranks come by before they do
-anything else: nobody reads rows since the second barrier of that push. Where replicas are made equal between two steps,
-after look-ups that no push followed, ranks come by `DeviceOneSided.barrier` first, where hosts wait for all devices. A
-push after `settle` needs no barrier but its own: it reads outboxes, and changes own rows after what changed them
-before. Messages between replicas are waited for by the stream that all this is on.
+What replicas send each other changes rows between a push and the `flush` that all ranks come by before they do
+anything else: no rank reads rows since the second barrier of that push. Where replicas are made equal between two
+steps, after look-ups that no push followed, ranks come by `DeviceOneSided.barrier` first, where hosts wait for all
+devices. A push after `flush` needs no barrier but its own: it reads send buffers, and changes own rows after what
+changed them before. Messages between replicas are waited for by the stream that all this is on.
 
-A device's barrier names nobody who does not come. Therefore the hosts compare before every fetch and push what they
-are about to do, as `rowmesh.exchange.device.collective` does, and no barrier is asked for before that; in the same
-message they tell where what is in the outbox, which the host knows by then: sizes were copied to it while the batch was
-computed.
+A device's barrier does not name the rank that does not come. Therefore the hosts compare before every fetch and push
+what they are about to do, as `rowmesh.exchange.device_collective` does, and no barrier is asked for before that; the
+same message says where what is in the send buffer, which the host knows by then: sizes were copied to it while the
+batch was computed.
 
 Source: OPER §5.1 (direct reads of remote rows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
-from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device.checks import Unread, check_peers, count_unique
-from rowmesh.exchange.device.lane import Requests, by_rank, node_ends
-from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup, DeviceRoutePart
+from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.update import Update
+from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import round_up
+from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 from rowmesh.tables.dense import compute_dtype
 
-_REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of an opening; then some for each group:
-# Where the entries for a rank begin in the outbox, how many; entries in all, of which the last so many are for all;
-# then of how many ids of each table its entries are.
+_REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of a handshake; then some for each group:
+# Where the entries for a rank begin in the send buffer, how many; entries in all, of which the last so many are for all
+# ranks; then of how many ids of each table its entries are.
 _BEGIN, _COUNT, _TOTAL, _COPIES, _IDS = range(5)
 _ALIGNMENT = 256
 
 
-class DeviceOneSided:
+class DeviceOneSided(Transport):
     """Memory of the devices of one host, which all its ranks read.
 
     Args:
@@ -79,35 +78,36 @@ class DeviceOneSided:
     name = "one_sided"
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: PeerMemory, reason: str) -> None:
-        self.common, self.reason = CommonCounters(), reason
+        super().__init__(reason)
         self._mesh, self._device, self._memory = mesh, device, memory
         self._arenas: list[PeerBuffer] = []
-        self._unread = Unread(mesh.name(mesh.rank), _numbers, self._take_numbers)
+        self._late = LateChecks(mesh.name(mesh.rank), _numbers, self._take_numbers)
         self._num_fetches = self._num_pushes = 0
         self._has_changed = False  # rows, since the last barrier; on all ranks alike
 
-    def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> Tensor:
+    def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor:
         """Memory for this rank's rows, `[num_slots, D]`, that other ranks can read.
 
         Args:
             group: whose.
             num_slots: of every rank; all take as much as the one that has most.
+            rank: this one.
         """
         buffer = self._memory.allocate(max(num_slots) * group.dim * group.dtype.itemsize)
         self._arenas.append(buffer)
-        return _view(buffer.own, group.dtype, num_slots[self._mesh.rank], group.dim)
+        return _view(buffer.own, group.dtype, num_slots[rank], group.dim)
 
-    def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Maps every rank's arenas. Collective."""
         self._memory.share(self._arenas)
         pairs = zip(exchanges, self._arenas, strict=True)
-        self._groups = [OneSidedGroup(exchange, arena, self._mesh) for exchange, arena in pairs]
+        self._groups = [_Group(exchange, arena, self._mesh) for exchange, arena in pairs]
         hosts = Channel.between_hosts(self._mesh)
         *self._cuts, width = accumulate(_IDS + len(exchange.group.tables) for exchange in exchanges)
         self._handshake = Handshake(self._mesh, hosts, _GROUPS + width, self.common)
         self.barrier()
 
-    def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
         """Reads the rows of a batch where they are.
 
         Raises:
@@ -117,23 +117,23 @@ class DeviceOneSided:
         self._num_fetches += 1
         trains = torch.is_grad_enabled()
         if not trains:  # perhaps nothing comes that would look later
-            self._unread.add(route)
+            self._late.post(route)
         self._open(self._num_fetches, self._look())
         if self._has_changed:
             self._pass_barrier()
         if trains:
-            self._unread.add(route)
+            self._late.post(route)
         for reader, group in zip(self._groups, route.groups, strict=True):
             reader.fetch(group)
             meanwhile(group)
 
-    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
         """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
         self._num_pushes += 1
         error = self._look()  # all sizes are known then
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
-        told = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
-        self._handshake.numbers[:, _ROUTES:] = np.hstack([np.full((len(told[0]), 1), len(routes)), *told])
+        counts = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
+        self._handshake.numbers[:, _ROUTES:] = np.hstack([np.full((len(counts[0]), 1), len(routes)), *counts])
         theirs = self._open(-self._num_pushes, error, step)
         most, found = int(theirs[:, _ROUTES].max()), np.split(theirs[:, _GROUPS:], self._cuts, 1)
         if most == 0:
@@ -147,7 +147,7 @@ class DeviceOneSided:
         self._pass_barrier()
 
     def publish(self) -> None:
-        """Own rows changed otherwise than by a push, and those of all ranks: whoever looks up next finds them."""
+        """Own rows changed otherwise than by a push, and those of all ranks: the next look-up finds them."""
         self._has_changed = True
 
     def _pass_barrier(self) -> None:
@@ -158,7 +158,7 @@ class DeviceOneSided:
     def _look(self) -> IdRangeError | None:
         """Learns the sizes of batches that were looked up; returns what is wrong with one."""
         try:
-            self._unread.read()
+            self._late.read()
         except IdRangeError as error:
             return error
         return None
@@ -172,19 +172,19 @@ class DeviceOneSided:
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())
         return theirs
 
-    def _take_numbers(self, group: DeviceRouteGroup, numbers: list[int]) -> None:
+    def _take_numbers(self, group: RouteGroup, numbers: list[int]) -> None:
         """Notes how many rows of each owner a batch needed, which were read, and for how many ids of each table."""
-        stops, num_tables = group.exchange.num_stops, len(group.exchange.group.tables)
-        rows, ids = np.array(numbers).reshape(2, stops, -1, num_tables).sum(2)
+        destinations, num_tables = group.exchange.num_destinations, len(group.exchange.group.tables)
+        rows, ids = np.array(numbers).reshape(2, destinations, -1, num_tables).sum(2)
         sizes = rows.sum(1).tolist()
         count_unique(group, sizes)
-        keys = group.routed.keys[: sum(sizes)]
+        keys = group.look_up.found.keys[: sum(sizes)]
         group.lanes = [Requests(keys, sizes, [], keys[:0], ids)]
         remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
         group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
 
     def _make_room(self, entries: Sequence[int]) -> None:
-        """Makes outboxes larger where a rank needs it, on all ranks alike, which all know what each needs."""
+        """Makes send buffers larger where a rank needs it, on all ranks alike, which all know what each needs."""
         growing = [pair for pair in zip(self._groups, entries, strict=True) if pair[1] > pair[0].capacity]
         if not growing:
             return
@@ -205,7 +205,7 @@ class DeviceOneSided:
             group.open()
 
     def barrier(self) -> None:
-        """Waits for all ranks, and for what their devices do; says what is wrong with batches nobody looked at yet."""
+        """Waits for all ranks, and for what their devices do; says what is wrong with batches no rank looked at yet."""
         error = self._look()
         self._wait_for_device()
         refused = gather_objects(self._mesh, error is not None, "waiting at a barrier")
@@ -220,17 +220,17 @@ class DeviceOneSided:
 
     @property
     def num_bytes(self) -> int:
-        """Of outboxes."""
+        """Of send buffers."""
         return sum(group.num_bytes for group in self._groups)
 
     def close(self) -> None:
-        """Lets go of other ranks' memory, which is freed when nobody uses it any more."""
-        self._unread.clear()
+        """Closes other ranks' memory, which is freed when no rank uses it any more."""
+        self._late.clear()
         self._arenas.clear()
         self._groups = []
 
 
-class OneSidedGroup:
+class _Group:
     """What one group lays out and reads.
 
     Args:
@@ -239,11 +239,11 @@ class OneSidedGroup:
         mesh: the ranks.
 
     Attributes:
-        capacity: entries that an outbox has room for, of every rank alike: gradients `[capacity, D]`, then keys int32
-            `[capacity]`.
+        capacity: entries that a send buffer has room for, of every rank alike: gradients `[capacity, D]`, then keys
+            int32 `[capacity]`.
     """
 
-    def __init__(self, exchange: DeviceExchange, arena: PeerBuffer, mesh: Mesh) -> None:
+    def __init__(self, exchange: GroupExchange, arena: PeerBuffer, mesh: Mesh) -> None:
         from rowmesh.ops.gather import cuda as gather
         from rowmesh.ops.merge_update import cuda as merge_update
 
@@ -251,42 +251,44 @@ class OneSidedGroup:
         self._exchange, self._arena, self._mesh = exchange, arena, mesh
         assert "node" not in exchange.lane_kinds  # one host is one node
         bases = [part.data_ptr() for part in arena.parts]
-        bases += [arena.own.data_ptr()] * (exchange.num_stops - len(bases))  # all have copies
+        bases += [arena.own.data_ptr()] * (exchange.num_destinations - len(bases))  # all have copies
         assert not any(base % 16 for base in bases)  # the kernel relies on it
         self._bases = torch.tensor(bases, device=exchange.device)
         self._dtype = compute_dtype(exchange.group.dtype)
         self._entry_bytes = exchange.group.dim * self._dtype.itemsize + 4
         self.capacity = 0
-        self._outbox: PeerBuffer | None = None
+        self._sent: PeerBuffer | None = None
         self._boxes: list[tuple[Tensor, Tensor]] = []  # of every rank: gradients and keys
 
-    def fetch(self, group: DeviceRouteGroup) -> None:
+    def fetch(self, group: RouteGroup) -> None:
         """Reads the rows of a batch, those of a unique id into the place of its number."""
-        routed, rows = group.routed, self._exchange.arena.rows
-        group.source, group.slots = rows.new_empty(group.num_unique, rows.shape[1]), None
-        self._gather_from(self._bases, _by_owner(group).cumsum(0), routed.keys, group.uniques, group.source)
+        routed, rows = group.look_up.found, self._exchange.arena.rows
+        group.look_up.source, group.look_up.slots = rows.new_empty(group.num_unique, rows.shape[1]), None
+        self._gather_from(
+            self._bases, _by_owner(group).cumsum(0), routed.keys, group.look_up.uniques, group.look_up.source
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's outbox."""
-        return 0 if self._outbox is None else self._outbox.own.nbytes
+        """Of this rank's send buffer."""
+        return 0 if self._sent is None else self._sent.own.nbytes
 
     def grow(self, needed: int, memory: PeerMemory) -> PeerBuffer:
-        """Makes the outbox anew, with a quarter more room than is needed; to be shared, then `open`."""
-        self._boxes, self._outbox, self.capacity = [], None, 0  # first: there may be no room for both
-        self._outbox = memory.allocate(round_up(needed + needed // 4, _ALIGNMENT) * self._entry_bytes)
-        return self._outbox
+        """Makes the send buffer anew, with a quarter more room than is needed; to be shared, then `open`."""
+        self._boxes, self._sent, self.capacity = [], None, 0  # first: there may be no room for both
+        self._sent = memory.allocate(round_up(needed + needed // 4, _ALIGNMENT) * self._entry_bytes)
+        return self._sent
 
     def open(self) -> None:
-        """Finds gradients and keys in the outboxes of all ranks."""
-        assert self._outbox is not None
-        self.capacity = len(self._outbox.own) // self._entry_bytes
-        self._boxes = [self._box(part) for part in self._outbox.parts]
+        """Finds gradients and keys in the send buffers of all ranks."""
+        assert self._sent is not None
+        self.capacity = len(self._sent.own) // self._entry_bytes
+        self._boxes = [self._box(part) for part in self._sent.parts]
 
-    def put(self, groups: Sequence[DeviceRouteGroup]) -> None:
+    def put(self, groups: Sequence[RouteGroup]) -> None:
         """Lays out the keys and gradients of some routes, sorted by owner, and of one owner route after route."""
-        asked = [(group.lanes[0].keys, group.uniques, group.summed) for group in groups]
-        sizes, count = [group.sent for group in groups], sum(len(keys) for keys, _, _ in asked)
+        asked = [(group.lanes[0].keys, group.look_up.uniques, group.look_up.summed) for group in groups]
+        sizes, count = [group.lanes[0].sent for group in groups], sum(len(keys) for keys, _, _ in asked)
         if not count:
             return
         own_gradients, own_keys = (box[:count] for box in self._boxes[self._mesh.rank])
@@ -296,9 +298,12 @@ class OneSidedGroup:
         if into is None:
             own_gradients.copy_(by_rank(in_order, sizes))
 
-    def where(self, groups: Sequence[DeviceRouteGroup]) -> np.ndarray:
-        """What each rank is told of the outbox that has some routes: int64 `[W, 4 + S]`."""
-        sizes = [sum(group.sent[stop] for group in groups) for stop in range(self._exchange.num_stops)]
+    def where(self, groups: Sequence[RouteGroup]) -> np.ndarray:
+        """What each rank is told of the send buffer that has some routes: int64 `[W, 4 + S]`."""
+        sizes = [
+            sum(group.lanes[0].sent[destination] for group in groups)
+            for destination in range(self._exchange.num_destinations)
+        ]
         ids = np.zeros((len(sizes), len(self._exchange.group.tables)), np.int64)
         for group in groups:
             ids += group.lanes[0].ids_sent
@@ -327,7 +332,7 @@ class OneSidedGroup:
         gradients = torch.cat([gradients[part] for (gradients, _), part in pairs])
         ends = node_ends(counts, self._mesh.ranks_per_node, slots.device)
         merged = self._merge(slots, most=most * self._mesh.world_size, node_ends=ends)
-        self._exchange.apply(merged, gradients, update)
+        self._exchange.apply(merged.with_gradients(gradients), update)
         self._exchange.count(found[:, _IDS:].sum(0), merged, ())
         remote = sum(counts) - counts[self._mesh.rank]
         self._exchange.counters.bytes_received += remote * (4 + gradients[:1].nbytes)
@@ -338,18 +343,18 @@ class OneSidedGroup:
         return gradients, _view(memory[gradients.nbytes :], torch.int32, self.capacity)
 
 
-def _by_owner(group: DeviceRouteGroup) -> Tensor:
-    """int64, one for each stop: unique ids of each owner, then those of rows that all ranks have."""
-    return group.routed.counts.sum(1)
+def _by_owner(group: RouteGroup) -> Tensor:
+    """int64, one for each destination: unique ids of each owner, then those of rows that all ranks have."""
+    return group.look_up.found.counts.sum(1)
 
 
-def _numbers(group: DeviceRouteGroup) -> Tensor:
-    """int64: unique ids by stop and segment, and ids."""
-    return group.routed.sizes[1:]
+def _numbers(group: RouteGroup) -> Tensor:
+    """int64: unique ids by destination and segment, and ids."""
+    return group.look_up.found.sizes[1:]
 
 
 def _where(sizes: Sequence[int], world_size: int) -> np.ndarray:
-    """What each rank is told of an outbox with so many entries for each, and then for all of them: int64 `[W, 4]`.
+    """What each rank is told of a send buffer with so many entries for each, and then for all of them: int64 `[W, 4]`.
 
     >>> _where([3, 0, 2], 2).tolist()
     [[0, 3, 5, 2], [3, 0, 5, 2]]

@@ -1,39 +1,37 @@
 """Collective transport of devices: what `rowmesh.exchange.collective` does, over tensors on devices.
 
 A batch has one round for the counts of all groups, after which one copy brings them to the host, for each group one
-round for the keys, one for the rows and one for the gradients. The ranks' hosts compare beside that, over gloo, what
-they are about to do: a rank that does something else is named on all of them, and no device waits for it.
+round for the keys, one for the rows and one for the gradients, and as many for rows with copies. The ranks' hosts
+compare beside that, over gloo, what they are about to do: a rank that does something else is named on all of them, and
+no device waits for it. Fetched rows and copies of this rank's own are brought together, so that pooling reads all at
+one place; copies are gathered while the others travel. Rows planned for two hops go in one.
 
 Source: FusedRec §3, Algorithm 1, lines 4–6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.device.checks import check_everywhere
-from rowmesh.exchange.device.copies import CopiesLane
-from rowmesh.exchange.device.group import DeviceGroup, compose
-from rowmesh.exchange.device.lane import Merging, Requests
-from rowmesh.exchange.device.route import DeviceExchange, DeviceRoutePart
+from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.update import Update
+from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
-from rowmesh.tables import TableGroup
+from rowmesh.optim.rules import Update
 
 _COUNTING = "exchanging counts"
 
 
-class DeviceCollective:
+class DeviceCollective(Transport):
     """torch.distributed over NCCL, or over gloo where ranks share a device. Making one is collective.
 
     Attributes:
@@ -43,25 +41,21 @@ class DeviceCollective:
         groups: the messages of each group.
     """
 
-    name, num_bytes = "collective", 0
+    name = "collective"
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.common = CommonCounters()
-        self._mesh, self._device = mesh, device
         self.channel = Channel.between_devices(mesh, device)
-        self.reason = self.channel.reason
+        super().__init__(self.channel.reason)
+        self._mesh, self._device = mesh, device
         self._num_fetches = self._num_pushes = 0
 
-    def make_rows(self, group: TableGroup, num_slots: Sequence[int]) -> None:
-        """Rows may be anywhere."""
-
-    def connect(self, exchanges: Sequence[DeviceExchange]) -> None:
+    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
-        per_node, column = self._mesh.ranks_per_node, None
+        per_node, between = self._mesh.ranks_per_node, None
         if any("node" in exchange.lane_kinds for exchange in exchanges):
             places = [range(place, self._mesh.world_size, per_node) for place in range(per_node)]
-            column = Channel.between_devices(self._mesh.part(places), self._device)
-        self.groups = [DeviceGroup(exchange, self.channel, per_node, column) for exchange in exchanges]
+            between = Channel.between_devices(self._mesh.part(places), self._device)
+        self.groups = [DeviceGroup(exchange, self.channel, per_node, between) for exchange in exchanges]
         self._lanes = [lane for group in self.groups for lane in group.lanes]
         self._copies = [lane for lane in self._lanes if isinstance(lane, CopiesLane)]
         self.hosts = Channel.between_hosts(self._mesh)
@@ -69,7 +63,7 @@ class DeviceCollective:
         self._handshake = Handshake(self._mesh, self.hosts, 3 + len(self._copies), self.common)
         self.barrier()
 
-    def fetch(self, route: DeviceRoutePart, meanwhile: Callable[[Any], None]) -> None:
+    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
         """Tells the owners which rows are needed and receives them.
 
         Raises:
@@ -80,7 +74,7 @@ class DeviceCollective:
         self._handshake(self._num_fetches)
         self.exchange_counts(route)
         for group in route.groups:
-            compose(group)
+            group.look_up.compose()
         pairs = list(zip(self.groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
         copied = [messages.post_copied_keys(group) for messages, group in pairs]
@@ -93,23 +87,23 @@ class DeviceCollective:
         for (messages, group), coming in zip(pairs, rows, strict=True):
             messages.take_rows(group, coming)
 
-    def exchange_counts(self, route: DeviceRoutePart) -> None:
+    def exchange_counts(self, route: RoutePart) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
-        refused = route.refused.expand(size, 1)
-        counts = [part for group in route.groups for part in (group.routed.counts, group.routed.accesses)]
+        refused = route.late.refused.expand(size, 1)
+        counts = [part for group in route.groups for part in (group.look_up.found.counts, group.look_up.found.accesses)]
         mine = torch.cat([refused, *counts], 1)
         theirs = self.channel.exchange_equal(mine, self.common, _COUNTING)
-        numbers = torch.cat([mine.flatten(), theirs.flatten(), route.outside]).cpu().numpy()
+        numbers = torch.cat([mine.flatten(), theirs.flatten(), route.late.outside]).cpu().numpy()
         sent, asked = numbers[: 2 * mine.numel()].reshape(2, size, -1)
         check_everywhere(route, self._mesh, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
-        column = 1
+        between = 1
         for messages, group in zip(self.groups, route.groups, strict=True):
-            part = slice(column, column + 2 * group.exchange.num_segments)
+            part = slice(between, between + 2 * group.exchange.num_segments)
             messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
-            column = part.stop
+            between = part.stop
 
-    def push(self, routes: Sequence[DeviceRoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         requests, gradients = self._by_lane(routes)
         most, is_equal = self._compare(routes, requests, step)
@@ -127,7 +121,7 @@ class DeviceCollective:
         for lane, each, merging, work, update in zip(self._lanes, requests, merged, works, of_lanes, strict=True):
             lane.push(each, merging, work, update)
 
-    def _by_lane(self, routes: Sequence[DeviceRoutePart]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
+    def _by_lane(self, routes: Sequence[RoutePart]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
         """What routes asked for, and the gradients of it; of each lane a list, one item a route."""
         requests: list[list[Requests]] = [[] for _ in self._lanes]
         gradients: list[list[Tensor]] = [[] for _ in self._lanes]
@@ -140,7 +134,7 @@ class DeviceCollective:
         return requests, gradients
 
     def _compare(
-        self, routes: Sequence[DeviceRoutePart], requests: Sequence[list[Requests]], step: Step
+        self, routes: Sequence[RoutePart], requests: Sequence[list[Requests]], step: Step
     ) -> tuple[int, bool]:  # fmt: skip
         """The most routes that a rank pushes, and whether all ranks push the same ones.
 
@@ -160,7 +154,7 @@ class DeviceCollective:
         return [lane.merged(each) for lane, each in zip(self._lanes, requests, strict=True)]
 
     def _num_copies(self, merged: Sequence[Merging]) -> list[int]:
-        """Copied rows that this rank, their home, will have sums of."""
+        """Copied rows that this rank, their owner, will have sums of."""
         return [each.count for lane, each in zip(self._lanes, merged, strict=True) if lane in self._copies]
 
     def count_copies(self, requests: Sequence[Requests]) -> None:
@@ -201,5 +195,117 @@ class DeviceCollective:
             torch.cuda.synchronize(self._device)
         barrier(self._mesh, "waiting at a barrier")
 
-    def close(self) -> None:
-        """Nothing is held that does not go with the collection."""
+
+class DeviceGroup:
+    """One group's messages.
+
+    Args:
+        exchange: the group's.
+        everyone: all ranks.
+        ranks_per_node: G: gradients are summed node by node.
+        between: the ranks with this one's place in their nodes, where rows have one copy a node.
+
+    Attributes:
+        lanes: of rows that owners send; then those of rows with copies, where there are any.
+    """
+
+    def __init__(
+        self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int,
+        between: Channel | None = None,
+    ) -> None:  # fmt: skip
+        from rowmesh.ops.gather import cuda as gather
+
+        self.exchange, self._everyone = exchange, everyone
+        self._gather = gather.gather
+        self._doing = f"exchanging group {exchange.group.name}"
+        how = (exchange, everyone, ranks_per_node)
+        self.lanes = [Lane(*how)]
+        if "node" in exchange.lane_kinds:
+            assert between is not None
+            self.lanes.append(NodeLane(*how, between))
+        if "replicated" in exchange.lane_kinds:
+            self.lanes.append(CopiesLane(*how))
+
+    def expect(self, group: RouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
+        """Takes what this rank asks and is asked for, keys and ids by rank and segment: int64 `[W, 2, S′]` each."""
+        address_map, num_tables = self.exchange.address_map, len(self.exchange.group.tables)
+        cuts = [address_map.segments({kind}).start for kind in self.exchange.lane_kinds[1:]]
+        by_lane = [np.split(numbers, cuts, 2) for numbers in (sent, asked)]
+        sizes_out, sizes_in = ([part[:, 0].sum(1).tolist() for part in parts] for parts in by_lane)
+        ids_out, ids_in = (
+            [part[:, 1].reshape(len(part), -1, num_tables).sum(1) for part in parts] for parts in by_lane
+        )  # fmt: skip
+        group.look_up.num_unique = int(sent[:, 0].sum())
+        self.exchange.counters.unique_ids += group.num_unique
+        keys, group.look_up.uniques = self._lane_by_lane(group, sizes_out)
+        parts = keys.split([sum(sizes) for sizes in sizes_out])
+        group.lanes = [
+            Requests(part, to_each, from_each, part[:0], *ids)
+            for part, to_each, from_each, *ids in zip(parts, sizes_out, sizes_in, ids_out, ids_in, strict=True)
+        ]
+
+    def _lane_by_lane(self, group: RouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Keys lane by lane, which were sorted by rank, and for which unique id each is."""
+        keys, uniques = group.look_up.found.keys[: group.num_unique], group.look_up.found.uniques[: group.num_unique]
+        if len(sizes) > 1:
+            by_rank = [size for of_rank in zip(*sizes, strict=True) for size in of_rank]
+            begins = list(accumulate(by_rank, initial=0))[:-1]
+            order = spread(_by_lane(begins, len(sizes)), _by_lane(by_rank, len(sizes)), keys.device)
+            keys, uniques = keys[order], uniques[order]
+        return keys, uniques
+
+    def post_keys(self, group: RouteGroup) -> Message:
+        """Tells the owners which rows are needed."""
+        return self.lanes[0].post_keys(group.lanes[0])
+
+    def post_copied_keys(self, group: RouteGroup) -> list[Message]:
+        """Tells those who add gradients up which rows with copies are needed."""
+        return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
+
+    def post_rows(self, group: RouteGroup, keys: Message) -> Message:
+        """Replies, once it is here, to what was asked."""
+        self.lanes[0].take_keys(group.lanes[0], keys)
+        table = self.exchange.arena.rows
+        group.look_up.source = table.new_empty(group.num_unique, table.shape[1])
+        into, rows = group.look_up.source[: sum(group.lanes[0].sent)], self._gather(table, group.lanes[0].slots)
+        return self._everyone.post(
+            rows, group.lanes[0].asked, group.lanes[0].sent, self.exchange.counters, self._doing, into
+        )
+
+    def read_copies(self, group: RouteGroup, keys: Sequence[Message]) -> list[Message]:
+        """Brings rows with copies to those that are under way: those of this rank at once, the others by messages."""
+        messages, table, counters = [], self.exchange.arena.rows, self.exchange.counters
+        _, *places = group.look_up.source.split([len(each.keys) for each in group.lanes])
+        for lane, each, message, into in zip(self.lanes[1:], group.lanes[1:], keys, places, strict=True):
+            lane.take_keys(each, message)
+            if lane.replies:
+                rows = self._gather(table, each.slots)
+                messages.append(self._everyone.post(rows, each.asked, each.sent, counters, self._doing, into))
+            else:
+                self._gather(table, each.keys, into)
+        return messages
+
+    def merge_requests(self, group: RouteGroup) -> None:
+        """Merges what was asked, for the update; may run while rows travel."""
+        for lane, each in zip(self.lanes, group.lanes, strict=True):
+            lane.merged([each])
+
+    def take_rows(self, group: RouteGroup, rows: Sequence[Message]) -> None:
+        """Makes what came what is pooled."""
+        for message in rows:
+            message.wait()
+        group.look_up.slots = None
+
+    def pushed(self, group: RouteGroup) -> list[tuple[Requests, Tensor]]:
+        """What a route asked for, and the gradients of it, lane by lane."""
+        gradients = group.look_up.summed.split([len(each.keys) for each in group.lanes])
+        return list(zip(group.lanes, gradients, strict=True))
+
+
+def _by_lane(numbers: Sequence[int], num_lanes: int) -> list[int]:
+    """What stands rank by rank, of each rank lane by lane, lane by lane.
+
+    >>> _by_lane([1, 2, 3, 4], 2)
+    [1, 3, 2, 4]
+    """
+    return [number for lane in range(num_lanes) for number in numbers[lane::num_lanes]]

@@ -23,17 +23,17 @@ def memory_of_relayed_rows(mesh, num_direct):
     optimizer = EmbeddingOptimizer(collection)
     batch = SparseBatch.from_bags({"a": [list(range(NUM_ROWS))]})
     first, second = collection(batch), collection(batch)
-    workspaces = collection._exchanges[0]._all_workspaces
-    before = [workspace.relayed.num_bytes for workspace in workspaces]
+    look_ups = collection._exchanges[0].look_ups._made
+    before = [look_up.relayed.num_bytes for look_up in look_ups]
     (first.values + second.values).sum().backward()
     optimizer.step()
-    after = [workspace.relayed.num_bytes for workspace in workspaces]
+    after = [look_up.relayed.num_bytes for look_up in look_ups]
     collection.close()
     return before, after
 
 
 def test_room_is_made_for_rows_that_are_fetched_only(ranks):
-    """An agent stands for one of two places of a node, so it asks for half of the relayed rows, half of them here."""
+    """A node leader stands for one of two places of a node: it asks for half of the relayed rows, half of them here."""
     num_relayed = 1600
     for before, after in ranks.run(memory_of_relayed_rows, NUM_ROWS - num_relayed, world_size=4):
         assert len(before) == 2

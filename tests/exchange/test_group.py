@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rowmesh.exchange.transport import Sources
+from rowmesh.exchange.group import Sources
 
 
 def an_exchange(merged, copies=range(2, 2)):
@@ -29,7 +29,7 @@ def test_sources_add_up():
 
 
 def test_copies_are_read_from_what_goes_to_others():
-    """Of requests to homes elsewhere, those about rows with a copy here; what comes to this rank is added by itself."""
+    """Of requests to other owners, those about rows with a copy here; what comes to this rank is added by itself."""
     sources = Sources(an_exchange([], copies=range(1, 2)))
     sources.add_copied(1000, np.array([[0, 3, 5], [5, 6, 7], [7, 9, 9]]), 2000)
     assert sources.num_entries == 2

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
-from rowmesh.exchange.replicas import Replicas
-from rowmesh.exchange.transport import Update
 from rowmesh.ops.merge_update import Merger
 from rowmesh.optim import SGD
+from rowmesh.optim.rules import Update
 from rowmesh.tables import DenseArena, TableSpec, fuse
 
 DIM = 3
@@ -59,7 +59,7 @@ def message(slots, gradients):
 def test_sums_of_all_members_are_applied_and_passed_on():
     gradients, theirs = torch.randn(3, DIM), torch.randn(2, DIM)
     exchange = Exchange()
-    replicas = Replicas(exchange, CommonCounters())
+    replicas = Copies(exchange, CommonCounters())
     merger = merged([7, 30, 2], gradients)
     received = replicas.share(
         merger, (1, 3), Channel(torch.tensor([2]), message([5, 39], theirs)), Update(1.0, 0.5, 1)
@@ -85,7 +85,7 @@ def test_sums_of_all_members_are_applied_and_passed_on():
 
 def test_nothing_to_share():
     exchange = Exchange()
-    replicas = Replicas(exchange, CommonCounters())
+    replicas = Copies(exchange, CommonCounters())
     merger = merged([7], torch.ones(1, DIM))
     received = replicas.share(merger, (1, 1), Channel(torch.tensor([0])), Update(1.0, 1.0, 1))
     assert [sums.count for sums in received] == [0, 0]
@@ -97,7 +97,7 @@ def test_members_may_have_different_numbers_of_rows():
     theirs = torch.randn(20, DIM)
     other = Channel(torch.tensor([20]), message(list(range(20)), theirs))
     merger = merged([30], torch.ones(1, DIM))
-    Replicas(exchange, CommonCounters()).share(merger, (0, 1), other, Update(1.0, 1.0, 1))
+    Copies(exchange, CommonCounters()).share(merger, (0, 1), other, Update(1.0, 1.0, 1))
     assert torch.equal(exchange.arena.rows[:20], -theirs)
     assert exchange.arena.rows[30].tolist() == [-1.0] * DIM
 
@@ -105,7 +105,7 @@ def test_members_may_have_different_numbers_of_rows():
 def test_buffers_are_kept_and_counted():
     """What grows at the first step is used by the next ones; a message in between may be smaller."""
     exchange = Exchange()
-    replicas = Replicas(exchange, CommonCounters())
+    replicas = Copies(exchange, CommonCounters())
     before, sizes = replicas.num_bytes, []
     for count in (30, 30, 3, 30):
         slots, gradients = list(range(count)), torch.ones(count, DIM)

@@ -1,0 +1,299 @@
+"""Lanes of a device's collective transport: keys from the ranks that ask to the owners of rows, and gradients for them.
+
+Rows of one kind share a lane: all that owners do with them is the same. Rows that owners send go in one lane, those
+with a copy on every rank (`CopiesLane`) or on every node (`NodeLane`) in others. Copies are kept equal by a sparse
+all-reduce of the gradients of touched rows, as `rowmesh.exchange.copies` does it: the owner of a row merges the
+gradients of all ranks and sends the sums to all, and each applies the same update to the same state, so that copies
+stay equal to the bit. How many rows an owner has sums of is merged while rows of the look-up travel, and was copied to
+the host long before the update needs it.
+
+Ranks that have the same place in their nodes hold the same rows of those with one copy a node. Each adds up the
+gradients of its own node and sends the sums to all others of them, which add them in the order of the nodes: the tree
+of `rowmesh.exchange.copies.Relay`. Differs from there: sums do not go by way of the owner. A rank receives (H − 1) · n
+of them for n rows that a node touches, instead of (H − 1) / H · (n + U) for U that all nodes touch.
+
+Source: OPER §5.3 and Fig. 5 (local-aggregated sparse all-reduce), §4.3, last lines (a copy in the own node).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.mesh.channel import Channel, Message
+from rowmesh.ops.merge_update import DeviceMerged
+from rowmesh.ops.transfer import Late, upload
+from rowmesh.optim.rules import Update
+from rowmesh.tables import PinnedRows
+from rowmesh.tables.dense import compute_dtype
+
+
+def _no_ids() -> NDArray[np.int64]:
+    return np.empty((0, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Requests of all ranks, merged.
+
+    Attributes:
+        merged: them.
+        num: how many distinct slots there are, on its way to the host; None where the host need not know.
+    """
+
+    merged: DeviceMerged
+    num: Late | None
+
+    @property
+    def count(self) -> int:
+        """How many distinct slots there are; waits until that is here."""
+        assert self.num is not None
+        return self.num.read()[0]
+
+
+@dataclass
+class Requests:
+    """What one route of this rank asks of the owners, and what this rank was asked in the same round.
+
+    Attributes:
+        keys: int32 `[U]`, sorted by owner.
+        sent: how many are for each rank.
+        asked: how many came from each rank.
+        slots: int32 `[M]`: them, once they came.
+        ids_sent, ids_asked: int64 `[W, S]`: how many ids of each table they are for, to and from each rank; empty
+            where that is not told.
+        merging: them, once they were merged.
+        held: keeps their rows in fast memory, where they could leave it; `slots` are cache slots then.
+    """
+
+    keys: Tensor
+    sent: list[int]
+    asked: list[int]
+    slots: Tensor
+    ids_sent: NDArray[np.int64] = field(default_factory=_no_ids)
+    ids_asked: NDArray[np.int64] = field(default_factory=_no_ids)
+    merging: Merging | None = None
+    held: PinnedRows | None = None
+
+
+class Lane:
+    """The requests of one kind of one group.
+
+    Args:
+        exchange: the group's.
+        everyone: all ranks.
+        ranks_per_node: G: gradients are summed node by node.
+
+    Attributes:
+        replies: whether rows are sent to those who ask.
+    """
+
+    replies = True
+
+    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
+        from rowmesh.ops.merge_update import cuda
+
+        self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node
+        self._merge = cuda.merge
+        self._doing = f"exchanging group {exchange.group.name}"
+
+    @property
+    def needs_num(self) -> bool:
+        """Whether the host must know how many rows are updated."""
+        return self.exchange.replicated is not None
+
+    def nothing(self) -> Requests:
+        """Of a rank that has no route where others have one."""
+        none = [0] * self._everyone.size
+        keys = torch.empty(0, dtype=torch.int32, device=self.exchange.device)
+        no_ids = np.zeros((self._everyone.size, len(self.exchange.group.tables)), np.int64)
+        return Requests(keys, none, none, keys, no_ids, no_ids)
+
+    def no_gradients(self) -> Tensor:
+        """For it."""
+        group = self.exchange.group
+        return torch.empty(0, group.dim, dtype=compute_dtype(group.dtype), device=self.exchange.device)
+
+    def post_keys(self, requests: Requests) -> Message:
+        """Tells owners which rows are needed."""
+        return self._everyone.post(
+            requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing
+        )  # fmt: skip
+
+    def take_keys(self, requests: Requests, keys: Message) -> None:
+        """Takes what ranks ask for, once it is here, and makes sure that the rows are."""
+        if requests.held is not None:
+            requests.held.unpin()
+        requests.slots, requests.held = self.exchange.pin_asked(keys.wait())
+
+    def merged(self, requests: Sequence[Requests]) -> Merging:
+        """What was asked for several routes, merged in the order of the ranks, route after route; once for one."""
+        if len(requests) == 1 and requests[0].merging is not None:
+            return requests[0].merging
+        asked = [each.asked for each in requests]
+        slots = by_rank([each.slots for each in requests], asked)
+        ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
+        merged = self._merge(slots, most=len(asked) * self._everyone.size, node_ends=ends)
+        merging = Merging(merged, Late(merged.num) if self.needs_num else None)
+        if len(requests) == 1:
+            requests[0].merging = merging
+        return merging
+
+    def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
+        """Sends the gradients of several routes to the owners."""
+        counters = self.exchange.counters
+        return [
+            self._everyone.post(sums, each.sent, each.asked, counters, self._doing)
+            for each, sums in zip(requests, gradients, strict=True)
+        ]
+
+    def push(
+        self, requests: Sequence[Requests], merging: Merging, gradients: Sequence[Message], update: Update
+    ) -> None:  # fmt: skip
+        """Updates what was asked once the gradients are here."""
+        came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
+        self.apply(merging, came, update)
+        self.count(requests, merging)
+        self.exchange.unpin_updated([each.held for each in requests])
+
+    def count(self, requests: Sequence[Requests], merging: Merging) -> None:
+        """Counts what ranks asked of this one and is updated now."""
+        ids = np.sum([each.ids_asked.sum(0) for each in requests], axis=0)
+        self.exchange.count(ids, merging.merged, [each.held for each in requests])
+
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        """Updates what was asked by gradients in the order of the ranks."""
+        num = merging.count if self.needs_num else None
+        self.exchange.apply(merging.merged.with_gradients(gradients), update, num=num)
+
+
+def node_ends(sizes: Sequence[int], ranks_per_node: int, device: torch.device) -> Tensor | None:
+    """Where the entries from each node end, given how many come from each rank; None where there is one node."""
+    ends = list(accumulate(sizes))[ranks_per_node - 1 :: ranks_per_node]
+    return None if len(ends) == 1 else upload(torch.tensor(ends, device="cpu"), device)
+
+
+def by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Entries of several routes, those from rank 0 first, of each rank route after route.
+
+    >>> by_rank([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [[2, 1], [1, 1]]).tolist()
+    [1, 2, 4, 3, 5]
+    """
+    if len(parts) == 1:
+        return parts[0]
+    pieces = [part.split(list(of_ranks)) for part, of_ranks in zip(parts, sizes, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+
+class CopiesLane(Lane):
+    """The requests for rows that every rank has: they get no answer, and tell the owner for what gradients will be.
+
+    Attributes:
+        counts: rows of which each rank will send sums at this push.
+    """
+
+    replies = False
+
+    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
+        from rowmesh.ops.merge_update import cuda
+
+        super().__init__(exchange, everyone, ranks_per_node)
+        self._sum, self._singles = cuda.sum_merged, cuda.singles
+        self._doing = f"keeping the copies of group {exchange.group.name} equal"
+        self.counts: Sequence[int] = ()
+
+    @property
+    def needs_num(self) -> bool:
+        """Messages are as long as the rows are many."""
+        return True
+
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        """Sends sums to all ranks, and updates the rows that any rank has sums of."""
+        if max(self.counts):
+            slots, sums, entries = self._share(merging, gradients, self._everyone, self.counts)
+            merged = self._listed(slots, entries).with_gradients(sums)
+            self.exchange.apply(merged, update, num=entries.numel())
+
+    def _share(
+        self, merging: Merging, gradients: Tensor, channel: Channel, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What all members of a channel have sums of, in messages as long as the longest.
+
+        Returns:
+            Slots and sums of all members, one after the other, and which of them are valid.
+        """
+        mine, most, size, counters = counts[channel.member], max(counts), channel.size, self.exchange.counters
+        sums = gradients.new_empty(most, gradients.shape[1])
+        slots = torch.empty(most, dtype=torch.int32, device=sums.device)
+        self._sum(merging.merged, gradients, sums)
+        slots[:mine] = merging.merged.slots[:mine]
+        messages = [channel.post_gather(part, counters, self._doing) for part in (slots, sums)]
+        entries = spread(range(0, size * most, most), counts, sums.device)
+        all_slots, all_sums = (message.wait() for message in messages)
+        return all_slots, all_sums, entries
+
+    def _listed(self, slots: Tensor, entries: Tensor) -> DeviceMerged:
+        """One gradient each for the slots of some entries."""
+        count = torch.full((1,), entries.numel(), dtype=torch.int32, device=slots.device)
+        return replace(self._singles(slots[entries].to(torch.int64), count), order=entries)
+
+
+def spread(begins: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Int64: the numbers from each beginning on, so many of each.
+
+    >>> spread([5, 0], [2, 3], torch.device("cpu")).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = list(accumulate(sizes))
+    shifts = [begin - end + size for begin, end, size in zip(begins, ends, sizes, strict=True)]
+    shift, count = upload(torch.tensor([shifts, list(sizes)], device="cpu"), device)
+    total = ends[-1]  # known here, or the host would wait for it
+    return torch.arange(total, device=device) + torch.repeat_interleave(shift, count, output_size=total)
+
+
+class NodeLane(CopiesLane):
+    """The requests for rows with one copy a node.
+
+    Args:
+        exchange: the group's.
+        everyone: all ranks.
+        ranks_per_node: G.
+        between: the ranks with this one's place in their nodes, in the order of the nodes.
+    """
+
+    replies = True
+
+    def __init__(
+        self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, between: Channel
+    ) -> None:  # fmt: skip
+        super().__init__(exchange, everyone, ranks_per_node)
+        self._between = between
+
+    def take_keys(self, requests: Requests, keys: Message) -> None:
+        """Takes what ranks of this node ask for, once it is here."""
+        requests.slots = _slots_of(keys.wait(), self.exchange.address_map.key_stride)
+
+    def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
+        """Sends the other nodes this node's sums, adds those of all nodes in their order, and updates."""
+        place = self._everyone.member % self._ranks_per_node
+        counts = self.counts[place :: self._ranks_per_node]
+        if max(counts):
+            slots, sums, entries = self._share(merging, gradients, self._between, counts)
+            merged = self._merge(slots[entries], most=len(counts))
+            self.exchange.apply(replace(merged, order=entries[merged.order], gradients=sums), update)
+
+
+def _slots_of(keys: Tensor, stride: int) -> Tensor:
+    """Slots of keys, which also say on which node the owner is, for node leaders that ask it.
+
+    >>> _slots_of(torch.tensor([7, 107, -1], dtype=torch.int32), 100).tolist()  # the last one is 2³² − 1
+    [7, 7, 95]
+    """
+    return ((keys.to(torch.int64) & 0xFFFFFFFF) % stride).to(torch.int32)

@@ -1,0 +1,445 @@
+"""Group exchange: what stays the same from batch to batch for one group of tables on one rank.
+
+It has the group's rows (dense, or cached before a backing store), knows which rank owns each row, finds what a batch
+needs, and updates rows by merged gradients. Transports bring rows and gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.errors import IdRangeError, NoRoomError
+from rowmesh.exchange.counters import GroupCounters, SlotTables
+from rowmesh.exchange.route import RouteGroup, refused_ids, table_bounds
+from rowmesh.exchange.slot_finder import SlotFinder, UniqueIds
+from rowmesh.faults import reach
+from rowmesh.ops.look_up import HostLookUps
+from rowmesh.ops.look_up.device import DeviceLookUps
+from rowmesh.ops.memory import Buffer, Memory, held_bytes
+from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
+from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.transfer import upload
+from rowmesh.ops.window import place_own
+from rowmesh.optim.rules import Update
+from rowmesh.placement import AddressMap
+from rowmesh.placement.address_map import COPIES, FLAGS, REPLIES
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
+from rowmesh.tables.dense import compute_dtype
+
+if TYPE_CHECKING:
+    from rowmesh.ops.pool.cuda import Bags
+
+
+def never() -> bool:
+    """May not wait: no other batch unpins rows meanwhile where look-ups and updates take turns."""
+    return False
+
+
+class Updater(Protocol):
+    """What happens to merged rows, where it is not simply their update."""
+
+    def apply(
+        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None:
+        """Takes the merged rows `part` (first and one past the last), or all."""
+        ...
+
+
+class GroupExchange:
+    """One group of tables on one rank.
+
+    Args:
+        group: the tables.
+        address_map: where rows are asked for.
+        arena: the rows of this rank.
+        device: whose kernels look rows up; None: the host's.
+        allocate: on the host, makes memory for send buffers.
+        asks_owners: on a device, whether rows that every rank has are asked for at their owners, which add gradients up
+            for all. Else they are at one more destination, W, which stands for all ranks.
+        is_computed: whether rows are computed where they are looked up, and asked for nowhere.
+
+    Attributes:
+        is_tiered: whether rows must be brought into fast memory before they are read.
+        lane_kinds: kinds of rows that devices ask for apart from each other; the first is "direct".
+        num_destinations: where devices ask for rows: the ranks, and perhaps that one.
+        features: name and table of each.
+        copies: the segments of rows with copies.
+        arenas: int64 `[W]`: where rows of each rank can be read in place; set by the transport.
+        look_ups: what is found of batches.
+        merger: on the host, merged requests of all ranks.
+        replicated: keeps replicas together, where there are any.
+        comes_early: whether cached rows begin to come when a batch is routed; false while a pipeline says when.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        address_map: AddressMap,
+        arena: DenseArena | CachedArena,
+        device: torch.device | None = None,
+        allocate: Callable[[int], Memory] = Buffer,
+        *,
+        asks_owners: bool = True,
+        is_computed: bool = False,
+    ) -> None:
+        self.group, self.address_map, self.arena, self.device = group, address_map, arena, device
+        self.rank, self.world_size = address_map.rank, address_map.plan.world_size
+        self.num_segments = address_map.num_segments
+        self.is_tiered, self.comes_early = isinstance(arena, CachedArena), True
+        self.copies = address_map.segments(COPIES)
+        self.lane_kinds = ("direct", *(kind for kind in address_map.kinds if kind != "direct"))
+        self.features = [(name, table) for table in group.tables for name in table.features]
+        self.row_bytes = group.dim * group.dtype.itemsize
+        self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
+        self.replicated: Updater | None = None
+        self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables), device=device)
+        self.num_destinations = self.world_size
+        self.arenas = np.zeros(self.world_size, np.int64)
+        self._counting = threading.Lock()
+        if device is None:
+            self.arenas[self.rank] = arena.address
+            self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
+            self.look_ups = self._make_look_ups(allocate)
+        else:
+            self.look_ups = self._make_device_look_ups(device, asks_owners, is_computed)
+
+    def _make_look_ups(self, allocate: Callable[[int], Memory]) -> HostLookUps:
+        tables = np.repeat(np.arange(len(self.group.tables)), [len(table.features) for table in self.group.tables])
+        header = self.address_map.header(self.arenas.ctypes.data, self.row_bytes)
+        shape = self.world_size, self.num_segments
+        return HostLookUps(self.address_map.num_rows, tables, header, shape, self.group.dim, self.group.dtype, allocate)
+
+    def _make_device_look_ups(self, device: torch.device, asks_owners: bool, is_computed: bool) -> DeviceLookUps:
+        from rowmesh.ops.route.cuda import DeviceMap
+
+        address_map, dtype = self.address_map, compute_dtype(self.group.dtype)
+        if is_computed:
+            return DeviceLookUps(None, None, dtype)
+        assert set(address_map.kinds) <= {"direct", "node", "replicated"}
+        is_apart = not asks_owners and "replicated" in address_map.kinds
+        self.num_destinations += is_apart
+        # One rank counts rows that all have, where they have no owners.
+        self._slot_tables = SlotTables(address_map, device, without={"replicated"} if is_apart and self.rank else ())
+        if self.is_tiered:
+            self._find_slots = SlotFinder(self.group, address_map)
+            self._unique_slots = UniqueIds([self.arena.num_slots], [0])
+        device_map = DeviceMap.make(
+            device,
+            address_map.apart("replicated") if is_apart else address_map.ranges,
+            address_map.index,
+            address_map.num_rows,
+            num_kinds=len(address_map.kinds),
+            num_replying=len(set(address_map.kinds) & REPLIES),
+            world_size=self.num_destinations,
+            rank=self.rank,
+            ranks_per_node=address_map.plan.ranks_per_node,
+            key_stride=address_map.key_stride,
+        )
+        flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
+        return DeviceLookUps(device_map, flags, dtype)
+
+    @property
+    def num_places(self) -> int:
+        """Rows that fast memory has room for."""
+        return self.arena.num_cached if isinstance(self.arena, CachedArena) else self.arena.num_slots
+
+    @property
+    def num_lent(self) -> int:
+        """Routes that are under way."""
+        return self.look_ups.num_lent
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers, lent or idle; without the arena."""
+        own = held_bytes(self.merger) if self.device is None else 0
+        if self.device is not None and self.is_tiered:
+            own += self._find_slots.num_bytes + self._unique_slots.num_bytes
+        return own + self.look_ups.num_bytes
+
+    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
+        """Routes one group's ids on the host.
+
+        Args:
+            batch: whose ids they are of.
+            layout: where they are.
+            inverse: address of uint32 `[N]`: where the inverse goes.
+
+        Raises:
+            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+        """
+        look_ups = self.look_ups
+        assert isinstance(look_ups, HostLookUps)
+        look_up, ids = look_ups.borrow(), batch.ids
+        try:
+            is_found = look_ups.find(look_up, ids, layout, inverse)
+            reach("route.found_unique")
+            if not is_found:
+                is_found = look_ups.find(look_up, self._mapped(ids, layout), layout, inverse)
+                assert is_found
+        except BaseException:  # peers know this send buffer: it must not be lost
+            look_ups.give_back(look_up)
+            raise
+        counters = self.counters
+        with self._counting:
+            counters.routes += 1
+            counters.ids += layout.num_ids
+            counters.unique_ids += look_up.num_unique
+        return RouteGroup(self, layout, look_up)
+
+    def nothing(self) -> RouteGroup:
+        """The group's part of a route that asks for no row."""
+        look_ups = self.look_ups
+        assert isinstance(look_ups, HostLookUps)
+        look_up = look_ups.borrow()
+        look_up.take_nothing()
+        return RouteGroup(self, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), look_up)
+
+    def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
+        """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
+        ids = ids.clone()
+        refused: list[str] = []
+        bounds = layout.features[:, :2].tolist()
+        for (name, table), (begin, end) in zip(self.features, bounds, strict=True):
+            part = ids[begin:end]
+            outside = (part < 0) | (part >= table.num_rows)
+            if not (count := int(outside.sum())):
+                continue
+            with self._counting:
+                self.counters.count_outside(name, count)
+            if table.out_of_range == "error":
+                refused.append(refused_ids(name, table, part))
+            else:
+                part[outside] = table.out_of_range
+        if refused:
+            raise IdRangeError("; ".join(refused))
+        return ids
+
+    def route_on_device(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> RouteGroup:
+        """Routes one group's ids on the device; arguments as for `DeviceLookUps.find`."""
+        assert isinstance(self.look_ups, DeviceLookUps)
+        self.counters.routes += 1
+        self.counters.ids += ids.numel()
+        look_up = self.look_ups.find(ids, offsets, layout, bags)
+        if look_up.routed is not None:
+            look_up.source = self.arena.rows
+        return RouteGroup(self, layout, look_up)
+
+    # Rows that must be brought into fast memory before they are read
+
+    def prefetch(self, group: RouteGroup, batch: SparseBatch) -> None:
+        """On a rank alone, cached rows of a batch on a device begin to come; if there is no room yet, at the fetch."""
+        if not self.is_tiered or self.world_size > 1:
+            return
+        look_up = group.look_up
+        look_up.wanted = self._find_slots(batch, group.layout)
+        look_up.num_unique = len(look_up.wanted)
+        if self.comes_early:
+            with contextlib.suppress(NoRoomError):
+                self.retrieve(group, never)
+
+    def retrieve(self, group: RouteGroup, may_wait: Callable[[], bool]) -> None:
+        """Has the rows come that a rank alone asked for on a device; blocks until they are read from the store.
+
+        Args:
+            group: of a route.
+            may_wait: whether other batches may unpin rows meanwhile.
+
+        Raises:
+            NoRoomError: they do not fit into fast memory beside those of other batches.
+        """
+        assert isinstance(self.arena, CachedArena)
+        if group.pinned is None or not group.pinned.is_pinned:
+            group.pinned = self.arena.pin(group.look_up.wanted, may_wait)
+
+    def bring(self, group: RouteGroup) -> None:
+        """Makes sure that a rank alone finds the rows that it asked for in fast memory.
+
+        Raises:
+            NoRoomError: they do not fit into fast memory.
+        """
+        if not self.is_tiered:
+            return
+        if self.device is None:
+            sources = Sources(self)
+            sources.add_own(group)
+            sources.merge()
+            group.pin(self.pin(self.merger))
+            self.place_own(group, self.merger, 0)
+        else:
+            self.retrieve(group, never)
+            assert group.pinned is not None
+            group.pinned.ready()
+            group.look_up.slots = self._upload(group.pinned.cache_slots)
+
+    def pin(self, merged: HostMerged, may_wait: Callable[[], bool] = never) -> PinnedRows | None:
+        """Makes sure that merged rows are in fast memory of the host, and keeps them there; None where all are.
+
+        Args:
+            merged: the rows.
+            may_wait: whether other batches may unpin rows meanwhile.
+        """
+        if not isinstance(self.arena, CachedArena):
+            return None
+        return self.arena.pin(merged.slots.copy(), may_wait)
+
+    def place_own(self, group: RouteGroup, merged: HostMerged, begin: int) -> None:
+        """Says where pinned rows are that this rank asked itself for, the entries from `begin` on."""
+        look_up = group.look_up
+        first, end = look_up.bounds[self.rank : self.rank + 2]
+        assert group.pinned is not None
+        place_own(
+            group.pinned.cache_slots.ctypes.data, merged.heads, merged.nexts, merged.num_merged, begin,
+            begin + end - first, look_up.uniques + 4 * first, self.arena.address, self.row_bytes, look_up.addresses,
+        )  # fmt: skip
+
+    def pin_asked(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
+        """Brings rows that ranks asked this one for into a device's memory; the host waits until it knows which.
+
+        Args:
+            slots: int32 `[M]`.
+
+        Returns:
+            int32 `[M]`: where they are; and what keeps them there, where they could leave.
+        """
+        if not isinstance(self.arena, CachedArena):
+            return slots, None
+        asked = slots.cpu().numpy().view(np.uint32).astype(np.int64)
+        unique, inverse, _ = self._unique_slots(asked, np.array([[0, len(asked)]]))
+        pinned = self.arena.pin(unique.astype(np.uint32), never)
+        pinned.ready()
+        return self._upload(pinned.cache_slots[inverse]), pinned
+
+    def unpin_updated(self, pinned: Sequence[PinnedRows | None]) -> None:
+        """Rows on a device were updated and may leave fast memory."""
+        for rows in pinned:
+            if rows is not None:
+                rows.note_use()
+                rows.unpin(changed=True)
+
+    def _upload(self, cache_slots: np.ndarray) -> Tensor:
+        assert self.device is not None
+        return upload(torch.from_numpy(cache_slots.view(np.int32)), self.device)
+
+    # Updates
+
+    def apply(
+        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, num: int | None = None
+    ) -> None:
+        """Updates merged rows, as far as this rank's replica group knows.
+
+        Args:
+            merged: distinct slots, and the gradients for each.
+            update: the optimizer's numbers.
+            part: on the host, which of the rows: first and one past the last; default: all.
+            num: on a device, how many rows there are, where the host knows it.
+        """
+        if self.replicated is not None:
+            self.replicated.apply(merged, update, part, num=num)
+        elif self.is_tiered and self.device is None:
+            assert isinstance(self.arena, CachedArena)
+            assert isinstance(merged, HostMerged)
+            pinned = self.arena.pin(merged.slots.copy(), never)
+            try:
+                pinned.apply(merged, update.lr, update.scaling, update.step, part)
+            finally:
+                pinned.unpin(changed=True)
+        else:
+            self.arena.apply(merged, update.lr, update.scaling, update.step, part)
+
+    def count_alone(self, group: RouteGroup) -> None:
+        """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
+        self.counters.add_accesses(self.accesses(group))
+        self.counters.distinct += group.look_up.unique.offsets.diff()
+
+    def accesses(self, group: RouteGroup) -> NDArray[np.int64]:
+        """int64 `[S]`: ids that a batch has of each table."""
+        return np.diff(table_bounds(self.group, group.layout))
+
+    def count(self, accesses: NDArray[np.int64], merged: DeviceMerged, pinned: Sequence[PinnedRows | None]) -> None:
+        """Counts what was asked of this rank on a device and is updated now.
+
+        Args:
+            accesses: int64 `[S]`: ids.
+            merged: the rows.
+            pinned: what keeps them in the device's memory, where they could leave it.
+        """
+        self.counters.add_accesses(accesses)
+        if self.is_tiered:  # merged are cache slots; the host knows the slots
+            slots = [rows.slots for rows in pinned if rows is not None]
+            self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
+        else:
+            self._slot_tables.count(merged, self.counters)
+
+
+class Sources:
+    """The lists of requests that a rank merges, in the order of the ranks.
+
+    Args:
+        exchange: the group's.
+        merger: holds what is merged; default: the group's own.
+    """
+
+    __slots__ = ("_exchange", "_keep", "_lists", "_merger", "_node_ends", "accesses", "num_entries")
+
+    def __init__(self, exchange: GroupExchange, merger: Merger | None = None) -> None:
+        self._exchange = exchange
+        self._merger = merger or exchange.merger
+        self._lists: list[tuple[int, int, int]] = []
+        self._node_ends: list[int] = []
+        self._keep: list[np.ndarray] = []
+        self.num_entries = 0
+        self.accesses = np.zeros(exchange.num_segments, np.int64)
+
+    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray | None) -> None:
+        """One rank's requests: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
+        self._lists.append((slots, offsets.ctypes.data, gradients))
+        self.num_entries += int(offsets[-1]) - int(offsets[0])
+        if accesses is not None:
+            self.accesses += accesses
+
+    def add_own(self, group: RouteGroup) -> None:
+        """The requests this rank makes of itself."""
+        send, rank = group.look_up.send, group.exchange.rank
+        self.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
+
+    def add_copied(self, slots: int, offsets: np.ndarray, gradients: int) -> None:
+        """What one rank asks of owners elsewhere about rows that have a copy here; `offsets` int64 `[W, S′ + 1]`."""
+        clipped = np.maximum(offsets, offsets[:, self._exchange.copies.start, None])
+        sizes = clipped[:, -1] - clipped[:, 0]
+        sizes[self._exchange.rank] = 0
+        begin, stride = clipped.ctypes.data, clipped.strides[0]
+        self._lists += [(slots, begin + stride * stop, gradients) for stop in np.flatnonzero(sizes).tolist()]
+        self._keep.append(clipped)
+        self.num_entries += int(sizes.sum())
+
+    def end_node(self) -> None:
+        """What is added next comes from the next node."""
+        self._node_ends.append(self.num_entries)
+
+    def merge(self) -> None:
+        """Finds the distinct slots."""
+        self._merger(self._lists, self._exchange.gradient_bytes, self.num_entries, self._node_ends)
+
+    def apply(self, update: Update, num_segments: int | None = None) -> None:
+        """Updates the merged rows, of the first segments where a number is given."""
+        part = None
+        if num_segments is not None:
+            part = (0, int(self._merger.merged_offsets[num_segments]))
+        self._exchange.apply(self._merger, update, part)
+
+    def count(self, num_segments: int | None = None) -> None:
+        """Counts what was asked of this rank, of the first segments where a number is given."""
+        offsets = self._merger.merged_offsets
+        if num_segments is not None:
+            offsets = np.minimum(offsets, offsets[num_segments])
+        self._exchange.counters.count_tables(self.accesses, offsets)

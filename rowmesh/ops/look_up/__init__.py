@@ -1,0 +1,15 @@
+"""Look-up: what one group of tables keeps of one batch, from the unique ids to the gradients of their rows.
+
+    find      unique ids, where each is asked for, sorted by (destination, segment)
+    pool      rows, once they are within reach, become vectors
+    backward  gradients of vectors become gradients of rows, where they are sent from
+
+`HostLookUp` keeps addresses in memory that is reused from batch to batch, `DeviceLookUp` tensors of torch's allocator.
+Whoever passes them on sees how many unique ids there are, and what to send.
+
+Source: FusedRec §3 (segment unique, rank-wise sort, recovery) and Algorithm 1, lines 1–4.
+"""
+
+from rowmesh.ops.look_up.host import HostLookUp, HostLookUps, SendBuffer, slots_offset
+
+__all__ = ["HostLookUp", "HostLookUps", "SendBuffer", "slots_offset"]

@@ -1,0 +1,321 @@
+"""Look-ups in the host's memory: one piece of memory a batch, lent to a route and reused when the route is gone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.ops import pool as ops
+from rowmesh.ops.memory import Buffer, Memory, Scratch, held_bytes, round_up
+from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.route import route
+from rowmesh.ops.segment_unique.cpu import SegmentHash
+from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+
+_numbers = itertools.count()  # send buffers are told apart for as long as the process lives
+_STRIDE = 8 * ops.DESCRIPTOR
+_KEY_BYTES = 4
+
+
+def slots_offset(world_size: int, num_segments: int) -> int:
+    """Where the slots begin in the lists of a send buffer, in bytes."""
+    return round_up(8 * world_size * (2 * num_segments + 1), 64)
+
+
+class SendBuffer:
+    """What a rank lays out for the owners of rows: lists of slots, and the gradients of those slots.
+
+    Lists: segment offsets int64 `[W, S + 1]`, accesses int64 `[W, S]`, slots uint32 `[U]` sorted by (owner, segment).
+    Gradients: `[U, D]` in the same order. Each part grows by being made anew, which changes its generation.
+
+    Args:
+        allocate: makes memory, private or such as other ranks can map.
+        world_size, num_segments: W and S.
+    """
+
+    def __init__(self, allocate: Callable[[int], Memory], world_size: int, num_segments: int) -> None:
+        self.number = next(_numbers)
+        self._allocate = allocate
+        self._shape = (world_size, num_segments)
+        self.slots_offset = slots_offset(world_size, num_segments)
+        self.generation = 0
+        self.lists: Memory = allocate(self.slots_offset + 4096)
+        self.gradients: Memory = allocate(4096)
+        self._map_lists()
+
+    def _map_lists(self) -> None:
+        world_size, num_segments = self._shape
+        self.num_slots = (self.lists.num_bytes - self.slots_offset) // _KEY_BYTES  # that there is room for
+        self.slots_address = self.lists.address + self.slots_offset
+        accesses = 8 * world_size * (num_segments + 1)
+        self.accesses_address = self.lists.address + accesses
+        self.segment_offsets = self.lists.array(np.int64, world_size, num_segments + 1)
+        self.accesses = self.lists.array(np.int64, world_size, num_segments, offset=accesses)
+
+    def reserve_lists(self, num_slots: int) -> None:
+        """Makes room for so many slots. Contents are lost where it has to grow."""
+        if num_slots > self.num_slots:
+            needed = self.slots_offset + _KEY_BYTES * num_slots
+            self.lists = self._allocate(needed + needed // 4)
+            self.generation += 1
+            self._map_lists()
+
+    def reserve_gradients(self, num_bytes: int) -> int:
+        """Room for gradients; returns their address."""
+        if num_bytes > self.gradients.num_bytes:
+            self.gradients = self._allocate(num_bytes + num_bytes // 4)
+            self.generation += 1
+        return self.gradients.address
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory held."""
+        return self.lists.num_bytes + self.gradients.num_bytes
+
+
+class HostLookUp:
+    """One batch of one group.
+
+    Attributes:
+        send: what is asked of the owners, and the gradients for them.
+        inverse: address of uint32: which unique id each id of the batch is.
+        num_unique: U.
+        bounds: where the requests of each destination begin, and U.
+        reply_bounds: where the replies of each destination begin, and how many there are.
+        is_filed: whether the output cells of every row are filed for the backward.
+        uniques: address of uint32 `[U]`: which unique id each slot of the send buffer is.
+        addresses: address of int64 `[U]`: where its row is.
+        received: `[U, D]`: rows that had to be copied here.
+        relayed: rows of other nodes that any rank of this node asked this one for, as a node leader.
+        requests: uint32: slots that other ranks asked of this one.
+        replies: rows sent to other ranks, then gradients received from them.
+    """
+
+    def __init__(self, of: HostLookUps, send: SendBuffer) -> None:
+        self._of, self.send = of, send
+        self.inverse = self.num_unique = self._batch_ids = 0
+        self.bounds: list[int] = []
+        self.reply_bounds: list[int] = []
+        self.reply_offsets = np.zeros(of.world_size + 1, np.int64)
+        self.reply_address: int = self.reply_offsets.ctypes.data
+        self.received, self.relayed, self.requests, self.replies = Scratch(), Scratch(), Scratch(), Scratch()
+        self._factors = Scratch()  # [N]: the factor of each id, where sums are weighted
+        self._weights = Scratch()  # [ids of the group]: the factors in the order of the cells
+        self.num_ids = -1
+        self.make_room(0)
+        self.is_filed = False
+
+    def make_room(self, num_ids: int) -> None:
+        """For all that depends on the number of ids; contents are lost."""
+        num_ids += num_ids // 4
+        sizes = (4, 4, 8, 4, 4, 4)
+        parts = [round_up(size * (num_ids + 1), 64) for size in sizes]
+        self._memory, self.num_ids = Buffer(sum(parts)), num_ids
+        ends = itertools.accumulate(parts, initial=self._memory.address)
+        self.counts, self.uniques, self.addresses, self.pointers, self.cells, self._cursors, _ = ends
+
+    def take(self, inverse: int, num_unique: int, batch_ids: int) -> None:
+        """Takes what was found in a batch of so many ids."""
+        self.inverse, self.num_unique, self._batch_ids, self.is_filed = inverse, num_unique, batch_ids, False
+        self.bounds = [*self.send.segment_offsets[:, 0].tolist(), num_unique]
+        self.reply_bounds = self.reply_offsets.tolist()
+
+    def take_nothing(self) -> None:
+        """Asks for no row."""
+        self.send.segment_offsets[:] = self.send.accesses[:] = self.reply_offsets[:] = 0
+        self.take(0, 0, 0)
+
+    def compress(self, layout: GroupLayout) -> None:
+        """Files the output cells of every row, for the backward; may run while rows travel."""
+        if not self.is_filed:
+            self.is_filed = True
+            ops.file_cells(
+                layout.address, layout.num_features, self.inverse, self.counts, self.num_unique, self.pointers,
+                self.cells,
+            )  # fmt: skip
+
+    def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
+        """Writes the group's columns of the output.
+
+        Args:
+            layout: of the batch, or of a run of its samples.
+            weights: of the ids of the batch, or None.
+            output: where vectors go.
+        """
+        factors = self._weigh(layout, weights) if layout.is_weighted else 0
+        self._of.kernels.pool(
+            layout.address, layout.num_features, self.addresses, self.num_unique, self.inverse, factors,
+            output.data_ptr(),
+        )  # fmt: skip
+
+    def _weigh(self, layout: GroupLayout, weights: Tensor | None) -> int:
+        """The factor of each id; returns their address."""
+        dtype = self._of.dtype
+        factors = self._factors.reserve(dtype.itemsize * self._batch_ids)
+        if weights is not None and weights.dtype not in (torch.float32, torch.float64):
+            weights = weights.float()
+        ops.id_weights(
+            layout.address, layout.num_features, 0 if weights is None else weights.data_ptr(),
+            weights is not None and weights.dtype == torch.float64, factors, dtype == torch.float64,
+        )  # fmt: skip
+        return factors
+
+    def backward(self, layout: GroupLayout, grad: Tensor) -> None:
+        """Writes the summed gradient of every row into the send buffer."""
+        self.compress(layout)
+        send, of = self.send, self._of
+        into = send.reserve_gradients(self.num_unique * of.gradient_bytes)
+        weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
+        of.kernels.backward(
+            grad.data_ptr(), self.pointers, self.cells, weights, self.uniques, send.lists.address, of.num_segments,
+            of.world_size, into,
+        )  # fmt: skip
+
+    def file_weights(self, layout: GroupLayout, pointers: int) -> int:
+        """The factors in the order of the cells; returns their address."""
+        element = self._of.dtype.itemsize
+        filed = self._weights.reserve(element * layout.num_ids)
+        ops.file_weights(
+            layout.address, layout.num_features, self.inverse, pointers, self.num_unique, self._cursors,
+            self._factors.buffer.address, element, filed,
+        )  # fmt: skip
+        return filed
+
+    def is_finite(self) -> bool:
+        """Whether all summed gradients are."""
+        gradients = self.send.gradients.tensor(self._of.dtype, self.num_unique, self._of.dim)
+        return bool(gradients.isfinite().all())
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory held."""
+        return held_bytes(self) + self.send.num_bytes
+
+
+class _UniqueIds:
+    """What finding the unique ids of a group needs; lent to one call at a time."""
+
+    def __init__(self, num_rows: Sequence[int]) -> None:
+        self.hash = SegmentHash(list(num_rows))
+        self.offsets = np.zeros(len(num_rows) + 1, np.int64)
+        self.offsets_address: int = self.offsets.ctypes.data  # asking NumPy costs more than some kernels take
+        self.num_ids = -1
+        self.make_room(0)
+
+    def make_room(self, num_ids: int) -> None:
+        num_ids += num_ids // 4
+        parts = [round_up(size * (num_ids + 1), 64) for size in (8, 4, 4)]
+        self._memory, self.num_ids = Buffer(sum(parts)), num_ids
+        self.ids, self.stops, self.keys, _ = itertools.accumulate(parts, initial=self._memory.address)
+
+    @property
+    def num_bytes(self) -> int:
+        return held_bytes(self) + held_bytes(self.hash)
+
+
+class HostLookUps:
+    """The look-ups of one group, and their memory.
+
+    Args:
+        num_rows: of each table.
+        tables: int64 `[F]`: which table each feature is of.
+        header: the words of the group's address map that `rowmesh.ops.route` reads.
+        shape: W and S.
+        dim, dtype: of rows.
+        allocate: makes memory for send buffers.
+
+    Attributes:
+        has_remote: whether rows have to be received; false where all can be read in place.
+        dtype: of vectors and gradients.
+        kernels: of pooling.
+        idle: look-ups that no route has.
+    """
+
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        tables: np.ndarray,
+        header: np.ndarray,
+        shape: tuple[int, int],
+        dim: int,
+        dtype: torch.dtype,
+        allocate: Callable[[int], Memory],
+    ) -> None:
+        storage = STORAGE[dtype]
+        self.world_size, self.num_segments = shape
+        self.dim, self.dtype = dim, COMPUTE_DTYPE[storage]
+        self.row_bytes, self.gradient_bytes = dim * dtype.itemsize, dim * self.dtype.itemsize
+        self.kernels = ops.kernels(dim, storage)
+        self.has_remote = self.world_size > 1
+        self.idle: list[HostLookUp] = []
+        self._made: list[HostLookUp] = []  # and those that routes have
+        self._num_rows, self._allocate = num_rows, allocate
+        self._keep = tables, header
+        self._tables_address: int = tables.ctypes.data
+        self._header_address: int = header.ctypes.data
+        self._idle_uniques: list[_UniqueIds] = []
+        self._uniques: list[_UniqueIds] = []
+
+    def borrow(self) -> HostLookUp:
+        """One for a route, which gives it back when it is gone."""
+        try:
+            return self.idle.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
+            made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
+            self._made.append(made)
+            return made
+
+    def find(self, look_up: HostLookUp, ids: Tensor, layout: GroupLayout, inverse: int) -> bool:
+        """Finds the unique ids of a batch and where each is asked for; false where an id is not a row of its table.
+
+        Args:
+            look_up: takes what is found.
+            ids: int64 `[N]`, of the batch.
+            layout: where those of the group's features are.
+            inverse: address of uint32 `[N]`: where the inverse goes.
+        """
+        if layout.num_ids > look_up.num_ids:
+            look_up.make_room(layout.num_ids)
+        try:
+            unique = self._idle_uniques.pop()
+        except IndexError:
+            unique = _UniqueIds(self._num_rows)
+            self._uniques.append(unique)
+        try:
+            if layout.num_ids > unique.num_ids:
+                unique.make_room(layout.num_ids)
+            unique.hash(
+                ids.data_ptr(), layout.address, _STRIDE, self._tables_address, len(layout.features), unique.ids,
+                look_up.counts, inverse, unique.offsets_address,
+            )  # fmt: skip
+            found, send = int(unique.offsets[-1]), look_up.send
+            if found > send.num_slots:
+                send.reserve_lists(found)
+            received = look_up.received.reserve(found * self.row_bytes) if self.has_remote else 0
+            refused = route(
+                self._header_address, unique.ids, unique.offsets_address, look_up.counts, unique.stops, unique.keys,
+                received, send.slots_address, look_up.uniques, send.lists.address, send.accesses_address,
+                look_up.reply_address, look_up.addresses,
+            )  # fmt: skip
+        finally:
+            self._idle_uniques.append(unique)
+        look_up.take(inverse, found, ids.numel())
+        return refused < 0
+
+    def give_back(self, look_up: HostLookUp) -> None:
+        """The route of a look-up is gone."""
+        self.idle.append(look_up)
+
+    @property
+    def num_lent(self) -> int:
+        """Look-ups that routes have."""
+        return len(self._made) - len(self.idle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all look-ups, lent or idle."""
+        return sum(memory.num_bytes for memory in (*self._made, *self._uniques))

@@ -1,0 +1,31 @@
+"""Layout: where the ids of a group's features are in a batch, and where their vectors go in the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One group's features in one batch.
+
+    Attributes:
+        features: int64 `[F, 8]`, the descriptors that the pool kernels read (`rowmesh.ops.pool.cpu`).
+        num_ids: ids of the group's features.
+        is_weighted: whether sums need a factor for each id (weights given, or means over bags of several ids).
+    """
+
+    features: np.ndarray
+    num_ids: int
+    is_weighted: bool
+    address: int = field(init=False)  # of `features`: asking NumPy costs more than some kernels take
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.features.ctypes.data)
+
+    @property
+    def num_features(self) -> int:
+        """F of this group."""
+        return len(self.features)
