@@ -115,7 +115,7 @@ class Commands:
         for number, batch in enumerate(part.batches):
             (group,) = part.embeddings.route(batch).groups
             unique += group.num_unique
-            remote += group.num_unique - (group.stop_bounds[rank + 1] - group.stop_bounds[rank])
+            remote += group.num_unique - (group.look_up.bounds[rank + 1] - group.look_up.bounds[rank])
             part.step(number)
         updated = sum(counters.table_distinct.values()) - before
         row_bytes, output = 4 * self._workload.dim, part.gradient.nbytes

@@ -17,9 +17,9 @@ from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.transport import Update
+from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import kernel
-from rowmesh.optim.rules import Rate
+from rowmesh.optim.rules import Rate, Update
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 
 Touched = tuple[np.ndarray, np.ndarray]  # rows int64 [n], distinct, and their gradients float32 [n, D]
@@ -99,10 +99,10 @@ class Homes:
         batch = SparseBatch.from_dense(["hot"], torch.from_numpy(rows)[None, :, None])
         self._route = self._collection.route(batch)
         (group,) = self._route.groups
-        outbox, count = group.workspace.outbox, len(rows)
-        outbox.reserve_gradients(gradients.nbytes)
-        order = group.workspace.uniques.buffer.array(np.uint32, count)
-        np.take(gradients, order, axis=0, out=outbox.gradients.array(np.float32, *gradients.shape))
+        send = group.look_up.send
+        send.reserve_gradients(gradients.nbytes)
+        order = array_at(group.look_up.uniques, np.uint32, len(rows))
+        np.take(gradients, order, axis=0, out=send.gradients.array(np.float32, *gradients.shape))
 
     def synchronize(self, touched: Touched) -> None:
         """The transport's own messages, slots included; no row is fetched."""

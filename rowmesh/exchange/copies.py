@@ -88,9 +88,15 @@ class Copies:
         mine = self._room(counts, channel)
         if mine.count:
             self._sum.sum_merged(
-                merger.heads, merger.nexts, merger.addresses, first, end, merger.node_ends, merger.num_nodes,
+                merger.heads,
+                merger.nexts,
+                merger.addresses,
+                first,
+                end,
+                merger.node_ends,
+                merger.num_nodes,
                 mine.gradients.data_ptr(),
-            )  # fmt: skip
+            )
             ctypes.memmove(mine.slots.data_ptr(), merger.merged_slots + _SLOT_BYTES * first, len(mine.slots))
         everyone = self._gather(counts, channel)
         for sums in everyone:
@@ -209,12 +215,25 @@ class Relay:
         most = end - begin
         received = relayed.reserve((fetched - begin) * exchange.row_bytes) if relayed else 0
         sort_relay(
-            merger.merged_slots, merger.merged_offsets.ctypes.data, merger.heads, first, len(self._segments),
-            num_fetched, self._num_replying, between.size, between.member, exchange.address_map.key_stride,
-            exchange.arena.address, exchange.row_bytes, received, self._slots.reserve(4 * most),
-            self._heads.reserve(4 * most), self._offsets.ctypes.data, self._reply_offsets.ctypes.data,
+            merger.merged_slots,
+            merger.merged_offsets.ctypes.data,
+            merger.heads,
+            first,
+            len(self._segments),
+            num_fetched,
+            self._num_replying,
+            between.size,
+            between.member,
+            exchange.address_map.key_stride,
+            exchange.arena.address,
+            exchange.row_bytes,
+            received,
+            self._slots.reserve(4 * most),
+            self._heads.reserve(4 * most),
+            self._offsets.ctypes.data,
+            self._reply_offsets.ctypes.data,
             self._addresses.reserve(8 * replying),
-        )  # fmt: skip
+        )
         counts = between.exchange_equal(torch.from_numpy(self._offsets), self._common, self._doing)
         self._incoming[:] = counts.numpy()
         self._incoming_bounds = _bounds_of(self._incoming[:, -1] - self._incoming[:, 0])
@@ -251,9 +270,15 @@ class Relay:
         out_bounds, size = self._out_bounds(), exchange.gradient_bytes
         sums = self._sums.reserve(out_bounds[-1] * size)
         self._sum.sum_merged(
-            self._heads.buffer.address, merger.nexts, merger.addresses, 0, out_bounds[-1], merger.node_ends,
-            merger.num_nodes, sums,
-        )  # fmt: skip
+            self._heads.buffer.address,
+            merger.nexts,
+            merger.addresses,
+            0,
+            out_bounds[-1],
+            merger.node_ends,
+            merger.num_nodes,
+            sums,
+        )
         gradients = self._replies.reserve(self._incoming_bounds[-1] * size)
         self._send(self._sums.buffer, out_bounds, self._replies.buffer, self._incoming_bounds, size)
         sources = []

@@ -222,7 +222,7 @@ class CorePart:
 
     def _update_together(
         self, sums: CoreSums, groups: Sequence[Sequence[RouteGroup]], numbers: Sequence[tuple[float, ...]], step: Step
-    ) -> None:  # fmt: skip
+    ) -> None:
         vector = sums.begin()
         views = self._layout.views(vector)
         self._tell(vector, step)

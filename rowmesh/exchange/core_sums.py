@@ -83,9 +83,14 @@ class CollectiveSums:
     """
 
     def __init__(
-        self, mesh: Mesh, channel: Any, count: int, dtype: torch.dtype, common: CommonCounters,
+        self,
+        mesh: Mesh,
+        channel: Any,
+        count: int,
+        dtype: torch.dtype,
+        common: CommonCounters,
         device: str | torch.device = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mesh, self._channel, self._common = mesh, channel, common
         size = round_up(count, _ALIGNMENT * mesh.world_size)
         self._own, self._total = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))

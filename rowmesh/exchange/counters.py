@@ -106,8 +106,9 @@ class GroupCounters:
 
         Segments are tables, once for each kind of rows.
         """
-        self.add_accesses(accesses)
-        self.add_distinct(np.diff(offsets))
+        num_tables = len(self.tables)
+        self._accesses += accesses.reshape(-1, num_tables).sum(0)
+        self._distinct += (offsets[1:] - offsets[:-1]).reshape(-1, num_tables).sum(0)
 
     def add_accesses(self, accesses: np.ndarray) -> None:
         """Adds ids that were asked of this rank, by segment."""

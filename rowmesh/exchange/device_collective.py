@@ -133,9 +133,7 @@ class DeviceCollective(Transport):
                 gradients[lane].append(sums)
         return requests, gradients
 
-    def _compare(
-        self, routes: Sequence[RoutePart], requests: Sequence[list[Requests]], step: Step
-    ) -> tuple[int, bool]:  # fmt: skip
+    def _compare(self, routes: Sequence[RoutePart], requests: Sequence[list[Requests]], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones.
 
         Where that is one route, what ranks told of copies beside it is right.
@@ -170,9 +168,7 @@ class DeviceCollective(Transport):
         for lane, of_ranks in zip(self._copies, counts.T.tolist(), strict=True):
             lane.counts = of_ranks
 
-    def _ask_again(
-        self, requests: Sequence[list[Requests]], gradients: Sequence[list[Tensor]], most: int
-    ) -> None:  # fmt: skip
+    def _ask_again(self, requests: Sequence[list[Requests]], gradients: Sequence[list[Tensor]], most: int) -> None:
         """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
@@ -210,9 +206,12 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int,
+        self,
+        exchange: GroupExchange,
+        everyone: Channel,
+        ranks_per_node: int,
         between: Channel | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from rowmesh.ops.gather import cuda as gather
 
         self.exchange, self._everyone = exchange, everyone
@@ -234,7 +233,7 @@ class DeviceGroup:
         sizes_out, sizes_in = ([part[:, 0].sum(1).tolist() for part in parts] for parts in by_lane)
         ids_out, ids_in = (
             [part[:, 1].reshape(len(part), -1, num_tables).sum(1) for part in parts] for parts in by_lane
-        )  # fmt: skip
+        )
         group.look_up.num_unique = int(sent[:, 0].sum())
         self.exchange.counters.unique_ids += group.num_unique
         keys, group.look_up.uniques = self._lane_by_lane(group, sizes_out)

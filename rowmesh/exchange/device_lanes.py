@@ -123,9 +123,7 @@ class Lane:
 
     def post_keys(self, requests: Requests) -> Message:
         """Tells owners which rows are needed."""
-        return self._everyone.post(
-            requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing
-        )  # fmt: skip
+        return self._everyone.post(requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing)
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
         """Takes what ranks ask for, once it is here, and makes sure that the rows are."""
@@ -156,7 +154,7 @@ class Lane:
 
     def push(
         self, requests: Sequence[Requests], merging: Merging, gradients: Sequence[Message], update: Update
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Updates what was asked once the gradients are here."""
         came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
         self.apply(merging, came, update)
@@ -270,9 +268,7 @@ class NodeLane(CopiesLane):
 
     replies = True
 
-    def __init__(
-        self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, between: Channel
-    ) -> None:  # fmt: skip
+    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, between: Channel) -> None:
         super().__init__(exchange, everyone, ranks_per_node)
         self._between = between
 

@@ -298,9 +298,17 @@ class GroupExchange:
         first, end = look_up.bounds[self.rank : self.rank + 2]
         assert group.pinned is not None
         place_own(
-            group.pinned.cache_slots.ctypes.data, merged.heads, merged.nexts, merged.num_merged, begin,
-            begin + end - first, look_up.uniques + 4 * first, self.arena.address, self.row_bytes, look_up.addresses,
-        )  # fmt: skip
+            group.pinned.cache_slots.ctypes.data,
+            merged.heads,
+            merged.nexts,
+            merged.num_merged,
+            begin,
+            begin + end - first,
+            look_up.uniques + 4 * first,
+            self.arena.address,
+            self.row_bytes,
+            look_up.addresses,
+        )
 
     def pin_asked(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
         """Brings rows that ranks asked this one for into a device's memory; the host waits until it knows which.

@@ -72,7 +72,7 @@ class Layouts:
 
     def _cut(
         self, group: TableGroup, layout: GroupLayout, ends: np.ndarray, bounds: Sequence[int]
-    ) -> list[GroupLayout]:  # fmt: skip
+    ) -> list[GroupLayout]:
         cut = []
         for k, (first, last) in enumerate(pairwise(bounds)):
             features = layout.features.copy()
@@ -103,7 +103,7 @@ class Layouts:
 
     def _layout(
         self, group: TableGroup, batch: SparseBatch, place: dict[str, int], bounds: np.ndarray, address: int
-    ) -> GroupLayout:  # fmt: skip
+    ) -> GroupLayout:
         rows, total = [], 0
         for table in group.tables:
             for name in table.features:

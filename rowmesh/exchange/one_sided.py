@@ -33,11 +33,12 @@ _ENTRY = 6  # int64 values that announce a send buffer
 class _Mapped:
     """A peer's send buffer as it looks here; mapped again when the peer makes it anew."""
 
-    __slots__ = ("accesses", "all_offsets", "generation", "gradients", "lists", "offsets")
+    __slots__ = ("accesses", "all_offsets", "generation", "gradients", "lists", "offsets", "slots")
 
     def __init__(self, lists: SharedBuffer, gradients: SharedBuffer, generation: int, num_segments: int, mesh: Mesh):
         self.lists, self.gradients, self.generation = lists, gradients, generation
         world_size, rank = mesh.world_size, mesh.rank
+        self.slots = lists.address + slots_offset(world_size, num_segments)
         self.all_offsets = lists.array(np.int64, world_size, num_segments + 1)
         self.offsets = self.all_offsets[rank]
         self.accesses = lists.array(np.int64, world_size, num_segments, offset=8 * world_size * (num_segments + 1))[
@@ -183,11 +184,10 @@ class OneSidedTransport(Transport):
                 gradients.settle()
                 mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
                 self._mapped[rank, index, number] = mapped
-            slots = mapped.lists.address + slots_offset(exchange.world_size, exchange.num_segments)
             before = sources.num_entries
-            sources.add(slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
+            sources.add(mapped.slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
             if exchange.copies:
-                sources.add_copied(slots, mapped.all_offsets, mapped.gradients.address)
+                sources.add_copied(mapped.slots, mapped.all_offsets, mapped.gradients.address)
             requests = sources.num_entries - before
             exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
 

@@ -58,9 +58,15 @@ class PhasedExchange:
     """
 
     def __init__(
-        self, mesh: Mesh, exchanges: Sequence[GroupExchange], common: CommonCounters, form: Form, *, finds_final: bool,
+        self,
+        mesh: Mesh,
+        exchanges: Sequence[GroupExchange],
+        common: CommonCounters,
+        form: Form,
+        *,
+        finds_final: bool,
         verifies: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mesh, self._common, self._finds_final = mesh, common, finds_final
         self._rows, self._gradients = (_channel(mesh, use) for use in USES)
         channels = (self._rows, self._gradients, mesh.ranks_per_node, form)
@@ -129,9 +135,7 @@ class PhasedExchange:
         for group, travel, update in zip(self._groups, travels, updates, strict=True):
             group.update(travel, update, number)
 
-    def _exchange_counts(
-        self, window: Window, groups: Sequence[WindowGroup]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    def _exchange_counts(self, window: Window, groups: Sequence[WindowGroup]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Offsets and accesses of what each rank asks of this one, for every group."""
         out, column, cuts = self._handshake.numpy(), 1, []
         out[:, 0] = joined(window.number, window.step_before)

@@ -70,9 +70,16 @@ class PhasedGroup:
     """
 
     def __init__(
-        self, exchange: GroupExchange, rows: Channel, gradients: Channel, ranks_per_node: int,
-        form: Form, common: CommonCounters, *, verifies: bool,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: GroupExchange,
+        rows: Channel,
+        gradients: Channel,
+        ranks_per_node: int,
+        form: Form,
+        common: CommonCounters,
+        *,
+        verifies: bool,
+    ) -> None:
         self.exchange = exchange
         self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
         self._replicas = Copies(exchange, common) if exchange.copies else None
@@ -114,7 +121,7 @@ class PhasedGroup:
 
     def settle(
         self, window: WindowGroup, keys: Sequence[Message], number: int, num_parts: int, *, finds_final: bool
-    ) -> Travel:  # fmt: skip
+    ) -> Travel:
         """Merges what was asked, once it is here, and settles what travels when."""
         for work in keys:
             work.wait()

@@ -49,9 +49,16 @@ class UniqueIds:
         unique, counts = self._unique.reserve(8 * count), self._counts.reserve(4 * count)
         inverse = self._inverse.reserve(4 * count)
         self._hash(
-            ids.ctypes.data, ranges.ctypes.data, ranges.strides[0], self._segments.ctypes.data, len(ranges),
-            unique, counts, inverse, self._offsets.ctypes.data,
-        )  # fmt: skip
+            ids.ctypes.data,
+            ranges.ctypes.data,
+            ranges.strides[0],
+            self._segments.ctypes.data,
+            len(ranges),
+            unique,
+            counts,
+            inverse,
+            self._offsets.ctypes.data,
+        )
         found = int(self._offsets[-1])
         return array_at(unique, np.int64, found), array_at(inverse, np.uint32, count), self._offsets
 

@@ -128,9 +128,13 @@ class Window:
     """
 
     def __init__(
-        self, route: Route, bounds: Sequence[int], layouts: Sequence[Sequence[GroupLayout]], spaces: list[Space],
+        self,
+        route: Route,
+        bounds: Sequence[int],
+        layouts: Sequence[Sequence[GroupLayout]],
+        spaces: list[Space],
         give_back: Callable[[list[Space]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.route, self.number = route, 0
         self.step_before: Step | None = None
         self.bounds = list(bounds)

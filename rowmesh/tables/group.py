@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ class TableGroup:
         """How rows are stored."""
         return self.tables[0].dtype
 
-    @property
+    @cached_property
     def optimizer(self) -> UpdateRule:
         """The update rule."""
         return self.tables[0].optimizer

@@ -134,9 +134,14 @@ class HostLookUp:
         if not self.is_filed:
             self.is_filed = True
             ops.file_cells(
-                layout.address, layout.num_features, self.inverse, self.counts, self.num_unique, self.pointers,
+                layout.address,
+                layout.num_features,
+                self.inverse,
+                self.counts,
+                self.num_unique,
+                self.pointers,
                 self.cells,
-            )  # fmt: skip
+            )
 
     def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
         """Writes the group's columns of the output.
@@ -148,9 +153,14 @@ class HostLookUp:
         """
         factors = self._weigh(layout, weights) if layout.is_weighted else 0
         self._of.kernels.pool(
-            layout.address, layout.num_features, self.addresses, self.num_unique, self.inverse, factors,
+            layout.address,
+            layout.num_features,
+            self.addresses,
+            self.num_unique,
+            self.inverse,
+            factors,
             output.data_ptr(),
-        )  # fmt: skip
+        )
 
     def _weigh(self, layout: GroupLayout, weights: Tensor | None) -> int:
         """The factor of each id; returns their address."""
@@ -159,9 +169,13 @@ class HostLookUp:
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             weights = weights.float()
         ops.id_weights(
-            layout.address, layout.num_features, 0 if weights is None else weights.data_ptr(),
-            weights is not None and weights.dtype == torch.float64, factors, dtype == torch.float64,
-        )  # fmt: skip
+            layout.address,
+            layout.num_features,
+            0 if weights is None else weights.data_ptr(),
+            weights is not None and weights.dtype == torch.float64,
+            factors,
+            dtype == torch.float64,
+        )
         return factors
 
     def backward(self, layout: GroupLayout, grad: Tensor) -> None:
@@ -171,18 +185,32 @@ class HostLookUp:
         into = send.reserve_gradients(self.num_unique * of.gradient_bytes)
         weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
         of.kernels.backward(
-            grad.data_ptr(), self.pointers, self.cells, weights, self.uniques, send.lists.address, of.num_segments,
-            of.world_size, into,
-        )  # fmt: skip
+            grad.data_ptr(),
+            self.pointers,
+            self.cells,
+            weights,
+            self.uniques,
+            send.lists.address,
+            of.num_segments,
+            of.world_size,
+            into,
+        )
 
     def file_weights(self, layout: GroupLayout, pointers: int) -> int:
         """The factors in the order of the cells; returns their address."""
         element = self._of.dtype.itemsize
         filed = self._weights.reserve(element * layout.num_ids)
         ops.file_weights(
-            layout.address, layout.num_features, self.inverse, pointers, self.num_unique, self._cursors,
-            self._factors.buffer.address, element, filed,
-        )  # fmt: skip
+            layout.address,
+            layout.num_features,
+            self.inverse,
+            pointers,
+            self.num_unique,
+            self._cursors,
+            self._factors.buffer.address,
+            element,
+            filed,
+        )
         return filed
 
     def is_finite(self) -> bool:
@@ -289,18 +317,35 @@ class HostLookUps:
             if layout.num_ids > unique.num_ids:
                 unique.make_room(layout.num_ids)
             unique.hash(
-                ids.data_ptr(), layout.address, _STRIDE, self._tables_address, len(layout.features), unique.ids,
-                look_up.counts, inverse, unique.offsets_address,
-            )  # fmt: skip
+                ids.data_ptr(),
+                layout.address,
+                _STRIDE,
+                self._tables_address,
+                len(layout.features),
+                unique.ids,
+                look_up.counts,
+                inverse,
+                unique.offsets_address,
+            )
             found, send = int(unique.offsets[-1]), look_up.send
             if found > send.num_slots:
                 send.reserve_lists(found)
             received = look_up.received.reserve(found * self.row_bytes) if self.has_remote else 0
             refused = route(
-                self._header_address, unique.ids, unique.offsets_address, look_up.counts, unique.stops, unique.keys,
-                received, send.slots_address, look_up.uniques, send.lists.address, send.accesses_address,
-                look_up.reply_address, look_up.addresses,
-            )  # fmt: skip
+                self._header_address,
+                unique.ids,
+                unique.offsets_address,
+                look_up.counts,
+                unique.stops,
+                unique.keys,
+                received,
+                send.slots_address,
+                look_up.uniques,
+                send.lists.address,
+                send.accesses_address,
+                look_up.reply_address,
+                look_up.addresses,
+            )
         finally:
             self._idle_uniques.append(unique)
         look_up.take(inverse, found, ids.numel())

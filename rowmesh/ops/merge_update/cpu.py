@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
 from torch import Tensor
 
-from rowmesh.ops.memory import Buffer, Scratch
+from rowmesh.ops.memory import Buffer, Scratch, round_up
 from rowmesh.ops.merge_update.handles import HostMerged
 from rowmesh.ops.route.cpu import PREFETCHED_ROW_BYTES
 from rowmesh.ops.simd import (
@@ -125,9 +126,17 @@ class Merger(HostMerged):
         self._num_segments = num_segments
         self._rows = (arena, row_bytes)
         self._offsets_address: int = self.merged_offsets.ctypes.data
-        self._scratch = [Scratch() for _ in range(5)]
         self._sources = Buffer(64)
-        self._table = Scratch()
+        self._most_entries = 0
+        self._make_room(16)
+
+    def _make_room(self, num_entries: int) -> None:
+        """For all that depends on the number of requests."""
+        self._most_entries = num_entries + num_entries // 4
+        parts = [round_up(size * self._most_entries, 64) for size in (4, 4, 4, 4, 8, 32)]
+        self._memory = Buffer(sum(parts))
+        ends = accumulate(parts, initial=self._memory.address)
+        self.merged_slots, self.heads, self._tails, self.nexts, self.addresses, self._table, _ = ends
 
     def __call__(
         self,
@@ -150,17 +159,25 @@ class Merger(HostMerged):
                 self._node_ends = Buffer(8 * len(node_ends))
                 self.node_ends = self._node_ends.address
             self._node_ends.array(np.int64, len(node_ends))[:] = node_ends
-        self.merged_slots, self.heads, tails, self.nexts, self.addresses = (
-            scratch.reserve(num_entries * size) for scratch, size in zip(self._scratch, (4, 4, 4, 4, 8), strict=True)
-        )
+        if num_entries > self._most_entries:
+            self._make_room(num_entries)
         if 24 * len(sources) > self._sources.num_bytes:
             self._sources = Buffer(24 * len(sources))
-        self._sources.array(np.int64, len(sources), 3)[:] = sources
+        self._sources.bytes[: 24 * len(sources)].view(np.int64).reshape(-1, 3)[:] = sources
         self.num_merged = _merge(
-            self._num_segments, len(sources), self._sources.address, gradient_bytes, *self._rows,
-            self._table.reserve(32 * max(num_entries, 16)), self.merged_slots, self._offsets_address, self.heads, tails,
-            self.nexts, self.addresses,
-        )  # fmt: skip
+            self._num_segments,
+            len(sources),
+            self._sources.address,
+            gradient_bytes,
+            *self._rows,
+            self._table,
+            self.merged_slots,
+            self._offsets_address,
+            self.heads,
+            self._tails,
+            self.nexts,
+            self.addresses,
+        )
 
 
 # Inlined into the kernels with dim, storage, … as constants. (A kernel that called other compiled closures would miss
@@ -285,7 +302,8 @@ def update(
     if rows.is_cuda or rows.dim() != 2 or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous [R, D] in the host's memory, got {tuple(rows.shape)} {rows.device}")
     first, end = part or (0, merged.num_merged)
-    state1, state2 = (*(tensor.data_ptr() for tensor in state), 0, 0)[:2]
+    state1 = state[0].data_ptr() if state else 0
+    state2 = state[1].data_ptr() if len(state) > 1 else 0
     update_kernels(rows.shape[1], STORAGE[rows.dtype], rule).update_merged(
         merged.merged_slots, merged.heads, merged.nexts, merged.addresses, first, end,
         merged.node_ends, merged.num_nodes, rows.data_ptr(), state1, state2, *numbers,
