@@ -13,19 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from rowmesh.errors import ConfigurationError
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
-from rowmesh.ops.tensor_train import reference
+from rowmesh.ops.gpu import require_triton
+from rowmesh.ops.pool.one_feature import Bags, pool_of
+from rowmesh.ops.prefixes import Workspace
+from rowmesh.ops.tensor_train import SPARSE_OBSTACLE, reference
 from rowmesh.ops.untraced import untraced
+from rowmesh.tables.cores import Lookup, draw_cores
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
-from rowmesh.tensor_train import engine as engines
-from rowmesh.tensor_train.bags import MODES, check_ids
+from rowmesh.tensor_train import bags as arguments
+from rowmesh.tensor_train.bags import MODES, LateCheck, check_arguments, check_ids
 from rowmesh.tensor_train.decompose import tt_svd
-from rowmesh.tensor_train.device_engine import DeviceEngine
-from rowmesh.tensor_train.engine import Engine, HostEngine
-from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
-from rowmesh.tensor_train.initialize import draw_cores
-from rowmesh.tensor_train.lookup import LookedUp
+from rowmesh.tensor_train.functions import LookedUp, Pending
 
 DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")
@@ -129,8 +129,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         else:
             cores = [core.to(dtype) for core in tt_svd(_weight.cpu(), self.shape)]
         self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
-        self._sink: Sink | None = None
-        self._host, self._device_engine = HostEngine(), None
+        self._pending: Pending | None = None
+        self._workspace = Workspace()
+        self._unread: LateCheck | None = None
         self.gate = Gate()  # look-ups of several threads, and updates that this library makes
 
     def reset_parameters(self) -> None:
@@ -206,26 +207,47 @@ class TensorTrainEmbeddingBag(nn.Module):
     @property
     def _look_up_gate(self) -> Any:
         """On a device look-ups take turns: the host only launches them, and keeps what it checks later once."""
-        return self.gate.writing if engines.is_on_device(self.cores[0]) else self.gate.reading
+        return self.gate.writing if is_on_device(self.cores[0]) else self.gate.reading
 
     def _forward(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
-        engine, cores, options = self._engine(), tuple(self.cores), self._options(self.scale_grad_by_freq)
-        bags, lookup = engine.look_up_bags(
-            self.shape, cores[0].dtype, input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx
-        )
-        self._check_now(lookup, options)
+        self._check_usable()
+        cores, keep = tuple(self.cores), self._has_backward()
+        how = (self.sparse, self.scale_grad_by_freq, self._pending)
+        check_arguments(input, offsets, per_sample_weights, self.include_last_offset, cores[0].device)
+        bags, lookup = self._look_up_bags(input, offsets, per_sample_weights)
+        if not keep:
+            lookup.check()  # no backward comes that would
         reach("tensor_train.looked_up")
         trains_weights = bags.weights is not None and bags.weights.requires_grad
         if bags.ids.numel() and (self.mode == "max" or trains_weights):
-            rows: Any = Rows.apply(lookup, options, *cores)
+            rows: Any = LookedUp.apply(lookup, None, keep, how, *cores)
             # On a device ids past the last bag are not cut off: they are a bag of their own.
             bounds = torch.cat([bags.bounds, torch.full_like(bags.bounds[:1], bags.ids.numel())])
-            return F.embedding_bag(
-                lookup.inverse_ids(), rows, bounds, mode=self.mode, include_last_offset=True,
-                per_sample_weights=None if bags.weights is None else bags.weights.to(rows.dtype),
-            )[: bags.count]  # fmt: skip
-        pooled: Any = PooledRows.apply(lookup, options, engine.pooling(bags, lookup, self.mode == "mean"), *cores)
+            weights = None if bags.weights is None else bags.weights.to(rows.dtype)
+            inverse, options = lookup.prefixes.inverse_ids(), {"mode": self.mode, "include_last_offset": True}
+            return F.embedding_bag(inverse, rows, bounds, per_sample_weights=weights, **options)[: bags.count]
+        pool = pool_of(bags, lookup.prefixes, self.shape.dim, cores[0].dtype, is_mean=self.mode == "mean")
+        pooled: Any = LookedUp.apply(lookup, pool, keep, how, *cores)
         return pooled
+
+    def _look_up_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, Lookup]:
+        """Checked arguments as bags, without the ids that only pad, and the distinct ids."""
+        given = (input, offsets, weights, self.include_last_offset)
+        if not is_on_device(self.cores[0]):
+            bags = arguments.without(arguments.bags_of(*given), self.padding_idx)
+            return bags, Lookup.find(self.shape, bags.ids, self._workspace)
+        bags, disorder = arguments.device_bags_of(*given)
+        bags = arguments.padding_last(bags, self.padding_idx)
+        safe, outside = arguments.bounded(bags, self.num_embeddings)
+        return bags, self._look_up_late(safe.ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
+
+    def _look_up_late(self, ids: Tensor, check: LateCheck) -> Lookup:
+        """The distinct ids on a device; raises what was wrong with those of the look-up before, if nothing did."""
+        unread, self._unread = self._unread, None
+        if unread is not None and not unread.was_raised:
+            unread()
+        self._unread = check
+        return Lookup.find(self.shape, ids, None, check)
 
     @untraced
     def rows(self, ids: Tensor) -> Tensor:
@@ -239,10 +261,11 @@ class TensorTrainEmbeddingBag(nn.Module):
         check_ids("ids", ids, self.cores[0].device)
         flat = ids.reshape(-1).to(torch.int64).contiguous()
         with self._look_up_gate:
-            lookup, options = self.look_up(flat), self._options(by_frequency=False)
-            self._check_now(lookup, options)
-            unique: Any = Rows.apply(lookup, options, *self.cores)
-        return unique[lookup.inverse_ids()].view(*ids.shape, self.embedding_dim)
+            lookup, keep = self.look_up(flat), self._has_backward()
+            if not keep:
+                lookup.check()  # no backward comes that would
+            unique: Any = LookedUp.apply(lookup, None, keep, (self.sparse, False, self._pending), *self.cores)
+        return unique[lookup.prefixes.inverse_ids()].view(*ids.shape, self.embedding_dim)
 
     def dense(self) -> Tensor:
         """The whole table, `[num_embeddings, embedding_dim]`; differentiable, and as big as it sounds."""
@@ -256,51 +279,55 @@ class TensorTrainEmbeddingBag(nn.Module):
         text += "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{text}, {shape.compression:.3g} times smaller"
 
-    def send_gradients_to(self, sink: Sink | None) -> None:
+    def send_gradients_to(self, pending: Pending | None) -> None:
         """From the next look-up on, gradients of rows go there instead of into the cores' `grad`; None undoes it."""
-        self._sink = sink
+        self._pending = pending
 
     @property
-    def sink(self) -> Sink | None:
+    def pending(self) -> Pending | None:
         """Where gradients of rows go."""
-        return self._sink
+        return self._pending
 
-    def look_up(self, ids: Tensor) -> LookedUp:
+    def look_up(self, ids: Tensor) -> Lookup:
         """The distinct ids of int64 `[N]`, arranged for the kernels.
 
         Raises:
-            IdRangeError: an id is outside the table; on a GPU that is learned later, by `LookedUp.check`.
+            IdRangeError: an id is outside the table; on a GPU that is learned later, by `Lookup.check`.
             ConfigurationError: the kernels cannot read the cores.
         """
-        return self._engine().look_up(self.shape, self.cores[0].dtype, ids)
+        self._check_usable()
+        if not is_on_device(self.cores[0]):
+            return Lookup.find(self.shape, ids, self._workspace)
+        num_rows = self.num_embeddings
+        check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
+        return self._look_up_late(ids.clamp(0, num_rows - 1), check)
 
-    def _engine(self) -> Engine:
-        """What looks up where the cores are."""
+    def _check_usable(self) -> None:
+        """Raises ConfigurationError where kernels cannot do what is asked where the cores are."""
         _check_cores(list(self.cores), self.shape)
-        first = self.cores[0]
-        if not engines.is_on_device(first):
-            return self._host
-        if self._device_engine is None or self._device_engine.device != first.device:
-            self._device_engine = DeviceEngine(first.device)
-        self._device_engine.check(self.mode, self.sparse)
-        return self._device_engine
+        if not is_on_device(self.cores[0]):
+            return
+        if self._unread is None:
+            require_triton(self.cores[0].device)
+        if self.mode == "max":
+            raise ConfigurationError(
+                "mode = 'max' is for tables on the CPU: on a GPU torch adds its gradients in no fixed order; take "
+                "'sum' or 'mean', or leave the table on the CPU"
+            )
+        if self.sparse:
+            raise ConfigurationError(SPARSE_OBSTACLE)
 
-    @staticmethod
-    def _check_now(lookup: LookedUp, options: LookupOptions) -> None:
-        """Sees to it that wrong ids are noticed where no backward comes that would."""
-        if not options.keep:
-            lookup.check()
-
-    def _options(self, by_frequency: bool) -> LookupOptions:
-        keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
-        if keep and getattr(DistributedDataParallel, "_active_ddp_module", None):
+    def _has_backward(self) -> bool:
+        """Whether a backward may come, which DistributedDataParallel must be able to sum."""
+        has_backward = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        if has_backward and getattr(DistributedDataParallel, "_active_ddp_module", None):
             self._check_data_parallel()
-        return LookupOptions(self.sparse, by_frequency, self._sink, keep)
+        return has_backward
 
     def _check_data_parallel(self) -> None:
         """Raises ConfigurationError where DistributedDataParallel cannot sum the gradients."""
         table = f"tensor-train table {self.name!r}"
-        if self._sink is not None:
+        if self._pending is not None:
             raise ConfigurationError(
                 f"{table} is trained by a TensorTrainOptimizer under DistributedDataParallel, which cannot sum "
                 "gradients that the cores do not get: ranks would drift apart. Train its parameters by a torch "
@@ -332,7 +359,12 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles train on their own: an optimizer of this module is not theirs."""
-        return self.__dict__ | {"_sink": None, "_device_engine": None}
+        return self.__dict__ | {"_pending": None, "_unread": None}
+
+
+def is_on_device(core: Tensor) -> bool:
+    """Whether a core is looked up by kernels of a device."""
+    return core.device.type == "cuda"
 
 
 def _check_supported(

@@ -23,7 +23,7 @@ NUM_ROWS, DIM = 30, 4
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Where there is no GPU, kernels of a device run on CPU tensors."""
-    monkeypatch.setattr("rowmesh.tensor_train.engine.is_on_device", lambda core: True)
+    monkeypatch.setattr("rowmesh.tensor_train.module.is_on_device", lambda core: True)
 
 
 def make(device, mode="sum", dtype=torch.float64, **options):
@@ -114,7 +114,7 @@ def test_the_optimizer_is_that_of_the_cpu(device, rule, monkeypatch):
     bags = make(device), make("cpu")
     batches = [[torch.tensor([[3, 3], [29, 0]]), torch.tensor([[3, 1]])], [torch.tensor([[7, 29]])]]
     for bag, is_device in zip(bags, (True, False), strict=True):
-        monkeypatch.setattr("rowmesh.tensor_train.engine.is_on_device", lambda core, answer=is_device: answer)
+        monkeypatch.setattr("rowmesh.tensor_train.module.is_on_device", lambda core, answer=is_device: answer)
         optimizer = TensorTrainOptimizer(bag, rule)
         for batch in batches:
             for ids in batch:

@@ -60,6 +60,7 @@ class DevicePooledGroup:
         self.order: Tensor | None = None
         self.filed: FiledCells | None = None
         self.gradients: Tensor | None = None
+        self.incoming: Any = None  # how the rows were computed, where they are nowhere
         exchange.num_lent += 1
 
     @property
@@ -248,14 +249,17 @@ class DeviceGroupExchange:
         group: the tables.
         address_map: of their rows.
         device: where.
+        arena: the rows.
     """
 
     is_tiered = False
 
-    def __init__(self, group: TableGroup, address_map: AddressMap, device: torch.device) -> None:
+    def __init__(
+        self, group: TableGroup, address_map: AddressMap, device: torch.device, arena: DenseArena | CachedArena
+    ) -> None:
         from rowmesh.ops.segment_unique.cuda import segment_unique
 
-        self.group, self.address_map, self.device = group, address_map, device
+        self.group, self.address_map, self.device, self.arena = group, address_map, device, arena
         self.counters = DeviceCounters(group.name, [table.name for table in group.tables], device)
         self.features = [(name, table) for table in group.tables for name in table.features]
         self.num_lent = 0
@@ -268,6 +272,10 @@ class DeviceGroupExchange:
 
     def prefetch(self, group: Any, batch: SparseBatch) -> None:
         """A batch is routed: rows that are not in the device's memory may begin to come. All are there."""
+
+    def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DevicePooledGroup:
+        """Finds the unique ids of a batch, whose rows are computed; arguments as for `DeviceExchange.route`."""
+        return DevicePooledGroup(self, layout, bags, self.unique(ids, offsets))
 
     def unique(self, ids: Tensor, offsets: Tensor) -> Unique:
         """The unique ids of a batch, table by table; counts it.
@@ -320,12 +328,11 @@ class DeviceExchange(DeviceGroupExchange):
 
         assert set(address_map.kinds) <= {"direct", "node", "replicated"}
         device = arena.device
-        super().__init__(group, address_map, device)
+        super().__init__(group, address_map, device, arena)
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
         self.lane_kinds = ("direct", *(kind for kind in address_map.kinds if kind != "direct"))
         self.replicated: DeviceUpdater | None = None
-        self.arena = arena
         self._route = route
         is_apart = not asks_homes and "replicated" in address_map.kinds
         self.num_stops = self.world_size + is_apart

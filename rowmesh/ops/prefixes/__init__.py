@@ -1,6 +1,96 @@
-"""Prefixes of tensor-train ids on GPUs: which ids share the product of two slices.
+"""Prefixes of tensor-train ids: which distinct ids share the product of two slices.
 
-On a CPU this is `rowmesh.ops.tensor_train.arrange`.
+A handle holds the distinct ids of one table, sorted by (i₂, i₁) as `rowmesh.ops.tensor_train` reads them. On a CPU they
+are found by a hash and sorted by counting, in memory of a workspace; on a device everything is sorted, and how many
+there are stays there. Whether there is a workspace says which: tensors of a CPU may be a device's, interpreted.
 
 Source: EL-Rec (SC'22) §III-A, Algorithm 1. Differs: prefixes are sorted, as `rowmesh.ops.tensor_train` says.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rowmesh.ops.prefixes.cpu import HostPrefixes, Loan, Workspace, refusal
+from rowmesh.ops.prefixes.cpu import merge as _merge_on_host
+from rowmesh.ops.prefixes.handles import NO_ID, DevicePrefixes
+
+__all__ = [
+    "NO_ID",
+    "DevicePrefixes",
+    "HostPrefixes",
+    "Loan",
+    "Prefixes",
+    "Workspace",
+    "find_distinct",
+    "merge",
+    "refusal",
+    "sort_distinct",
+]
+
+Prefixes = HostPrefixes | DevicePrefixes
+
+
+def find_distinct(
+    ids: Tensor, num_rows: int, row_factors: tuple[int, int, int], workspace: Workspace | None
+) -> Prefixes:
+    """The distinct ids of int64 `[N]`, contiguous, with inverse and counts.
+
+    Args:
+        ids: of one table.
+        num_rows: ids are 0 … num_rows − 1.
+        row_factors: p₁, p₂, p₃.
+        workspace: memory on a CPU; None on a device, where ids that are no rows have no part in anything.
+
+    Raises:
+        IdRangeError: on a CPU, ids are no rows.
+    """
+    if workspace is not None:
+        return HostPrefixes(ids, num_rows, row_factors, workspace)
+    from rowmesh.ops.prefixes import cuda
+
+    return cuda.find_distinct(ids, num_rows, row_factors)
+
+
+def sort_distinct(
+    ids: Tensor,
+    num_rows: int,
+    row_factors: tuple[int, int, int],
+    workspace: Workspace | None,
+    num: Tensor | None = None,
+    first: Tensor | None = None,
+) -> Prefixes:
+    """The same of ids that differ, without inverse and counts.
+
+    Args:
+        ids, num_rows, row_factors, workspace: as for `find_distinct`.
+        num: on a device int `[1]`: how many of the ids are valid.
+        first: on a device int64 `[1]`: where their rows begin among those of several tables.
+
+    Raises:
+        IdRangeError: on a CPU, ids are no rows.
+    """
+    if workspace is not None:
+        return HostPrefixes(ids, num_rows, row_factors, workspace, is_distinct=True)
+    from rowmesh.ops.prefixes import cuda
+
+    assert num is not None
+    return cuda.sort_distinct(ids, num_rows, row_factors, num, first)
+
+
+def merge(
+    found: Sequence[tuple[Prefixes, Tensor]], num_rows: int, row_factors: tuple[int, int, int]
+) -> tuple[Prefixes, Tensor]:
+    """Several handles of one table, with the gradients of their rows, as one: those of equal ids are summed.
+
+    The sums are in the order of `found`.
+    """
+    given: Any = found
+    if isinstance(found[0][0], HostPrefixes):
+        return _merge_on_host(given, num_rows, row_factors)
+    from rowmesh.ops.prefixes import cuda
+
+    return cuda.merge(given, num_rows, row_factors)

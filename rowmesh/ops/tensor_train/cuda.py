@@ -34,7 +34,8 @@ from torch import Tensor
 
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, next_power_of_2
 from rowmesh.ops.merge_update.cuda import change
-from rowmesh.ops.prefixes.cuda import Arrangement, arrange, starts_of, tile_of
+from rowmesh.ops.prefixes.cuda import arrange, starts_of, tile_of
+from rowmesh.ops.prefixes.handles import Arrangement
 
 __all__ = ["SIGNATURES", "Arrangement", "arrange", "backward", "forward", "multiply", "update"]
 
