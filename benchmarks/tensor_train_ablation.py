@@ -18,9 +18,9 @@ from benchmarks.command import Report
 from benchmarks.measure import summarize
 from rowmesh.ops.pool.one_feature import Bags
 from rowmesh.ops.prefixes import HostPrefixes, Workspace
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.optim import SGD
 from rowmesh.tables import TensorTrainShape
-from rowmesh.tables.cores import Lookup
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 from rowmesh.tensor_train.bags import bags_of
 
@@ -99,7 +99,7 @@ class AblatedBag(TensorTrainEmbeddingBag):
 
     def _look_up_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, Lookup]:
         bags = bags_of(input, offsets, weights, self.include_last_offset)
-        return bags, Lookup(self.shape, self.arrangement(bags.ids, self.shape, self._workspace))
+        return bags, Lookup(self.arrangement(bags.ids, self.shape, self._workspace))
 
 
 def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> AblatedBag:

@@ -42,10 +42,11 @@ from rowmesh.exchange.step import Step, check_rates
 from rowmesh.exchange.workspace import private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import array_at
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.placement.address_map import MAX_KEY
 from rowmesh.tables import TableGroup
-from rowmesh.tables.cores import CoreArena, Cores, Lookup
+from rowmesh.tables.cores import CoreArena, Cores
 
 Routed = RouteGroup | DevicePooledGroup
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.initialize import initialize
-from rowmesh.ops.prefixes import Prefixes, Workspace, find_distinct, merge, sort_distinct
-from rowmesh.ops.tensor_train import Products, backward, forward, gradients, multiply_again, reference, update
+from rowmesh.ops.prefixes import Workspace, sort_ids
+from rowmesh.ops.tensor_train import Lookup, reference
 from rowmesh.ops.update_slices import update_slices
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import Initializer, table_key
@@ -143,9 +143,8 @@ class CoreArena:
             first: on a device int64 `[1]`: where their rows begin in `out`.
         """
         cores, workspace = self.tables[table], self._workspaces[table]
-        shape = cores.shape
-        prefixes = sort_distinct(ids, shape.num_rows, shape.row_factors, workspace, num, first)
-        lookup = Lookup(shape, prefixes, version=self.version)
+        known, shape = {"is_distinct": True, "num": num, "first": first}, cores.shape
+        lookup = Lookup(sort_ids(ids, shape.num_rows, shape.row_factors, workspace, **known), version=self.version)
         lookup.rows(cores.cores, out, keep=keep)
         return lookup
 
@@ -166,124 +165,6 @@ class CoreArena:
         cores, rule, is_on_device = self.tables[table], self.group.optimizer.name, self.is_on_device
         for core, states, gradient, marks in zip(cores.cores, cores.states, found, touched, strict=True):
             update_slices(core, states, gradient, marks, rule, numbers, is_on_device=is_on_device)
-
-
-class Lookup:
-    """The distinct ids of a batch in one table, with what the backward through its cores needs.
-
-    Args:
-        shape: of the table.
-        prefixes: the ids, sorted.
-        late_check: raises what is wrong with the ids, where that is found on a device and read later.
-        version: of the cores.
-
-    Attributes:
-        prefixes, version: see above.
-    """
-
-    def __init__(
-        self,
-        shape: TensorTrainShape,
-        prefixes: Prefixes,
-        late_check: Callable[[], None] | None = None,
-        version: int = 0,
-    ) -> None:
-        self.prefixes, self.version = prefixes, version
-        self._shape, self._late_check = shape, late_check
-        self._products: Products | None = None
-
-    @classmethod
-    def find(
-        cls,
-        shape: TensorTrainShape,
-        ids: Tensor,
-        workspace: Workspace | None,
-        late_check: Callable[[], None] | None = None,
-    ) -> Lookup:
-        """Of int64 `[N]` ids, contiguous, that may be equal.
-
-        Args:
-            shape: of the table.
-            ids: on a device of any values: those that are no rows have no part in anything.
-            workspace: memory on a CPU; None on a device.
-            late_check: as for the class.
-
-        Raises:
-            IdRangeError: on a CPU, an id is no row.
-        """
-        return cls(shape, find_distinct(ids, shape.num_rows, shape.row_factors, workspace), late_check)
-
-    @classmethod
-    def merged(cls, taken: Sequence[tuple[Lookup, Tensor]]) -> tuple[Lookup, Tensor]:
-        """Several look-ups in one table, with the gradients of their rows, as one: those of equal ids are summed.
-
-        The sums are in the order of the look-ups.
-        """
-        shape = taken[0][0]._shape
-        found = [(lookup.prefixes, row_gradients) for lookup, row_gradients in taken]
-        prefixes, summed = merge(found, shape.num_rows, shape.row_factors)
-        return cls(shape, prefixes), summed
-
-    @property
-    def num_unique(self) -> int:
-        """The most distinct ids that there can be: U on a CPU, N on a device, where U stays."""
-        return self.prefixes.num_unique
-
-    def check(self) -> None:
-        """Raises what is wrong with the ids, where that is known only later."""
-        if self._late_check is not None:
-            self._late_check()
-
-    def rows(self, cores: Sequence[Tensor], out: Tensor | int, *, keep: bool) -> None:
-        """Writes the row of each distinct id to `out`, see `CoreArena.look_up`; keeps the products for the backward."""
-        self._products = forward(cores, self.prefixes, out, keep=keep)
-
-    def new_rows(self, cores: Sequence[Tensor], *, keep: bool) -> Tensor:
-        """The same, `[U, D]` in memory of its own; zero where there is no distinct id."""
-        out = torch.zeros(self.num_unique, self._shape.dim, dtype=cores[0].dtype, device=cores[0].device)
-        self.rows(cores, out, keep=keep)
-        return out
-
-    def release_products(self) -> None:
-        """Gives the products of prefixes back; a second backward makes them again."""
-        self._products = None
-
-    def gradients(self, cores: Sequence[Tensor], row_gradients: Tensor, *, sparse: bool) -> tuple[Tensor, ...]:
-        """The gradients of the cores, dense or as sparse tensors of the touched slices.
-
-        Args:
-            cores: of the table.
-            row_gradients: of the rows of the distinct ids, where `rows` wrote them; contiguous.
-            sparse: like `nn.EmbeddingBag`'s; on a CPU alone.
-        """
-        return gradients(cores, self.prefixes, self._products_of(cores), row_gradients, sparse=sparse)
-
-    def fill_gradients(self, cores: Sequence[Tensor], row_gradients: Tensor, out: Sequence[Tensor]) -> None:
-        """Writes the gradients of the cores into contiguous tensors of their shapes, which are zero."""
-        backward(cores, self.prefixes, self._products_of(cores), row_gradients, out)
-
-    def update(
-        self,
-        cores: Sequence[Tensor],
-        row_gradients: Tensor,
-        rule: str,
-        states: Sequence[Sequence[Tensor]],
-        numbers: tuple[float, ...],
-    ) -> None:
-        """Updates the touched slices of the cores in place.
-
-        Args:
-            cores, row_gradients: as for `gradients`.
-            rule: the name of an update rule.
-            states: of each core, of its shape.
-            numbers: learning rate, factor of gradients, eps, β₁, β₂, correction, as in `rowmesh.ops.merge_update`.
-        """
-        update(cores, states, self.prefixes, self._products_of(cores), row_gradients, rule, numbers)
-
-    def _products_of(self, cores: Sequence[Tensor]) -> Products:
-        if self._products is None:
-            self._products = multiply_again(cores, self.prefixes)
-        return self._products
 
 
 def draw_cores(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.ops.pool.one_feature import Pool
-from rowmesh.tables.cores import Lookup
+from rowmesh.ops.tensor_train import Lookup
 
 
 class Pending:

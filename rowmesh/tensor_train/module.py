@@ -15,10 +15,10 @@ from rowmesh.faults import reach
 from rowmesh.gate import Gate
 from rowmesh.ops.gpu import require_triton
 from rowmesh.ops.pool.one_feature import Bags, pool_of
-from rowmesh.ops.prefixes import Workspace
-from rowmesh.ops.tensor_train import SPARSE_OBSTACLE, reference
+from rowmesh.ops.prefixes import Workspace, sort_ids
+from rowmesh.ops.tensor_train import SPARSE_OBSTACLE, Lookup, reference
 from rowmesh.ops.untraced import untraced
-from rowmesh.tables.cores import Lookup, draw_cores
+from rowmesh.tables.cores import draw_cores
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
@@ -235,11 +235,15 @@ class TensorTrainEmbeddingBag(nn.Module):
         given = (input, offsets, weights, self.include_last_offset)
         if not is_on_device(self.cores[0]):
             bags = arguments.without(arguments.bags_of(*given), self.padding_idx)
-            return bags, Lookup.find(self.shape, bags.ids, self._workspace)
+            return bags, self._found(bags.ids)
         bags, disorder = arguments.device_bags_of(*given)
         bags = arguments.padding_last(bags, self.padding_idx)
         safe, outside = arguments.bounded(bags, self.num_embeddings)
         return bags, self._look_up_late(safe.ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
+
+    def _found(self, ids: Tensor) -> Lookup:
+        """The distinct ids on a CPU."""
+        return Lookup(sort_ids(ids, self.shape.num_rows, self.shape.row_factors, self._workspace))
 
     def _look_up_late(self, ids: Tensor, check: LateCheck) -> Lookup:
         """The distinct ids on a device; raises what was wrong with those of the look-up before, if nothing did."""
@@ -247,7 +251,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         if unread is not None and not unread.was_raised:
             unread()
         self._unread = check
-        return Lookup.find(self.shape, ids, None, check)
+        return Lookup(sort_ids(ids, self.shape.num_rows, self.shape.row_factors, None), check)
 
     @untraced
     def rows(self, ids: Tensor) -> Tensor:
@@ -297,7 +301,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         self._check_usable()
         if not is_on_device(self.cores[0]):
-            return Lookup.find(self.shape, ids, self._workspace)
+            return self._found(ids)
         num_rows = self.num_embeddings
         check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
         return self._look_up_late(ids.clamp(0, num_rows - 1), check)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
-from rowmesh.tables.cores import Lookup
 from rowmesh.tensor_train.functions import Pending
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 

@@ -18,79 +18,53 @@ from rowmesh.ops.prefixes.cpu import HostPrefixes, Loan, Workspace, refusal
 from rowmesh.ops.prefixes.cpu import merge as _merge_on_host
 from rowmesh.ops.prefixes.handles import NO_ID, DevicePrefixes
 
-__all__ = [
-    "NO_ID",
-    "DevicePrefixes",
-    "HostPrefixes",
-    "Loan",
-    "Prefixes",
-    "Workspace",
-    "find_distinct",
-    "merge",
-    "refusal",
-    "sort_distinct",
-]
+__all__ = ["NO_ID", "DevicePrefixes", "HostPrefixes", "Loan", "Prefixes", "Workspace", "merge", "refusal", "sort_ids"]
 
 Prefixes = HostPrefixes | DevicePrefixes
 
 
-def find_distinct(
-    ids: Tensor, num_rows: int, row_factors: tuple[int, int, int], workspace: Workspace | None
-) -> Prefixes:
-    """The distinct ids of int64 `[N]`, contiguous, with inverse and counts.
-
-    Args:
-        ids: of one table.
-        num_rows: ids are 0 … num_rows − 1.
-        row_factors: p₁, p₂, p₃.
-        workspace: memory on a CPU; None on a device, where ids that are no rows have no part in anything.
-
-    Raises:
-        IdRangeError: on a CPU, ids are no rows.
-    """
-    if workspace is not None:
-        return HostPrefixes(ids, num_rows, row_factors, workspace)
-    from rowmesh.ops.prefixes import cuda
-
-    return cuda.find_distinct(ids, num_rows, row_factors)
-
-
-def sort_distinct(
+def sort_ids(
     ids: Tensor,
     num_rows: int,
     row_factors: tuple[int, int, int],
     workspace: Workspace | None,
+    *,
+    is_distinct: bool = False,
     num: Tensor | None = None,
     first: Tensor | None = None,
 ) -> Prefixes:
-    """The same of ids that differ, without inverse and counts.
+    """The distinct ids of one table.
 
     Args:
-        ids, num_rows, row_factors, workspace: as for `find_distinct`.
-        num: on a device int `[1]`: how many of the ids are valid.
-        first: on a device int64 `[1]`: where their rows begin among those of several tables.
+        ids: int64 `[N]`, contiguous. On a device those that are no rows have no part in anything.
+        num_rows: ids are 0 … num_rows − 1.
+        row_factors: p₁, p₂, p₃.
+        workspace: memory on a CPU; None on a device.
+        is_distinct: whether the ids are known to differ; inverse and counts are then not made.
+        num: of distinct ids on a device int `[1]`: how many are valid.
+        first: of distinct ids on a device int64 `[1]`: where their rows begin among those of several tables, or None.
 
     Raises:
         IdRangeError: on a CPU, ids are no rows.
     """
     if workspace is not None:
-        return HostPrefixes(ids, num_rows, row_factors, workspace, is_distinct=True)
+        return HostPrefixes(ids, num_rows, row_factors, workspace, is_distinct)
     from rowmesh.ops.prefixes import cuda
 
+    if not is_distinct:
+        return cuda.find_distinct(ids, num_rows, row_factors)
     assert num is not None
     return cuda.sort_distinct(ids, num_rows, row_factors, num, first)
 
 
-def merge(
-    found: Sequence[tuple[Prefixes, Tensor]], num_rows: int, row_factors: tuple[int, int, int]
-) -> tuple[Prefixes, Tensor]:
+def merge(found: Sequence[tuple[Prefixes, Tensor]]) -> tuple[Prefixes, Tensor]:
     """Several handles of one table, with the gradients of their rows, as one: those of equal ids are summed.
 
     The sums are in the order of `found`.
     """
     given: Any = found
     if isinstance(found[0][0], HostPrefixes):
-        return _merge_on_host(given, num_rows, row_factors)
+        return _merge_on_host(given)
     from rowmesh.ops.prefixes import cuda
 
-    return cuda.merge(given, num_rows, row_factors)
+    return cuda.merge(given)

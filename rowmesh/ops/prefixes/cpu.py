@@ -92,15 +92,22 @@ class HostPrefixes:
         inverse: address of uint32 `[N]`: which of them each id is.
         counts: address of uint32 `[U]`: how often each occurs.
         arranged … group_starts, touched: addresses of what `arrange` writes.
+        products: of all prefixes with some cores, where they are kept.
 
     Raises:
         IdRangeError: an id is below 0 or past the table.
     """
 
     def __init__(
-        self, ids: Tensor, num_rows: int, row_factors: Sequence[int], workspace: Workspace, is_distinct: bool = False
+        self,
+        ids: Tensor,
+        num_rows: int,
+        row_factors: tuple[int, int, int],
+        workspace: Workspace,
+        is_distinct: bool = False,
     ) -> None:
-        self.workspace, self.num_ids = workspace, ids.numel()
+        self.num_rows, self.row_factors, self.workspace, self.num_ids = num_rows, row_factors, workspace, ids.numel()
+        self.products: Loan | None = None
         count = self.num_ids + 1
         self._memory = Loan(workspace.index, count * (8 * _LONGS + 4 * _WORDS))
         first_long = self._memory.buffer.address
@@ -162,12 +169,11 @@ class HostPrefixes:
         return self.workspace.scratch["rows"].reserve(self.num_unique * row_bytes)
 
 
-def merge(
-    found: Sequence[tuple[HostPrefixes, Tensor]], num_rows: int, row_factors: Sequence[int]
-) -> tuple[HostPrefixes, Tensor]:
+def merge(found: Sequence[tuple[HostPrefixes, Tensor]]) -> tuple[HostPrefixes, Tensor]:
     """The distinct ids of several, and the sums of their rows' gradients `[U, D]`, in the order of `found`."""
     ids = torch.cat([torch.from_numpy(each.longs(each.unique, each.num_unique)) for each, _ in found])
-    merged = HostPrefixes(ids, num_rows, row_factors, found[0][0].workspace)
+    one, _ = found[0]
+    merged = HostPrefixes(ids, one.num_rows, one.row_factors, one.workspace)
     entries = torch.cat([gradients for _, gradients in found])
     summed = torch.zeros(merged.num_unique, entries.shape[1], dtype=entries.dtype, device="cpu")
     return merged, summed.index_add_(0, merged.inverse_ids(), entries)

@@ -139,26 +139,25 @@ def arrange(
 
 
 def sort_distinct(
-    ids: Tensor, num_rows: int, row_factors: Sequence[int], num: Tensor, first: Tensor | None = None
+    ids: Tensor, num_rows: int, row_factors: tuple[int, int, int], num: Tensor, first: Tensor | None = None
 ) -> DevicePrefixes:
-    """The handle of distinct ids; see `rowmesh.ops.prefixes.sort_distinct`."""
-    p1, p2, p3 = row_factors
-    arrangement = arrange(ids, (p1, p2, p3), num_rows, num)
+    """The handle of distinct ids; see `rowmesh.ops.prefixes.sort_ids`."""
+    arrangement = arrange(ids, row_factors, num_rows, num)
     if first is not None:
         arrangement = replace(arrangement, order=arrangement.order + first)
-    return DevicePrefixes(arrangement, ids, num, first)
+    return DevicePrefixes(arrangement, num_rows, ids, num, first)
 
 
-def find_distinct(ids: Tensor, num_rows: int, row_factors: Sequence[int]) -> DevicePrefixes:
+def find_distinct(ids: Tensor, num_rows: int, row_factors: tuple[int, int, int]) -> DevicePrefixes:
     """The handle of ids that may be equal; those that are no rows have no part in anything."""
     # One segment; from the host its bounds would have to be copied.
     unique = segment_unique(ids, torch.arange(2, device=ids.device) * ids.numel())
-    return replace(sort_distinct(unique.unique, num_rows, row_factors, unique.num_unique), unique=unique)
+    found = sort_distinct(unique.unique, num_rows, row_factors, unique.num_unique)
+    found.unique = unique
+    return found
 
 
-def merge(
-    found: Sequence[tuple[DevicePrefixes, Tensor]], num_rows: int, row_factors: Sequence[int]
-) -> tuple[DevicePrefixes, Tensor]:
+def merge(found: Sequence[tuple[DevicePrefixes, Tensor]]) -> tuple[DevicePrefixes, Tensor]:
     """The distinct ids of several, and the sums of their rows' gradients, in the order of `found`."""
     ids, entries = [], []
     for each, gradients in found:
@@ -166,7 +165,8 @@ def merge(
         ids.append(torch.where(places < each.num, each.ids, NO_ID))
         # The gradients of this table's rows among those of several.
         entries.append(gradients if each.first is None else gradients.index_select(0, each.first + places))
-    merged, entries = find_distinct(torch.cat(ids), num_rows, row_factors), torch.cat(entries)
+    one, _ = found[0]
+    merged, entries = find_distinct(torch.cat(ids), one.num_rows, one.arrangement.row_factors), torch.cat(entries)
     # Distinct ids are numbered from 0 without a gap, so that sums by ascending number are in their order.
     return merged, sum_merged(merge_slots(merged.inverse), entries, torch.empty_like(entries))
 

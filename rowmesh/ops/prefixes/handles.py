@@ -43,23 +43,27 @@ class Arrangement:
     refused: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DevicePrefixes:
     """Distinct ids of one table on a device, sorted by prefix and by slice of the second core.
 
     Attributes:
         arrangement: of the ids; `order` counts from where their rows begin.
+        num_rows: of the table.
         ids: int64 `[N]`, of which the first ones are valid.
         num: int `[1]`: how many.
         first: int64 `[1]`: where their rows and gradients begin among those of several tables; None where there is one.
         unique: where ids may have been equal, what was found of them.
+        products: of all prefixes with some cores, where they are kept.
     """
 
     arrangement: Arrangement
+    num_rows: int
     ids: Tensor
     num: Tensor
     first: Tensor | None = None
     unique: Unique | None = None
+    products: Tensor | None = None
 
     @property
     def num_unique(self) -> int:

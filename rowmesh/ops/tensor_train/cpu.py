@@ -69,13 +69,18 @@ def _constants(cores: Sequence[Tensor]) -> Constants:
     return _constants_of(core1.shape, core2.shape, core3.shape, core1.dtype)
 
 
-def forward(cores: Sequence[Tensor], prefixes: HostPrefixes, out: Tensor | int, *, keep: bool) -> Loan | None:
-    """Writes the rows of distinct ids; see `rowmesh.ops.tensor_train.forward`."""
-    constants, workspace, loan = _constants(cores), prefixes.workspace, None
+def dim_of(cores: Sequence[Tensor]) -> int:
+    """D: columns of the table."""
+    return cores[0].shape[1] * cores[1].shape[2] * cores[2].shape[1]
+
+
+def forward(cores: Sequence[Tensor], prefixes: HostPrefixes, out: Tensor | int, *, keep: bool) -> None:
+    """Writes the rows of distinct ids; see `rowmesh.ops.tensor_train.Lookup.rows`."""
+    constants, workspace = _constants(cores), prefixes.workspace
     product_bytes = constants.product_elements * STORAGE_BYTES[constants.storage]
     if keep:
-        loan = Loan(workspace.products, prefixes.num_prefixes * product_bytes)
-        products = loan.buffer.address
+        prefixes.products = Loan(workspace.products, prefixes.num_prefixes * product_bytes)
+        products = prefixes.products.buffer.address
     else:
         products = workspace.scratch["products"].reserve(prefixes.largest_group * product_bytes)
     rows = out if isinstance(out, int) else out.data_ptr()
@@ -83,35 +88,21 @@ def forward(cores: Sequence[Tensor], prefixes: HostPrefixes, out: Tensor | int, 
     by_prefix = (prefixes.starts, prefixes.firsts, prefixes.group_starts, prefixes.touched[1], prefixes.num_groups)
     addresses = (core1.data_ptr(), core2.data_ptr(), core3.data_ptr(), prefixes.arranged, prefixes.lasts)
     forward_kernel(constants)(*addresses, *by_prefix, keep, products, rows)
-    return loan
 
 
-def multiply_again(cores: Sequence[Tensor], prefixes: HostPrefixes) -> Loan:
-    """The products of prefixes."""
-    dim = cores[0].shape[1] * cores[1].shape[2] * cores[2].shape[1]
-    rows = torch.empty(prefixes.num_unique, dim, dtype=cores[0].dtype, device="cpu")
-    products = forward(cores, prefixes, rows, keep=True)
-    assert products is not None
-    return products
-
-
-def backward(
-    cores: Sequence[Tensor], prefixes: HostPrefixes, products: Loan, row_gradients: Tensor, out: Sequence[Tensor]
-) -> None:
-    """Adds gradients of the cores to zeros; see `rowmesh.ops.tensor_train.backward`."""
+def backward(cores: Sequence[Tensor], prefixes: HostPrefixes, row_gradients: Tensor, out: Sequence[Tensor]) -> None:
+    """Adds gradients of the cores to zeros; see `rowmesh.ops.tensor_train.Lookup.fill_gradients`."""
     addresses = [gradient.data_ptr() for gradient in out]
     stride2 = out[1][0].numel() * out[1].itemsize
-    _backward(cores, prefixes, products, row_gradients, addresses, (False, stride2), _NO_UPDATE)
+    _backward(cores, prefixes, row_gradients, addresses, (False, stride2), _NO_UPDATE)
 
 
-def sparse_gradients(
-    cores: Sequence[Tensor], prefixes: HostPrefixes, products: Loan, row_gradients: Tensor
-) -> tuple[Tensor, ...]:
+def sparse_gradients(cores: Sequence[Tensor], prefixes: HostPrefixes, row_gradients: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the cores as sparse tensors of the touched slices."""
     found = [core.new_zeros(n, *core.shape[1:]) for n, core in zip(prefixes.num_touched, cores, strict=True)]
     stride2 = found[1][0].numel() * found[1].itemsize if prefixes.num_groups else 0
     addresses = [gradient.data_ptr() for gradient in found]
-    _backward(cores, prefixes, products, row_gradients, addresses, (True, stride2), _NO_UPDATE)
+    _backward(cores, prefixes, row_gradients, addresses, (True, stride2), _NO_UPDATE)
     how: Any = {"is_coalesced": True, "check_invariants": False}
     return tuple(
         torch.sparse_coo_tensor(prefixes.touched_slices(k).unsqueeze(0), found[k], core.shape, **how)
@@ -123,12 +114,11 @@ def update(
     cores: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
     prefixes: HostPrefixes,
-    products: Loan,
     row_gradients: Tensor,
     rule: str,
     numbers: tuple[float, ...],
 ) -> None:
-    """Updates the touched slices of the cores in place; see `rowmesh.ops.tensor_train.update`."""
+    """Updates the touched slices of the cores in place; see `rowmesh.ops.tensor_train.Lookup.update`."""
     constants, scratch = _constants(cores), prefixes.workspace.scratch
     n1, n2, n3 = (STORAGE_BYTES[constants.storage] * n for n in constants.slice_elements)
     size1, size3 = prefixes.num_touched[0] * n1, prefixes.num_touched[2] * n3
@@ -137,26 +127,30 @@ def update(
     gradients.buffer.bytes[: size1 + size3] = 0
     addresses = (gradient1, scratch["slice"].reserve(n2), gradient1 + size1)
     of_states = tuple(kept[k].data_ptr() if k < len(kept) else 0 for kept in states for k in range(2))
-    _backward(cores, prefixes, products, row_gradients, addresses, (True, 0), (rule, of_states, numbers))
+    _backward(cores, prefixes, row_gradients, addresses, (True, 0), (rule, of_states, numbers))
 
 
 def _backward(
     cores: Sequence[Tensor],
     prefixes: HostPrefixes,
-    products: Loan,
     row_gradients: Tensor,
     gradients: Sequence[int],
     layout: tuple[bool, int],
     change: tuple[str | None, Sequence[int], tuple[float, ...]],
 ) -> None:
     """Runs the kernel; `layout` is its `compact` and `stride2`, `change` a rule, addresses of states and numbers."""
+    if prefixes.products is None:
+        rows = torch.empty(prefixes.num_unique, dim_of(cores), dtype=cores[0].dtype, device="cpu")
+        forward(cores, prefixes, rows, keep=True)
+    assert prefixes.products is not None
+    products = prefixes.products.buffer.address
     (rule, states, numbers), constants, scratch = change, _constants(cores), prefixes.workspace.scratch
     element, p, (core1, core2, core3) = STORAGE_BYTES[constants.storage], prefixes, cores
     by_id = (p.arranged, p.lasts, p.last_slots)
     by_prefix = (p.starts, p.firsts, p.first_slots, p.group_starts, p.touched[1], p.num_groups)
     product_gradients = scratch["group"].reserve(p.largest_group * constants.product_elements * element)
     slices = scratch["slices"].reserve(p.largest_group * constants.slice_elements[0] * element)
-    read = (products.buffer.address, row_gradients.data_ptr(), product_gradients, slices)
+    read = (products, row_gradients.data_ptr(), product_gradients, slices)
     touched = (p.touched[0], p.num_touched[0], p.touched[2], p.num_touched[2])
     addresses = (core1.data_ptr(), core2.data_ptr(), core3.data_ptr())
     run = backward_kernel(constants, rule)
