@@ -97,7 +97,9 @@ class AblatedBag(TensorTrainEmbeddingBag):
 
     arrangement: type[OneByOne] = Shared
 
-    def _look_up_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, Lookup]:
+    def _look_up_bags(
+        self, on_device: bool, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Bags, Lookup]:
         bags = bags_of(input, offsets, weights, self.include_last_offset)
         return bags, Lookup(self.arrangement(bags.ids, self.shape, self._workspace))
 

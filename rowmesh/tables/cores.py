@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Cores:
         """The rows of int64 `[N]`, `[N, D]`: what a look-up gives, in plain torch and to rounding."""
         return reference.rows(self.cores, ids.to(self.cores[0].device))
 
-    @property
+    @cached_property
     def states(self) -> list[tuple[Tensor, ...]]:
         """The states of each core."""
         return [tuple(kept[number] for kept in self.state.values()) for number in range(len(self.cores))]
@@ -143,8 +144,9 @@ class CoreArena:
             first: on a device int64 `[1]`: where their rows begin in `out`.
         """
         cores, workspace = self.tables[table], self._workspaces[table]
-        known, shape = {"is_distinct": True, "num": num, "first": first}, cores.shape
-        lookup = Lookup(sort_ids(ids, shape.num_rows, shape.row_factors, workspace, **known), version=self.version)
+        table_rows, factors = cores.shape.num_rows, cores.shape.row_factors
+        prefixes = sort_ids(ids, table_rows, factors, workspace, is_distinct=True, num=num, first=first)
+        lookup = Lookup(prefixes, None, self.version)
         lookup.rows(cores.cores, out, keep=keep)
         return lookup
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -91,14 +89,14 @@ def padding_last(bags: Bags, padding: int | None) -> Bags:
     return Bags(bags.ids[order], before[bags.bounds], 0, bags.count, weights)
 
 
-def bounded(bags: Bags, num_rows: int) -> tuple[Bags, Tensor]:
-    """Bags on a device whose ids kernels can read without harm, and which of them are no rows, bool `[N]`.
+def bounded(bags: Bags, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The ids of bags on a device, none of which harms kernels, and which of them were no rows, bool `[N]`.
 
-    Ids that belong to no bag are NO_ID.
+    Those that belong to no bag are NO_ID.
     """
     is_used = torch.arange(bags.ids.numel(), device=bags.ids.device) < bags.bounds[-1]
     outside = is_used & ((bags.ids < 0) | (bags.ids >= num_rows))
-    return replace(bags, ids=torch.where(is_used, bags.ids.clamp(0, num_rows - 1), NO_ID)), outside
+    return torch.where(is_used, bags.ids.clamp(0, num_rows - 1), NO_ID), outside
 
 
 class LateCheck:

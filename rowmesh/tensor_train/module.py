@@ -113,11 +113,12 @@ class TensorTrainEmbeddingBag(nn.Module):
         if device is None:  # 0 is a GPU
             device = "cpu" if _weight is None else _weight.device
         device = torch.device(device)
-        _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
-        self.shape = TensorTrainShape.choose(
-            num_embeddings, embedding_dim, rank=rank, memory_bytes=memory_bytes, compression=compression,
-            row_factors=row_factors, dim_factors=dim_factors, element_bytes=dtype.itemsize,
-        )  # fmt: skip
+        _check_norm(max_norm, norm_type)
+        _check_mode(mode, sparse, scale_grad_by_freq)
+        _check_kind(device, dtype)
+        size = {"rank": rank, "memory_bytes": memory_bytes, "compression": compression}
+        factors = {"row_factors": row_factors, "dim_factors": dim_factors, "element_bytes": dtype.itemsize}
+        self.shape = TensorTrainShape.choose(num_embeddings, embedding_dim, **size, **factors)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.sparse, self.scale_grad_by_freq = mode, sparse, scale_grad_by_freq
         self.include_last_offset = include_last_offset
@@ -170,16 +171,13 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         if embeddings.dim() != 2:
             raise ConfigurationError(f"embeddings must be [rows, dim], got {tuple(embeddings.shape)}")
-        bag = cls(
-            embeddings.shape[0], embeddings.shape[1], max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings,
-            include_last_offset, padding_idx, **shape,
-        )  # fmt: skip
+        num_rows, dim = embeddings.shape
+        how = (max_norm, norm_type, scale_grad_by_freq, mode, sparse)
+        bag = cls(num_rows, dim, *how, embeddings, include_last_offset, padding_idx, **shape)
         return bag.requires_grad_(not freeze)
 
     @untraced
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """One vector a bag.
 
         Args:
@@ -201,57 +199,58 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(f"per_sample_weights are for mode='sum' only, this is mode={self.mode!r}")
-        with self._look_up_gate:
-            return self._forward(input, offsets, per_sample_weights)
+        cores = tuple(self.cores)
+        with self._gate_of(cores):
+            return self._forward(cores, input, offsets, per_sample_weights)
 
-    @property
-    def _look_up_gate(self) -> Any:
+    def _gate_of(self, cores: Sequence[Tensor]) -> Any:
         """On a device look-ups take turns: the host only launches them, and keeps what it checks later once."""
-        return self.gate.writing if is_on_device(self.cores[0]) else self.gate.reading
+        return self.gate.writing if is_on_device(cores[0]) else self.gate.reading
 
-    def _forward(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
-        self._check_usable()
-        cores, keep = tuple(self.cores), self._has_backward()
-        how = (self.sparse, self.scale_grad_by_freq, self._pending)
-        check_arguments(input, offsets, per_sample_weights, self.include_last_offset, cores[0].device)
-        bags, lookup = self._look_up_bags(input, offsets, per_sample_weights)
+    def _forward(
+        self, cores: tuple[Tensor, ...], input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        self._check_usable(cores)
+        keep, how = self._has_backward(cores), (self.sparse, self.scale_grad_by_freq, self._pending)
+        check_arguments(input, offsets, weights, self.include_last_offset, cores[0].device)
+        bags, lookup = self._look_up_bags(is_on_device(cores[0]), input, offsets, weights)
         if not keep:
             lookup.check()  # no backward comes that would
         reach("tensor_train.looked_up")
-        trains_weights = bags.weights is not None and bags.weights.requires_grad
-        if bags.ids.numel() and (self.mode == "max" or trains_weights):
+        weights = bags.weights
+        if bags.ids.numel() and (self.mode == "max" or (weights is not None and weights.requires_grad)):
             rows: Any = LookedUp.apply(lookup, None, keep, how, *cores)
             # On a device ids past the last bag are not cut off: they are a bag of their own.
             bounds = torch.cat([bags.bounds, torch.full_like(bags.bounds[:1], bags.ids.numel())])
-            weights = None if bags.weights is None else bags.weights.to(rows.dtype)
+            weights = None if weights is None else weights.to(rows.dtype)
             inverse, options = lookup.prefixes.inverse_ids(), {"mode": self.mode, "include_last_offset": True}
             return F.embedding_bag(inverse, rows, bounds, per_sample_weights=weights, **options)[: bags.count]
         pool = pool_of(bags, lookup.prefixes, self.shape.dim, cores[0].dtype, is_mean=self.mode == "mean")
         pooled: Any = LookedUp.apply(lookup, pool, keep, how, *cores)
         return pooled
 
-    def _look_up_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, Lookup]:
+    def _look_up_bags(
+        self, on_device: bool, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Bags, Lookup]:
         """Checked arguments as bags, without the ids that only pad, and the distinct ids."""
         given = (input, offsets, weights, self.include_last_offset)
-        if not is_on_device(self.cores[0]):
+        if not on_device:
             bags = arguments.without(arguments.bags_of(*given), self.padding_idx)
-            return bags, self._found(bags.ids)
+            return bags, self._sorted(bags.ids)
         bags, disorder = arguments.device_bags_of(*given)
         bags = arguments.padding_last(bags, self.padding_idx)
-        safe, outside = arguments.bounded(bags, self.num_embeddings)
-        return bags, self._look_up_late(safe.ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
+        ids, outside = arguments.bounded(bags, self.num_embeddings)
+        return bags, self._sorted(ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
 
-    def _found(self, ids: Tensor) -> Lookup:
-        """The distinct ids on a CPU."""
-        return Lookup(sort_ids(ids, self.shape.num_rows, self.shape.row_factors, self._workspace))
-
-    def _look_up_late(self, ids: Tensor, check: LateCheck) -> Lookup:
-        """The distinct ids on a device; raises what was wrong with those of the look-up before, if nothing did."""
-        unread, self._unread = self._unread, None
-        if unread is not None and not unread.was_raised:
-            unread()
-        self._unread = check
-        return Lookup(sort_ids(ids, self.shape.num_rows, self.shape.row_factors, None), check)
+    def _sorted(self, ids: Tensor, late_check: LateCheck | None = None) -> Lookup:
+        """The distinct ids: on a device with a check, which first raises what was wrong with the look-up before."""
+        workspace = self._workspace
+        if late_check is not None:
+            unread, self._unread, workspace = self._unread, None, None
+            if unread is not None and not unread.was_raised:
+                unread()
+            self._unread = late_check
+        return Lookup(sort_ids(ids, self.num_embeddings, self.shape.row_factors, workspace), late_check)
 
     @untraced
     def rows(self, ids: Tensor) -> Tensor:
@@ -262,13 +261,14 @@ class TensorTrainEmbeddingBag(nn.Module):
             >>> bag.rows(torch.tensor([[3, 7]])).shape
             torch.Size([1, 2, 4])
         """
-        check_ids("ids", ids, self.cores[0].device)
+        cores = tuple(self.cores)
+        check_ids("ids", ids, cores[0].device)
         flat = ids.reshape(-1).to(torch.int64).contiguous()
-        with self._look_up_gate:
-            lookup, keep = self.look_up(flat), self._has_backward()
+        with self._gate_of(cores):
+            lookup, keep = self.look_up(flat), self._has_backward(cores)
             if not keep:
                 lookup.check()  # no backward comes that would
-            unique: Any = LookedUp.apply(lookup, None, keep, (self.sparse, False, self._pending), *self.cores)
+            unique: Any = LookedUp.apply(lookup, None, keep, (self.sparse, False, self._pending), *cores)
         return unique[lookup.prefixes.inverse_ids()].view(*ids.shape, self.embedding_dim)
 
     def dense(self) -> Tensor:
@@ -299,20 +299,20 @@ class TensorTrainEmbeddingBag(nn.Module):
             IdRangeError: an id is outside the table; on a GPU that is learned later, by `Lookup.check`.
             ConfigurationError: the kernels cannot read the cores.
         """
-        self._check_usable()
-        if not is_on_device(self.cores[0]):
-            return self._found(ids)
-        num_rows = self.num_embeddings
-        check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
-        return self._look_up_late(ids.clamp(0, num_rows - 1), check)
+        cores, num_rows = tuple(self.cores), self.num_embeddings
+        self._check_usable(cores)
+        if not is_on_device(cores[0]):
+            return self._sorted(ids)
+        late_check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
+        return self._sorted(ids.clamp(0, num_rows - 1), late_check)
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, cores: Sequence[Tensor]) -> None:
         """Raises ConfigurationError where kernels cannot do what is asked where the cores are."""
-        _check_cores(list(self.cores), self.shape)
-        if not is_on_device(self.cores[0]):
+        _check_cores(cores, self.shape)
+        if not is_on_device(cores[0]):
             return
         if self._unread is None:
-            require_triton(self.cores[0].device)
+            require_triton(cores[0].device)
         if self.mode == "max":
             raise ConfigurationError(
                 "mode = 'max' is for tables on the CPU: on a GPU torch adds its gradients in no fixed order; take "
@@ -321,9 +321,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         if self.sparse:
             raise ConfigurationError(SPARSE_OBSTACLE)
 
-    def _has_backward(self) -> bool:
+    def _has_backward(self, cores: Sequence[Tensor]) -> bool:
         """Whether a backward may come, which DistributedDataParallel must be able to sum."""
-        has_backward = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        has_backward = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
         if has_backward and getattr(DistributedDataParallel, "_active_ddp_module", None):
             self._check_data_parallel()
         return has_backward
@@ -351,7 +351,7 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises ConfigurationError, before cores are loaded, where the state is known to be of other rows."""
         saved = local_metadata.get(_NUM_ROWS, self.num_embeddings)
         if saved != self.num_embeddings:
@@ -371,15 +371,15 @@ def is_on_device(core: Tensor) -> bool:
     return core.device.type == "cuda"
 
 
-def _check_supported(
-    max_norm: float | None, norm_type: float, mode: str, sparse: bool, by_frequency: bool, device: torch.device,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
+def _check_norm(max_norm: float | None, norm_type: float) -> None:
     if max_norm is not None or norm_type != 2.0:
         raise ConfigurationError(
             f"max_norm = {max_norm} (norm_type = {norm_type}) rescales single rows in place, and rows of a product of "
             "cores are not there to be rescaled; leave it out, or use nn.EmbeddingBag"
         )
+
+
+def _check_mode(mode: str, sparse: bool, by_frequency: bool) -> None:
     if mode not in MODES:
         raise ConfigurationError(f"mode must be one of {MODES}, got {mode!r}")
     if sparse + by_frequency + (mode == "max") > 1:
@@ -387,6 +387,9 @@ def _check_supported(
             f"sparse = {sparse}, scale_grad_by_freq = {by_frequency} and mode = {mode!r} do not go together, as in "
             "nn.EmbeddingBag: take one of sparse gradients, scaling by frequency and the mode 'max'"
         )
+
+
+def _check_kind(device: torch.device, dtype: torch.dtype) -> None:
     if device.type not in DEVICES:
         raise ConfigurationError(f"tensor-train tables are on the CPU or on a GPU ('cuda'), got device = {device}")
     if dtype not in DTYPES:

@@ -50,7 +50,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, bags: TensorTrainEmbeddingBag | Iterable[TensorTrainEmbeddingBag], rule: UpdateRule | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.bags = [bags] if isinstance(bags, TensorTrainEmbeddingBag) else list(bags)
         self.rule = rule or AdaGrad()
         if _keeps_state_by_row(self.rule):
