@@ -16,54 +16,56 @@ from torch import Tensor
 
 from benchmarks.command import Report
 from benchmarks.measure import summarize
+from rowmesh.ops.pool.one_feature import Bags
+from rowmesh.ops.prefixes import HostPrefixes, Workspace
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.optim import SGD
 from rowmesh.tables import TensorTrainShape
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
-from rowmesh.tensor_train.engine import HostEngine
-from rowmesh.tensor_train.lookup import Lookup
+from rowmesh.tensor_train.bags import bags_of
 
 LR = 0.01
 
 
-class OneByOne(Lookup):
+class OneByOne(HostPrefixes):
     """Every occurrence of an id by itself, in the order of the batch."""
 
     distinct, shared, ordered = False, False, False
 
-    def _find_unique(self, ids: Tensor) -> int:
-        if self.distinct:
-            return super()._find_unique(ids)
-        self._long_view(self.unique, len(ids))[:] = ids.numpy()
-        self._word_view(self.inverse, len(ids))[:] = np.arange(len(ids))
-        self._word_view(self.counts, len(ids))[:] = 1
-        return len(ids)
-
-    def _arrange(self) -> None:
-        super()._arrange()
+    def __init__(self, ids: Tensor, shape: TensorTrainShape, workspace: Workspace) -> None:
+        super().__init__(ids, shape.num_rows, shape.row_factors, workspace)
         if not self.shared:
             self._separate()
         if not self.ordered:
-            self._disorder()
+            self._disorder(shape)
+
+    def _find_unique(self, ids: Tensor) -> int:
+        if self.distinct:
+            return super()._find_unique(ids)
+        self.longs(self.unique, len(ids))[:] = ids.numpy()
+        self.words(self.inverse, len(ids))[:] = np.arange(len(ids))
+        self.words(self.counts, len(ids))[:] = 1
+        return len(ids)
 
     def _separate(self) -> None:
-        count, starts = self.num_unique, self._word_view(self._starts, self.num_prefixes + 1).copy()
-        groups = self._word_view(self._group_starts, self.num_groups + 1)
+        count, starts = self.num_unique, self.words(self.starts, self.num_prefixes + 1).copy()
+        groups = self.words(self.group_starts, self.num_groups + 1)
         groups[:] = starts[groups]
-        for firsts in (self._firsts, self._first_slots):
-            values = np.repeat(self._word_view(firsts, self.num_prefixes), np.diff(starts))
-            self._word_view(firsts, count)[:] = values
-        self._word_view(self._starts, count + 1)[:] = np.arange(count + 1)
-        self.num_prefixes, self._largest_group = count, int(np.diff(groups).max())
+        for firsts in (self.firsts, self.first_slots):
+            values = np.repeat(self.words(firsts, self.num_prefixes), np.diff(starts))
+            self.words(firsts, count)[:] = values
+        self.words(self.starts, count + 1)[:] = np.arange(count + 1)
+        self.num_prefixes, self.largest_group = count, int(np.diff(groups).max())
 
-    def _disorder(self) -> None:
+    def _disorder(self, shape: TensorTrainShape) -> None:
         """For forward only: a slice of the second core in several groups would be updated several times."""
-        count, ids = self.num_unique, self._long_view(self.unique, self.num_unique)
-        first, second, third = np.unravel_index(ids, self.shape.row_factors)
-        for address, values in ((self._arranged, np.arange(count)), (self._firsts, first), (self._lasts, third)):
-            self._word_view(address, count)[:] = values
-        self._word_view(self._group_starts, count + 1)[:] = np.arange(count + 1)
-        self._long_view(self._touched[1], count)[:] = second
-        self.num_groups, self._largest_group = count, 1
+        count, ids = self.num_unique, self.longs(self.unique, self.num_unique)
+        first, second, third = np.unravel_index(ids, shape.row_factors)
+        for address, values in ((self.arranged, np.arange(count)), (self.firsts, first), (self.lasts, third)):
+            self.words(address, count)[:] = values
+        self.words(self.group_starts, count + 1)[:] = np.arange(count + 1)
+        self.longs(self.touched[1], count)[:] = second
+        self.num_groups, self.largest_group = count, 1
 
 
 class Ordered(OneByOne):
@@ -90,24 +92,23 @@ LEVELS: dict[str, type[OneByOne]] = {
 }  # fmt: skip
 
 
-class AblatedEngine(HostEngine):
+class AblatedBag(TensorTrainEmbeddingBag):
     """Arranges look-ups otherwise."""
 
-    def __init__(self, arrangement: type[OneByOne]) -> None:
-        super().__init__()
-        self._arrangement = arrangement
+    arrangement: type[OneByOne] = Shared
 
-    def look_up(self, shape: TensorTrainShape, dtype: torch.dtype, ids: Tensor) -> Lookup:
-        """As the engine of a bag does."""
-        return self._arrangement(shape, dtype, ids, self.workspace)
+    def _look_up_bags(
+        self, on_device: bool, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Bags, Lookup]:
+        bags = bags_of(input, offsets, weights, self.include_last_offset)
+        return bags, Lookup(self.arrangement(bags.ids, self.shape, self._workspace))
 
 
-def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> TensorTrainEmbeddingBag:
+def make_bag(case: Any, arrangement: type[OneByOne], sparse: bool = False) -> AblatedBag:
     """A bag of a case."""
-    bag = TensorTrainEmbeddingBag(
-        case.num_rows, case.dim, mode="sum", rank=case.rank, row_factors=case.row_factors, seed=0, sparse=sparse
-    )
-    bag._host = AblatedEngine(arrangement)
+    factors = {"row_factors": case.row_factors, "rank": case.rank}
+    bag = AblatedBag(case.num_rows, case.dim, mode="sum", seed=0, sparse=sparse, **factors)
+    bag.arrangement = arrangement
     return bag
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, count
 from threading import Event
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from rowmesh.embeddings import Embeddings, LocalRows, Outputs, views_of
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.backend import backend_for
 from rowmesh.exchange.choice import TransportName, check_name
-from rowmesh.exchange.core_part import CoreExchange, CorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_on_tables, agree_to_migrate
@@ -47,8 +47,8 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup, TableSpec, Tiers, fuse
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
+from rowmesh.tables.cores import Cores
 from rowmesh.tables.spec import check_tables, with_moment_scale
-from rowmesh.tensor_train.arena import Cores
 
 logger = logging.getLogger("rowmesh")
 
@@ -652,10 +652,10 @@ class EmbeddingCollection(nn.Module):
             >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
-        part, exchange, number = self._find(table)
+        part, _, _ = self._find(table)
         if not isinstance(part, CorePart):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
-        return cast("CoreExchange", exchange).arena.tables[number]
+        return part.cores(table)
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""

@@ -212,37 +212,6 @@ def test_all_ranks_learn_of_a_refused_batch_and_of_ranks_that_do_different_thing
     assert unique == 3
 
 
-def train_beside_idle_ranks(mesh, device):
-    """Rank 0 has all samples, so that sums over ranks have one term; times two and half are exact."""
-    embeddings = EmbeddingCollection(two_tables(), mesh=mesh, device=device)
-    optimizer = EmbeddingOptimizer(embeddings)
-    for _ in range(2):
-        vectors = embeddings(batch() if mesh.rank == 0 else SparseBatch.from_bags({"a": [], "b": []})).values
-        (vectors.square().sum() * mesh.world_size).backward()
-        optimizer.step()
-    return cores_of(embeddings)
-
-
-def test_separate_and_fused_updates_are_equal_to_the_bit(ranks):
-    alone = train_beside_idle_ranks(Mesh(), "cuda")
-    for found in ranks.run(train_beside_idle_ranks, "cuda"):
-        assert same(found, alone)
-
-
-def test_gradients_of_an_earlier_look_up_go_through_the_cores_as_they_are():
-    found = []
-    for device in ("cpu", "cuda"):
-        embeddings = EmbeddingCollection(two_tables(), device=device)
-        optimizer = EmbeddingOptimizer(embeddings)
-        first, second = embeddings(batch()).values, embeddings(batch(a=[[7], []])).values
-        for vectors in (first, second):
-            vectors.sum().backward()
-            optimizer.step()
-        found.append(cores_of(embeddings))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
 def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
     if device.type != "cuda":
         pytest.skip("needs a GPU: only torch's sync debug mode sees waits")
@@ -251,9 +220,3 @@ def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device):
     for watch in (nullcontext, refusing_waits, refusing_waits):  # kernels are compiled in the first step
         with watch():
             step(embeddings, optimizer, batch())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_transport_that_there_is_not_is_refused(device):
-    with pytest.raises(ConfigurationError, match=r"transport must be .* got 'one-sided'"):
-        EmbeddingCollection(only_cores("sgd"), transport="one-sided", device=device)

@@ -19,6 +19,7 @@ from tests.support.scenario import Scenario
 from tests.support.tables import OPTIMIZERS as RULES
 from tests.support.tables import several
 from tests.support.training import merged, train, train_reference
+from tests.support.triton import kernels_of
 from tests.test_equivalence import assert_close, assert_same_bits, on_ranks
 
 
@@ -187,30 +188,39 @@ def test_equals_the_module_to_the_bit(rule):
             assert torch.equal(mine, theirs)
 
 
-def train_beside_idle_ranks(mesh, rule):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.triton)])
+def device(request):
+    """Where cores are: on the CPU, or on a GPU, whose kernels are interpreted where there is none."""
+    if request.param == "cuda":
+        kernels_of("tensor_train")  # or the test is skipped
+    return request.param
+
+
+def train_beside_idle_ranks(mesh, rule, device):
     """Rank 0 has all samples, so that sums over ranks have one term; returns its cores."""
-    table, _ = rule_and_bag(rule)
-    collection = EmbeddingCollection([table], mesh=mesh)
+    tables = [cored("item", 1000, 8, rule, 4), cored("place", 9, 8, rule, 2), cored("shop", 4, 3, "adagrad")]
+    collection = EmbeddingCollection(tables, mesh=mesh, device=device)
     optimizer = EmbeddingOptimizer(collection)
-    ids = torch.tensor([1, 2, 999, 1] if mesh.rank == 0 else [], dtype=torch.int64)
-    for _ in range(3):
-        vectors = collection(SparseBatch(("item",), ids, len(ids), bag_size=1))["item"]
-        (vectors.sum() * mesh.world_size).backward()
+    bags = {"item": [[1, 2], [999, 1]], "place": [[], [3]], "shop": [[1], [1]]} if mesh.rank == 0 else {}
+    batch = SparseBatch.from_bags({table.name: bags.get(table.name, []) for table in tables})
+    for _ in range(3 if device == "cpu" else 2):
+        vectors = collection(batch).values
+        (vectors.square().sum() * mesh.world_size).backward()
         optimizer.step()
-    return [tensor.clone() for tensor in collection.cores("item").tensors.values()]
+    return [tensor.cpu().clone() for table in tables for tensor in collection.cores(table.name).tensors.values()]
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
-def test_separate_and_fused_updates_are_equal_to_the_bit(ranks, rule):
+def test_separate_and_fused_updates_are_equal_to_the_bit(ranks, rule, device):
     """Two ranks sum gradients and then update; one does both in a pass. Times two and half are exact."""
-    alone = train_beside_idle_ranks(Mesh(), rule)
-    for found in ranks.run(train_beside_idle_ranks, rule):
+    alone = train_beside_idle_ranks(Mesh(), rule, device)
+    for found in ranks.run(train_beside_idle_ranks, rule, device):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, alone, strict=True))
 
 
-def test_gradients_of_an_earlier_look_up_go_through_the_cores_as_they_are():
+def test_gradients_of_an_earlier_look_up_go_through_the_cores_as_they_are(device):
     table = cored("item", 50, 4, "sgd", rank=2, dtype=torch.float64)
-    collection = EmbeddingCollection([table])
+    collection = EmbeddingCollection([table], device=device)
     optimizer = EmbeddingOptimizer(collection)
     batch = SparseBatch.from_bags({"item": [[3], [7]]})
     first, second = collection(batch)["item"], collection(batch)["item"]
@@ -223,6 +233,11 @@ def test_gradients_of_an_earlier_look_up_go_through_the_cores_as_they_are():
     for core, start in zip(collection.cores("item").cores, before, strict=True):
         assert start.grad is not None
         torch.testing.assert_close(core, (start - table.optimizer.lr * start.grad).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_transport_that_there_is_not_is_refused(device):
+    with pytest.raises(ConfigurationError, match=r"transport must be .* got 'one-sided'"):
+        EmbeddingCollection([cored("item", 50, 4)], transport="one-sided", device=device)
 
 
 def test_looks_up_after_no_grad_and_routes_without_ids():

@@ -14,8 +14,9 @@ from rowmesh.checkpoint.files import SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
 from rowmesh.checkpoint.read import fill_piece
 from rowmesh.errors import CheckpointError
+from rowmesh.ops.prefixes import Workspace, sort_ids
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.tables.tensor_train import TensorTrainShape
-from rowmesh.tensor_train.lookup import Lookup, Workspace
 
 
 class SavedRows:
@@ -72,8 +73,8 @@ class SavedRows:
         """The bits that a look-up of the same ids gives."""
         shape, cores = self._cores
         ids = torch.arange(rows.start, rows.stop, rows.step, device="cpu")
-        lookup = Lookup(shape, self.dtype, ids, self._workspace, distinct=True)
-        lookup.rows(cores, values.data_ptr(), keep=False)
+        found = sort_ids(ids, shape.num_rows, shape.row_factors, self._workspace, is_distinct=True)
+        Lookup(found).rows(cores, values, keep=False)
 
     @cached_property
     def _workspace(self) -> Workspace:

@@ -8,12 +8,13 @@ is the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.core_part import CorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import Pooling
@@ -29,7 +30,7 @@ class Backend(Protocol):
     device: torch.device
     look_ups_overlap: bool  # those of several threads; else they take turns
     make_part: Callable[..., Any]  # takes what `Part` takes, and is used as it is
-    make_core_part: Callable[..., Any]  # likewise, `CorePart`
+    make_core_part: Callable[..., Any]  # likewise, `CorePart` without the device
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """For the vectors of all groups.
@@ -62,7 +63,7 @@ class HostBackend:
 
     device, look_ups_overlap = torch.device("cpu"), True
     make_part = Part
-    make_core_part = CorePart
+    make_core_part = staticmethod(partial(CorePart, None))
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Numba's kernels."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.choice import TransportName
-from rowmesh.exchange.core_part import CorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
@@ -19,6 +20,8 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.placement import Plan
 from rowmesh.tables import TableGroup, Tiers
+
+CORES_ON_HOST = partial(CorePart, None)
 
 
 class Parts:
@@ -48,7 +51,7 @@ class Parts:
         tiers: Tiers,
         common: CommonCounters,
         make_part: Callable[..., Part] = Part,
-        make_core_part: Callable[..., CorePart] = CorePart,
+        make_core_part: Callable[..., CorePart] = CORES_ON_HOST,
     ) -> None:
         self._mesh, self._plan = mesh, plan
         replicas = plan.replicas

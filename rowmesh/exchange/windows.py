@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.core_part import CorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowmesh.ops.memory import Buffer
 from rowmesh.tables import TableSpec, fuse
-from rowmesh.tensor_train.arena import CoreArena
+from rowmesh.tables.cores import CoreArena
 
 
 def step_seconds(table: TableSpec, ids: Tensor, repeats: int = 7) -> float:

@@ -13,19 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from rowmesh.errors import ConfigurationError
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
-from rowmesh.ops.tensor_train import reference
+from rowmesh.ops.gpu import require_triton
+from rowmesh.ops.pool.one_feature import Bags, pool_of
+from rowmesh.ops.prefixes import Workspace, sort_ids
+from rowmesh.ops.tensor_train import SPARSE_OBSTACLE, Lookup, reference
 from rowmesh.ops.untraced import untraced
+from rowmesh.tables.cores import draw_cores
 from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
-from rowmesh.tensor_train import engine as engines
-from rowmesh.tensor_train.bags import MODES, check_ids
+from rowmesh.tensor_train import bags as arguments
+from rowmesh.tensor_train.bags import MODES, LateCheck, check_arguments, check_ids
 from rowmesh.tensor_train.decompose import tt_svd
-from rowmesh.tensor_train.device_engine import DeviceEngine
-from rowmesh.tensor_train.engine import Engine, HostEngine
-from rowmesh.tensor_train.functions import LookupOptions, PooledRows, Rows, Sink
-from rowmesh.tensor_train.initialize import draw_cores
-from rowmesh.tensor_train.lookup import LookedUp
+from rowmesh.tensor_train.functions import LookedUp, Pending
 
 DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")
@@ -113,11 +113,12 @@ class TensorTrainEmbeddingBag(nn.Module):
         if device is None:  # 0 is a GPU
             device = "cpu" if _weight is None else _weight.device
         device = torch.device(device)
-        _check_supported(max_norm, norm_type, mode, sparse, scale_grad_by_freq, device, dtype)
-        self.shape = TensorTrainShape.choose(
-            num_embeddings, embedding_dim, rank=rank, memory_bytes=memory_bytes, compression=compression,
-            row_factors=row_factors, dim_factors=dim_factors, element_bytes=dtype.itemsize,
-        )  # fmt: skip
+        _check_norm(max_norm, norm_type)
+        _check_mode(mode, sparse, scale_grad_by_freq)
+        _check_kind(device, dtype)
+        size = {"rank": rank, "memory_bytes": memory_bytes, "compression": compression}
+        factors = {"row_factors": row_factors, "dim_factors": dim_factors, "element_bytes": dtype.itemsize}
+        self.shape = TensorTrainShape.choose(num_embeddings, embedding_dim, **size, **factors)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.sparse, self.scale_grad_by_freq = mode, sparse, scale_grad_by_freq
         self.include_last_offset = include_last_offset
@@ -129,8 +130,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         else:
             cores = [core.to(dtype) for core in tt_svd(_weight.cpu(), self.shape)]
         self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
-        self._sink: Sink | None = None
-        self._host, self._device_engine = HostEngine(), None
+        self._pending: Pending | None = None
+        self._workspace = Workspace()
+        self._unread: LateCheck | None = None
         self.gate = Gate()  # look-ups of several threads, and updates that this library makes
 
     def reset_parameters(self) -> None:
@@ -169,16 +171,13 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         if embeddings.dim() != 2:
             raise ConfigurationError(f"embeddings must be [rows, dim], got {tuple(embeddings.shape)}")
-        bag = cls(
-            embeddings.shape[0], embeddings.shape[1], max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings,
-            include_last_offset, padding_idx, **shape,
-        )  # fmt: skip
+        num_rows, dim = embeddings.shape
+        how = (max_norm, norm_type, scale_grad_by_freq, mode, sparse)
+        bag = cls(num_rows, dim, *how, embeddings, include_last_offset, padding_idx, **shape)
         return bag.requires_grad_(not freeze)
 
     @untraced
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """One vector a bag.
 
         Args:
@@ -200,32 +199,58 @@ class TensorTrainEmbeddingBag(nn.Module):
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(f"per_sample_weights are for mode='sum' only, this is mode={self.mode!r}")
-        with self._look_up_gate:
-            return self._forward(input, offsets, per_sample_weights)
+        cores = tuple(self.cores)
+        with self._gate_of(cores):
+            return self._forward(cores, input, offsets, per_sample_weights)
 
-    @property
-    def _look_up_gate(self) -> Any:
+    def _gate_of(self, cores: Sequence[Tensor]) -> Any:
         """On a device look-ups take turns: the host only launches them, and keeps what it checks later once."""
-        return self.gate.writing if engines.is_on_device(self.cores[0]) else self.gate.reading
+        return self.gate.writing if is_on_device(cores[0]) else self.gate.reading
 
-    def _forward(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
-        engine, cores, options = self._engine(), tuple(self.cores), self._options(self.scale_grad_by_freq)
-        bags, lookup = engine.look_up_bags(
-            self.shape, cores[0].dtype, input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx
-        )
-        self._check_now(lookup, options)
+    def _forward(
+        self, cores: tuple[Tensor, ...], input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        self._check_usable(cores)
+        keep, how = self._has_backward(cores), (self.sparse, self.scale_grad_by_freq, self._pending)
+        check_arguments(input, offsets, weights, self.include_last_offset, cores[0].device)
+        bags, lookup = self._look_up_bags(is_on_device(cores[0]), input, offsets, weights)
+        if not keep:
+            lookup.check()  # no backward comes that would
         reach("tensor_train.looked_up")
-        trains_weights = bags.weights is not None and bags.weights.requires_grad
-        if bags.ids.numel() and (self.mode == "max" or trains_weights):
-            rows: Any = Rows.apply(lookup, options, *cores)
+        weights = bags.weights
+        if bags.ids.numel() and (self.mode == "max" or (weights is not None and weights.requires_grad)):
+            rows: Any = LookedUp.apply(lookup, None, keep, how, *cores)
             # On a device ids past the last bag are not cut off: they are a bag of their own.
             bounds = torch.cat([bags.bounds, torch.full_like(bags.bounds[:1], bags.ids.numel())])
-            return F.embedding_bag(
-                lookup.inverse_ids(), rows, bounds, mode=self.mode, include_last_offset=True,
-                per_sample_weights=None if bags.weights is None else bags.weights.to(rows.dtype),
-            )[: bags.count]  # fmt: skip
-        pooled: Any = PooledRows.apply(lookup, options, engine.pooling(bags, lookup, self.mode == "mean"), *cores)
+            weights = None if weights is None else weights.to(rows.dtype)
+            inverse, options = lookup.prefixes.inverse_ids(), {"mode": self.mode, "include_last_offset": True}
+            return F.embedding_bag(inverse, rows, bounds, per_sample_weights=weights, **options)[: bags.count]
+        pool = pool_of(bags, lookup.prefixes, self.shape.dim, cores[0].dtype, is_mean=self.mode == "mean")
+        pooled: Any = LookedUp.apply(lookup, pool, keep, how, *cores)
         return pooled
+
+    def _look_up_bags(
+        self, on_device: bool, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Bags, Lookup]:
+        """Checked arguments as bags, without the ids that only pad, and the distinct ids."""
+        given = (input, offsets, weights, self.include_last_offset)
+        if not on_device:
+            bags = arguments.without(arguments.bags_of(*given), self.padding_idx)
+            return bags, self._sorted(bags.ids)
+        bags, disorder = arguments.device_bags_of(*given)
+        bags = arguments.padding_last(bags, self.padding_idx)
+        ids, outside = arguments.bounded(bags, self.num_embeddings)
+        return bags, self._sorted(ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
+
+    def _sorted(self, ids: Tensor, late_check: LateCheck | None = None) -> Lookup:
+        """The distinct ids: on a device with a check, which first raises what was wrong with the look-up before."""
+        workspace = self._workspace
+        if late_check is not None:
+            unread, self._unread, workspace = self._unread, None, None
+            if unread is not None and not unread.was_raised:
+                unread()
+            self._unread = late_check
+        return Lookup(sort_ids(ids, self.num_embeddings, self.shape.row_factors, workspace), late_check)
 
     @untraced
     def rows(self, ids: Tensor) -> Tensor:
@@ -236,13 +261,15 @@ class TensorTrainEmbeddingBag(nn.Module):
             >>> bag.rows(torch.tensor([[3, 7]])).shape
             torch.Size([1, 2, 4])
         """
-        check_ids("ids", ids, self.cores[0].device)
+        cores = tuple(self.cores)
+        check_ids("ids", ids, cores[0].device)
         flat = ids.reshape(-1).to(torch.int64).contiguous()
-        with self._look_up_gate:
-            lookup, options = self.look_up(flat), self._options(by_frequency=False)
-            self._check_now(lookup, options)
-            unique: Any = Rows.apply(lookup, options, *self.cores)
-        return unique[lookup.inverse_ids()].view(*ids.shape, self.embedding_dim)
+        with self._gate_of(cores):
+            lookup, keep = self.look_up(flat), self._has_backward(cores)
+            if not keep:
+                lookup.check()  # no backward comes that would
+            unique: Any = LookedUp.apply(lookup, None, keep, (self.sparse, False, self._pending), *cores)
+        return unique[lookup.prefixes.inverse_ids()].view(*ids.shape, self.embedding_dim)
 
     def dense(self) -> Tensor:
         """The whole table, `[num_embeddings, embedding_dim]`; differentiable, and as big as it sounds."""
@@ -256,51 +283,55 @@ class TensorTrainEmbeddingBag(nn.Module):
         text += "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{text}, {shape.compression:.3g} times smaller"
 
-    def send_gradients_to(self, sink: Sink | None) -> None:
+    def send_gradients_to(self, pending: Pending | None) -> None:
         """From the next look-up on, gradients of rows go there instead of into the cores' `grad`; None undoes it."""
-        self._sink = sink
+        self._pending = pending
 
     @property
-    def sink(self) -> Sink | None:
+    def pending(self) -> Pending | None:
         """Where gradients of rows go."""
-        return self._sink
+        return self._pending
 
-    def look_up(self, ids: Tensor) -> LookedUp:
+    def look_up(self, ids: Tensor) -> Lookup:
         """The distinct ids of int64 `[N]`, arranged for the kernels.
 
         Raises:
-            IdRangeError: an id is outside the table; on a GPU that is learned later, by `LookedUp.check`.
+            IdRangeError: an id is outside the table; on a GPU that is learned later, by `Lookup.check`.
             ConfigurationError: the kernels cannot read the cores.
         """
-        return self._engine().look_up(self.shape, self.cores[0].dtype, ids)
+        cores, num_rows = tuple(self.cores), self.num_embeddings
+        self._check_usable(cores)
+        if not is_on_device(cores[0]):
+            return self._sorted(ids)
+        late_check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
+        return self._sorted(ids.clamp(0, num_rows - 1), late_check)
 
-    def _engine(self) -> Engine:
-        """What looks up where the cores are."""
-        _check_cores(list(self.cores), self.shape)
-        first = self.cores[0]
-        if not engines.is_on_device(first):
-            return self._host
-        if self._device_engine is None or self._device_engine.device != first.device:
-            self._device_engine = DeviceEngine(first.device)
-        self._device_engine.check(self.mode, self.sparse)
-        return self._device_engine
+    def _check_usable(self, cores: Sequence[Tensor]) -> None:
+        """Raises ConfigurationError where kernels cannot do what is asked where the cores are."""
+        _check_cores(cores, self.shape)
+        if not is_on_device(cores[0]):
+            return
+        if self._unread is None:
+            require_triton(cores[0].device)
+        if self.mode == "max":
+            raise ConfigurationError(
+                "mode = 'max' is for tables on the CPU: on a GPU torch adds its gradients in no fixed order; take "
+                "'sum' or 'mean', or leave the table on the CPU"
+            )
+        if self.sparse:
+            raise ConfigurationError(SPARSE_OBSTACLE)
 
-    @staticmethod
-    def _check_now(lookup: LookedUp, options: LookupOptions) -> None:
-        """Sees to it that wrong ids are noticed where no backward comes that would."""
-        if not options.keep:
-            lookup.check()
-
-    def _options(self, by_frequency: bool) -> LookupOptions:
-        keep = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
-        if keep and getattr(DistributedDataParallel, "_active_ddp_module", None):
+    def _has_backward(self, cores: Sequence[Tensor]) -> bool:
+        """Whether a backward may come, which DistributedDataParallel must be able to sum."""
+        has_backward = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
+        if has_backward and getattr(DistributedDataParallel, "_active_ddp_module", None):
             self._check_data_parallel()
-        return LookupOptions(self.sparse, by_frequency, self._sink, keep)
+        return has_backward
 
     def _check_data_parallel(self) -> None:
         """Raises ConfigurationError where DistributedDataParallel cannot sum the gradients."""
         table = f"tensor-train table {self.name!r}"
-        if self._sink is not None:
+        if self._pending is not None:
             raise ConfigurationError(
                 f"{table} is trained by a TensorTrainOptimizer under DistributedDataParallel, which cannot sum "
                 "gradients that the cores do not get: ranks would drift apart. Train its parameters by a torch "
@@ -320,7 +351,7 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises ConfigurationError, before cores are loaded, where the state is known to be of other rows."""
         saved = local_metadata.get(_NUM_ROWS, self.num_embeddings)
         if saved != self.num_embeddings:
@@ -332,18 +363,23 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles train on their own: an optimizer of this module is not theirs."""
-        return self.__dict__ | {"_sink": None, "_device_engine": None}
+        return self.__dict__ | {"_pending": None, "_unread": None}
 
 
-def _check_supported(
-    max_norm: float | None, norm_type: float, mode: str, sparse: bool, by_frequency: bool, device: torch.device,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
+def is_on_device(core: Tensor) -> bool:
+    """Whether a core is looked up by kernels of a device."""
+    return core.device.type == "cuda"
+
+
+def _check_norm(max_norm: float | None, norm_type: float) -> None:
     if max_norm is not None or norm_type != 2.0:
         raise ConfigurationError(
             f"max_norm = {max_norm} (norm_type = {norm_type}) rescales single rows in place, and rows of a product of "
             "cores are not there to be rescaled; leave it out, or use nn.EmbeddingBag"
         )
+
+
+def _check_mode(mode: str, sparse: bool, by_frequency: bool) -> None:
     if mode not in MODES:
         raise ConfigurationError(f"mode must be one of {MODES}, got {mode!r}")
     if sparse + by_frequency + (mode == "max") > 1:
@@ -351,6 +387,9 @@ def _check_supported(
             f"sparse = {sparse}, scale_grad_by_freq = {by_frequency} and mode = {mode!r} do not go together, as in "
             "nn.EmbeddingBag: take one of sparse gradients, scaling by frequency and the mode 'max'"
         )
+
+
+def _check_kind(device: torch.device, dtype: torch.dtype) -> None:
     if device.type not in DEVICES:
         raise ConfigurationError(f"tensor-train tables are on the CPU or on a GPU ('cuda'), got device = {device}")
     if dtype not in DTYPES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,24 +10,10 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
-from rowmesh.tensor_train.lookup import LookedUp
+from rowmesh.tensor_train.functions import Pending
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
-
-
-class _Pending:
-    """The gradients of rows that backward left for the next step of one bag."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[Any, Tensor]] = []
-        self.threads: set[int] = set()  # whose backward it was; on a device torch has one for all
-
-    def take(self, lookup: Any, row_gradients: Tensor) -> None:
-        self.taken.append((lookup, row_gradients))
-        self.threads.add(threading.get_ident())
-
-    def clear(self) -> None:
-        self.taken, self.threads = [], set()
 
 
 class TensorTrainOptimizer(torch.optim.Optimizer):
@@ -65,7 +50,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, bags: TensorTrainEmbeddingBag | Iterable[TensorTrainEmbeddingBag], rule: UpdateRule | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.bags = [bags] if isinstance(bags, TensorTrainEmbeddingBag) else list(bags)
         self.rule = rule or AdaGrad()
         if _keeps_state_by_row(self.rule):
@@ -85,7 +70,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             self.state[core] = {name: torch.full_like(core.detach(), value) for name, value in initial.items()}
 
     def _connect(self) -> None:
-        self._pending = [_Pending() for _ in self.bags]
+        self._pending = [Pending() for _ in self.bags]
         for bag, pending in zip(self.bags, self._pending, strict=True):
             bag.send_gradients_to(pending)
 
@@ -133,7 +118,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             taken = pending.taken
             pending.clear()
             if taken:
-                lookup, gradients = taken[0] if len(taken) == 1 else type(taken[0][0]).merged(taken)
+                lookup, gradients = taken[0] if len(taken) == 1 else Lookup.merged(taken)
                 self._update(lookup, gradients, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,10 +127,10 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
         for pending in self._pending:
             pending.clear()
 
-    def _check(self, bag: TensorTrainEmbeddingBag, pending: _Pending, cores: Sequence[Tensor]) -> None:
+    def _check(self, bag: TensorTrainEmbeddingBag, pending: Pending, cores: Sequence[Tensor]) -> None:
         """Raises where gradients would be lost, or kernels would write past a state."""
         table = f"tensor-train table {bag.name!r}"
-        if bag.sink is not pending:
+        if bag.pending is not pending:
             raise ConfigurationError(f"{table} sends its gradients elsewhere since: to a newer optimizer, or to `grad`")
         if pending.taken:
             _check_trainable(bag)
@@ -166,7 +151,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
                 raise ConfigurationError(f"{table} got other cores since its optimizer was made: make another for them")
             _check_state(table, core, self.state.get(core, {}), self.rule)
 
-    def _update(self, lookup: LookedUp, row_gradients: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, lookup: Lookup, row_gradients: Tensor, group: dict[str, Any]) -> None:
         cores: list[Tensor] = group["params"]
         states = [tuple(self.state[core][name] for name in self.rule.state) for core in cores]
         numbers = self.rule.numbers(float(group["lr"]), 1.0, group["steps"])

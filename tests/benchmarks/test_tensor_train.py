@@ -48,18 +48,19 @@ def test_every_arrangement_finds_the_same_rows(name):
 def test_a_forward_is_arranged_as_it_is_called(name, monkeypatch):
     """Else all would be measured alike."""
     level, found = tensor_train_ablation.LEVELS[name], []
-    arrange = tensor_train_ablation.AblatedEngine.look_up
+    look_up = tensor_train_ablation.AblatedBag._look_up_bags
 
-    def look_up(*arguments):
-        found.append(arrange(*arguments))
-        return found[-1]
+    def noted(*arguments):
+        bags, lookup = look_up(*arguments)
+        found.append(lookup.prefixes)
+        return bags, lookup
 
-    monkeypatch.setattr(tensor_train_ablation.AblatedEngine, "look_up", look_up)
+    monkeypatch.setattr(tensor_train_ablation.AblatedBag, "_look_up_bags", noted)
     tensor_train_ablation.make_bag(CASE, level)(IDS.view(-1, 1))
-    (lookup,) = found
-    assert isinstance(lookup, level)
-    assert (lookup.num_unique < IDS.numel()) == level.distinct
-    assert (lookup.num_prefixes < lookup.num_unique) == level.shared
+    (prefixes,) = found
+    assert isinstance(prefixes, level)
+    assert (prefixes.num_unique < IDS.numel()) == level.distinct
+    assert (prefixes.num_prefixes < prefixes.num_unique) == level.shared
 
 
 def test_every_way_of_training_ends_with_the_same_cores():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from rowmesh.ops.prefixes.cpu import arrange
 from rowmesh.ops.simd import FLOAT32, FLOAT64, uncached_kernel
-from rowmesh.ops.tensor_train import arrange
 from rowmesh.ops.tensor_train.reference import dense, rows
 from rowmesh.ops.tensor_train.tile import multiply, multiply_transposed
 from tests.support.memory import Poisoned

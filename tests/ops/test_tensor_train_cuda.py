@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from rowmesh.ops.merge_update import reference as rules
 from rowmesh.ops.tensor_train import reference
+from rowmesh.ops.tensor_train import shape as tiles
 from rowmesh.optim import RULES
 from tests.support.triton import kernels_of
 
@@ -83,8 +84,9 @@ def test_shapes_that_fill_several_tiles(device, row_factors, dim_factors, ranks,
 @pytest.mark.parametrize("ids", [[], [7], [3 * i for i in range(8)], [*range(12, 24)], [*range(23, -1, -1)]])
 def test_tiles_of_few_prefixes_and_ids(device, ids, monkeypatch):
     """Segments of many tiles and of none, a few at a time: one i₃, one group, all ids, backwards; few programs."""
-    monkeypatch.setattr(cuda, "_LINES", 16)
-    monkeypatch.setattr(cuda, "_CHUNK_LINES", 8)
+    for kernels in (cuda, tiles):
+        monkeypatch.setattr(kernels, "LINES", 16)
+    monkeypatch.setattr(tiles, "_CHUNK_LINES", 8)
     monkeypatch.setattr(cuda, "_GRADIENT_LINES", 16)
     monkeypatch.setattr(cuda, "_SEARCHED", 2)
     monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from rowmesh.ops.tensor_train.reference import rows
 from rowmesh.optim import SGD, AdaGrad, Adam
 from rowmesh.tables import TableSpec
-from rowmesh.tensor_train.initialize import draw_cores
+from rowmesh.tables.cores import draw_cores
 
 
 class ReferenceCores:

@@ -124,7 +124,7 @@ def test_a_loss_that_is_kept_keeps_no_products():
         losses.append(bag(draw_ids(seed)).sum())
         losses[-1].backward()
         optimizer.step()
-    assert len(bag._host.workspace.floats) == 1  # one buffer, given back every time
+    assert len(bag._workspace.products) == 1  # one buffer, given back every time
 
 
 def test_weights_and_max_go_through_the_same_update():

@@ -7,7 +7,8 @@ The four verbs are those of the CPU, over tensors instead of addresses::
     pool    rows become vectors; backward sums the gradients of equal ids                 pooling
     push    gradients travel, are merged in the order of the ranks, and update rows
 
-Tensor-train tables compute rows from cores that every rank has (core_part), and are pooled as the others are.
+Tensor-train tables compute rows from cores that every rank has (`rowmesh.exchange.cores`), and are pooled as
+others are.
 
 The kernels are those of `rowmesh/ops/*/cuda.py`; see [Note: GPU kernels] in `rowmesh.ops.gpu`. Memory comes from
 torch's caching allocator, so that nothing here keeps buffers.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.device.core_part import DeviceCorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.tiered_windows import TieredDeviceWindows
 from rowmesh.exchange.device.window import DeviceWindowMaker
@@ -60,7 +61,7 @@ class DeviceBackend:
     def __init__(self, device: str | torch.device) -> None:
         self.name, self.device = str(device), usable_device(device)
         self.make_part = partial(DevicePart, self.device)
-        self.make_core_part = partial(DeviceCorePart, self.device)
+        self.make_core_part = partial(CorePart, self.device)
 
     def make_pooling(self, groups: Sequence[TableGroup], width: int) -> Pooling:
         """Triton's kernels."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rowmesh.exchange.device.core_part import DeviceCorePart
+from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
 from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
@@ -30,7 +30,7 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
 
     is_on_device = True
 
-    def __init__(self, part: DevicePart | DeviceCorePart, obstacle: str) -> None:
+    def __init__(self, part: DevicePart | CorePart, obstacle: str) -> None:
         super().__init__(part, obstacle)
         self._fetched: DeviceWindow | None = None  # and not updated
 
@@ -192,9 +192,9 @@ class PhasedDeviceWindows:
         self._travels.clear()
 
 
-def whole_obstacle(part: DevicePart | DeviceCorePart) -> str | None:
+def whole_obstacle(part: DevicePart | CorePart) -> str | None:
     """Why the rows of some tables cannot travel by micro-batch, or None where they can."""
-    if isinstance(part, DeviceCorePart):
+    if isinstance(part, CorePart):
         return COMPUTED
     if any(exchange.is_tiered for exchange in part.exchanges):
         return "owners bring tiered rows to their devices when they are asked"

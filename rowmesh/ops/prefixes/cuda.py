@@ -9,7 +9,8 @@ a *group*. How many prefixes there are stays on the device. See [Note: GPU kerne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,37 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import Signature, ceil_div, check, launch
+from rowmesh.ops.merge_update.cuda import merge as merge_slots
+from rowmesh.ops.merge_update.cuda import sum_merged
+from rowmesh.ops.prefixes.handles import NO_ID, Arrangement, DevicePrefixes
+from rowmesh.ops.segment_unique.cuda import segment_unique
 
 BLOCK = 512  # ids of a program
 _NONE = tl.constexpr(2**63 - 1)
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Ids sorted by prefix and slice of the second core; everything on the device.
-
-    Attributes:
-        row_factors: p₁, p₂, p₃.
-        order: int64 `[N]`: the position of each sorted id among the ids.
-        prefixes: int32 `[N]`: which prefix each sorted id has; −1 past the last one.
-        lasts: int32 `[N]`: i₃ of each; p₃ past the last one.
-        starts: int32 `[N + 1]`: where each prefix begins; the first `num_prefixes + 1` are valid.
-        firsts, seconds: int32 `[P]`: i₁ and i₂ of each prefix; p₁ and p₂ past the last one. P is N, or p₁·p₂ if less.
-        group_starts: int32 `[p₂ + 1]`: where the prefixes of each i₂ begin.
-        num_prefixes: int32 `[1]`.
-        refused: int64 `[1]`: the position of the first id that is no row, or −1. It has no part in anything.
-    """
-
-    row_factors: tuple[int, int, int]
-    order: Tensor
-    prefixes: Tensor
-    lasts: Tensor
-    starts: Tensor
-    firsts: Tensor
-    seconds: Tensor
-    group_starts: Tensor
-    num_prefixes: Tensor
-    refused: Tensor
 
 
 @triton.jit(do_not_specialize=("num_rows", "num_ids", "p1", "p2", "p3"))
@@ -159,6 +136,39 @@ def arrange(
         row_factors, order, prefixes, lasts, starts, firsts, seconds, starts_of(seconds, p2), num_prefixes,
         torch.where(refused == _NONE.value, -1, refused),
     )  # fmt: skip
+
+
+def sort_distinct(
+    ids: Tensor, num_rows: int, row_factors: tuple[int, int, int], num: Tensor, first: Tensor | None = None
+) -> DevicePrefixes:
+    """The handle of distinct ids; see `rowmesh.ops.prefixes.sort_ids`."""
+    arrangement = arrange(ids, row_factors, num_rows, num)
+    if first is not None:
+        arrangement = replace(arrangement, order=arrangement.order + first)
+    return DevicePrefixes(arrangement, num_rows, ids, num, first)
+
+
+def find_distinct(ids: Tensor, num_rows: int, row_factors: tuple[int, int, int]) -> DevicePrefixes:
+    """The handle of ids that may be equal; those that are no rows have no part in anything."""
+    # One segment; from the host its bounds would have to be copied.
+    unique = segment_unique(ids, torch.arange(2, device=ids.device) * ids.numel())
+    found = sort_distinct(unique.unique, num_rows, row_factors, unique.num_unique)
+    found.unique = unique
+    return found
+
+
+def merge(found: Sequence[tuple[DevicePrefixes, Tensor]]) -> tuple[DevicePrefixes, Tensor]:
+    """The distinct ids of several, and the sums of their rows' gradients, in the order of `found`."""
+    ids, entries = [], []
+    for each, gradients in found:
+        places = torch.arange(each.num_unique, device=each.ids.device)
+        ids.append(torch.where(places < each.num, each.ids, NO_ID))
+        # The gradients of this table's rows among those of several.
+        entries.append(gradients if each.first is None else gradients.index_select(0, each.first + places))
+    one, _ = found[0]
+    merged, entries = find_distinct(torch.cat(ids), one.num_rows, one.arrangement.row_factors), torch.cat(entries)
+    # Distinct ids are numbered from 0 without a gap, so that sums by ascending number are in their order.
+    return merged, sum_merged(merge_slots(merged.inverse), entries, torch.empty_like(entries))
 
 
 def starts_of(keys: Tensor, num_keys: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Look-up and training of tensor-train rows on a CPU.
 
-`arrange` sorts distinct ids by (i₂, i₁). Ids of equal (i₁, i₂) then stand together, a *prefix*, and prefixes of equal
-i₂ too, a *group*: the product of a prefix is made once, all products of a group while their slice of G₂ is in the
-cache, and the gradient of that slice is one matrix product over the whole group, which the update can follow at once.
+Ids are sorted by (i₂, i₁) (`rowmesh.ops.prefixes.cpu`). Those of equal (i₁, i₂) then stand together, a *prefix*, and
+prefixes of equal i₂ too, a *group*: the product of a prefix is made once, all products of a group while their slice of
+G₂ is in the cache, and the gradient of that slice is one matrix product over the whole group, which the update can
+follow at once.
 
 Slices are read in place. Products are `[q₁·q₂, R₂]` each, in the order of the prefixes; rows and their gradients are in
 the order of the distinct ids.
@@ -11,32 +12,22 @@ the order of the distinct ids.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rowmesh.ops.merge_update.cpu import RULES, change_row
-from rowmesh.ops.simd import (
-    FLOAT64,
-    STORAGE_BYTES,
-    copy_bytes,
-    inlined,
-    kernel,
-    load_i64,
-    load_row,
-    load_scalar,
-    load_u32,
-    scale,
-    store_i64,
-    store_u32,
-)
+from rowmesh.ops.merge_update.cpu import RULES
+from rowmesh.ops.prefixes.cpu import HostPrefixes, Loan
+from rowmesh.ops.simd import FLOAT64, STORAGE, STORAGE_BYTES, copy_bytes, kernel, load_i64, load_u32
 from rowmesh.ops.tensor_train.tile import lanes, multiply, multiply_transposed, tile_of
+from rowmesh.ops.update_slices.cpu import change_slice, change_slices, chunk_of
 
 NO_RULE = -1
-ARRANGED = 5  # int64 values that `arrange` counts
-_UPDATED = 16  # elements that an update alone changes at a time
-_MOST_CHUNK = 64  # elements that an update changes at a time
+_NO_UPDATE = (None, (0,) * 6, (0.0,) * 6)  # rule, addresses of states, numbers
 
 
 @dataclass(frozen=True)
@@ -65,107 +56,105 @@ class Constants:
         return self.dim_factors[0] * self.dim_factors[1] * self.ranks[1]
 
 
-@inlined
-def _sort(keys, order, count, buckets, num_buckets, sorted_order):
-    """A stable counting sort of `order` by `keys[order]`; afterwards `buckets[k]` is where k's part ends."""
-    for k in range(num_buckets):
-        store_u32(buckets + 4 * k, 0)
-    for i in range(count):
-        cell = buckets + 4 * load_u32(keys + 4 * i)
-        store_u32(cell, load_u32(cell) + 1)
-    total = 0
-    for k in range(num_buckets):
-        size = load_u32(buckets + 4 * k)
-        store_u32(buckets + 4 * k, total)
-        total += size
-    for i in range(count):
-        position = load_u32(order + 4 * i)
-        cell = buckets + 4 * load_u32(keys + 4 * position)
-        store_u32(sorted_order + 4 * load_u32(cell), position)
-        store_u32(cell, load_u32(cell) + 1)
+@functools.cache
+def _constants_of(
+    shape1: tuple[int, ...], shape2: tuple[int, ...], shape3: tuple[int, ...], dtype: torch.dtype
+) -> Constants:
+    (_, q1, r1), (_, _, q2, r2), (_, q3, _) = shape1, shape2, shape3
+    return Constants((q1, q2, q3), (r1, r2), STORAGE[dtype])
 
 
-@inlined
-def _touched(buckets, num_buckets, slots, touched):
-    """Numbers the keys that occur, in place of where their parts end; returns how many there are."""
-    found, begin = 0, 0
-    for k in range(num_buckets):
-        end = load_u32(buckets + 4 * k)
-        store_u32(slots + 4 * k, found)
-        if end > begin:
-            store_i64(touched + 8 * found, k)
-            found += 1
-        begin = end
-    return found
+def _constants(cores: Sequence[Tensor]) -> Constants:
+    core1, core2, core3 = cores
+    return _constants_of(core1.shape, core2.shape, core3.shape, core1.dtype)
 
 
-@kernel
-def arrange(
-    ids, count, num_rows, p1, p2, p3, keys, order, buckets,
-    arranged, lasts, last_slots, starts, firsts, first_slots, group_starts, touched1, touched2, touched3, counts,
-):  # fmt: skip
-    """Sorts distinct ids by (i₂, i₁) and says where prefixes and groups begin.
+def dim_of(cores: Sequence[Tensor]) -> int:
+    """D: columns of the table."""
+    return cores[0].shape[1] * cores[1].shape[2] * cores[2].shape[1]
 
-    Args:
-        ids: int64 `[count]`, distinct.
-        keys, order: uint32 `[3 · count]` and `[count]`, scratch.
-        buckets: uint32 `[2 · max(p₁, p₂, p₃)]`, scratch.
-        arranged: uint32 `[count]` out: the position in `ids` of each id in sorted order.
-        lasts: uint32 `[count]` out: i₃ of each, in that order; `last_slots`: which of the distinct i₃ that is.
-        starts: uint32 `[prefixes + 1]` out: where each prefix begins in that order.
-        firsts: uint32 `[prefixes]` out: i₁ of each; `first_slots`: which of the distinct i₁ that is.
-        group_starts: uint32 `[groups + 1]` out: where each group begins among the prefixes.
-        touched1, touched2, touched3: int64 out: the distinct i₁, i₂ (one a group) and i₃, ascending.
-        counts: int64 `[5]` out: prefixes, groups, distinct i₁, distinct i₃, prefixes of the largest group.
 
-    Returns:
-        −1, or the position of an id that is not in [0, num_rows); nothing else is valid then.
-    """
-    keys2, keys3 = keys + 4 * count, keys + 8 * count
-    for i in range(count):
-        row = load_i64(ids + 8 * i)
-        if row < 0 or row >= num_rows:
-            return i
-        prefix = row // p3
-        first = prefix // p2
-        store_u32(keys + 4 * i, first)
-        store_u32(keys2 + 4 * i, prefix - first * p2)
-        store_u32(keys3 + 4 * i, row - prefix * p3)
-        store_u32(arranged + 4 * i, i)
-    slots = buckets + 4 * max(p1, p2, p3)
-    _sort(keys3, arranged, count, buckets, p3, order)
-    store_i64(counts + 24, _touched(buckets, p3, slots, touched3))
-    for i in range(count):  # for now by position in `ids`; the keys themselves are wanted in sorted order below
-        store_u32(lasts + 4 * i, load_u32(slots + 4 * load_u32(keys3 + 4 * i)))
-    _sort(keys, arranged, count, buckets, p1, order)
-    store_i64(counts + 16, _touched(buckets, p1, slots, touched1))
-    _sort(keys2, order, count, buckets, p2, arranged)
-    for i in range(count):
-        store_u32(last_slots + 4 * i, load_u32(lasts + 4 * load_u32(arranged + 4 * i)))
-    prefixes, groups, largest, group_start = 0, 0, 0, 0
-    before1, before2 = -1, -1
-    for i in range(count):
-        position = load_u32(arranged + 4 * i)
-        first, second = load_u32(keys + 4 * position), load_u32(keys2 + 4 * position)
-        store_u32(lasts + 4 * i, load_u32(keys3 + 4 * position))
-        if second != before2:
-            store_u32(group_starts + 4 * groups, prefixes)
-            store_i64(touched2 + 8 * groups, second)
-            groups += 1
-            largest = max(largest, prefixes - group_start)
-            group_start = prefixes
-        if first != before1 or second != before2:
-            store_u32(starts + 4 * prefixes, i)
-            store_u32(firsts + 4 * prefixes, first)
-            store_u32(first_slots + 4 * prefixes, load_u32(slots + 4 * first))
-            prefixes += 1
-        before1, before2 = first, second
-    store_u32(starts + 4 * prefixes, count)
-    store_u32(group_starts + 4 * groups, prefixes)
-    store_i64(counts, prefixes)
-    store_i64(counts + 8, groups)
-    store_i64(counts + 32, max(largest, prefixes - group_start))
-    return -1
+def forward(cores: Sequence[Tensor], prefixes: HostPrefixes, out: Tensor | int, *, keep: bool) -> None:
+    """Writes the rows of distinct ids; see `rowmesh.ops.tensor_train.Lookup.rows`."""
+    constants, workspace = _constants(cores), prefixes.workspace
+    product_bytes = constants.product_elements * STORAGE_BYTES[constants.storage]
+    if keep:
+        prefixes.products = Loan(workspace.products, prefixes.num_prefixes * product_bytes)
+        products = prefixes.products.buffer.address
+    else:
+        products = workspace.scratch["products"].reserve(prefixes.largest_group * product_bytes)
+    rows = out if isinstance(out, int) else out.data_ptr()
+    core1, core2, core3 = cores
+    by_prefix = (prefixes.starts, prefixes.firsts, prefixes.group_starts, prefixes.touched[1], prefixes.num_groups)
+    addresses = (core1.data_ptr(), core2.data_ptr(), core3.data_ptr(), prefixes.arranged, prefixes.lasts)
+    forward_kernel(constants)(*addresses, *by_prefix, keep, products, rows)
+
+
+def backward(cores: Sequence[Tensor], prefixes: HostPrefixes, row_gradients: Tensor, out: Sequence[Tensor]) -> None:
+    """Adds gradients of the cores to zeros; see `rowmesh.ops.tensor_train.Lookup.fill_gradients`."""
+    addresses = [gradient.data_ptr() for gradient in out]
+    stride2 = out[1][0].numel() * out[1].itemsize
+    _backward(cores, prefixes, row_gradients, addresses, (False, stride2), _NO_UPDATE)
+
+
+def sparse_gradients(cores: Sequence[Tensor], prefixes: HostPrefixes, row_gradients: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the cores as sparse tensors of the touched slices."""
+    found = [core.new_zeros(n, *core.shape[1:]) for n, core in zip(prefixes.num_touched, cores, strict=True)]
+    stride2 = found[1][0].numel() * found[1].itemsize if prefixes.num_groups else 0
+    addresses = [gradient.data_ptr() for gradient in found]
+    _backward(cores, prefixes, row_gradients, addresses, (True, stride2), _NO_UPDATE)
+    how: Any = {"is_coalesced": True, "check_invariants": False}
+    return tuple(
+        torch.sparse_coo_tensor(prefixes.touched_slices(k).unsqueeze(0), found[k], core.shape, **how)
+        for k, core in enumerate(cores)
+    )
+
+
+def update(
+    cores: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    prefixes: HostPrefixes,
+    row_gradients: Tensor,
+    rule: str,
+    numbers: tuple[float, ...],
+) -> None:
+    """Updates the touched slices of the cores in place; see `rowmesh.ops.tensor_train.Lookup.update`."""
+    constants, scratch = _constants(cores), prefixes.workspace.scratch
+    n1, n2, n3 = (STORAGE_BYTES[constants.storage] * n for n in constants.slice_elements)
+    size1, size3 = prefixes.num_touched[0] * n1, prefixes.num_touched[2] * n3
+    gradients = scratch["gradients"]
+    gradient1 = gradients.reserve(size1 + size3)
+    gradients.buffer.bytes[: size1 + size3] = 0
+    addresses = (gradient1, scratch["slice"].reserve(n2), gradient1 + size1)
+    of_states = tuple(kept[k].data_ptr() if k < len(kept) else 0 for kept in states for k in range(2))
+    _backward(cores, prefixes, row_gradients, addresses, (True, 0), (rule, of_states, numbers))
+
+
+def _backward(
+    cores: Sequence[Tensor],
+    prefixes: HostPrefixes,
+    row_gradients: Tensor,
+    gradients: Sequence[int],
+    layout: tuple[bool, int],
+    change: tuple[str | None, Sequence[int], tuple[float, ...]],
+) -> None:
+    """Runs the kernel; `layout` is its `compact` and `stride2`, `change` a rule, addresses of states and numbers."""
+    if prefixes.products is None:
+        rows = torch.empty(prefixes.num_unique, dim_of(cores), dtype=cores[0].dtype, device="cpu")
+        forward(cores, prefixes, rows, keep=True)
+    assert prefixes.products is not None
+    products = prefixes.products.buffer.address
+    (rule, states, numbers), constants, scratch = change, _constants(cores), prefixes.workspace.scratch
+    element, p, (core1, core2, core3) = STORAGE_BYTES[constants.storage], prefixes, cores
+    by_id = (p.arranged, p.lasts, p.last_slots)
+    by_prefix = (p.starts, p.firsts, p.first_slots, p.group_starts, p.touched[1], p.num_groups)
+    product_gradients = scratch["group"].reserve(p.largest_group * constants.product_elements * element)
+    slices = scratch["slices"].reserve(p.largest_group * constants.slice_elements[0] * element)
+    read = (products, row_gradients.data_ptr(), product_gradients, slices)
+    touched = (p.touched[0], p.num_touched[0], p.touched[2], p.num_touched[2])
+    addresses = (core1.data_ptr(), core2.data_ptr(), core3.data_ptr())
+    run = backward_kernel(constants, rule)
+    run(*addresses, *by_id, *by_prefix, *read, *gradients, *layout, *touched, *states, *numbers)
 
 
 @functools.cache
@@ -217,38 +206,6 @@ def forward_kernel(constants: Constants) -> Any:
     return forward
 
 
-@inlined
-def _change_slice(
-    gradient, weight, state1, state2, slice_bytes, chunk_bytes,
-    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-):  # fmt: skip
-    """A slice of a core and its state, given its gradient, a chunk of elements after the other as if they were rows."""
-    for at in range(0, slice_bytes, chunk_bytes):
-        change_row(
-            scale(scaling, load_row(gradient + at, chunk, storage)), 0, weight + at, state1 + at, state2 + at,
-            lr, eps, beta1, beta2, rest1, rest2, correction, chunk, chunk, storage, storage, rule, 0, 0,
-        )  # fmt: skip
-
-
-@inlined
-def _change_slices(
-    count, slices, gradients, core, state1, state2, slice_bytes, chunk_bytes,
-    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-):  # fmt: skip
-    """The slices of a core that are touched; their gradients follow each other."""
-    for t in range(count):
-        at = load_i64(slices + 8 * t) * slice_bytes
-        _change_slice(
-            gradients + t * slice_bytes, core + at, state1 + at, state2 + at, slice_bytes, chunk_bytes,
-            lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-        )  # fmt: skip
-
-
-def _chunk(elements: int) -> int:
-    """The most elements, up to a limit, that a slice divides into."""
-    return max(n for n in range(1, min(elements, _MOST_CHUNK) + 1) if elements % n == 0)
-
-
 @functools.cache
 def backward_kernel(constants: Constants, rule: str | None) -> Any:
     """The gradients of the cores, and their update where there is a rule; compiled at its first call."""
@@ -256,7 +213,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
     RULE, ELEMENT = NO_RULE if rule is None else RULES[rule], STORAGE_BYTES[STORAGE]
     SCALAR = np.float64 if STORAGE == FLOAT64 else np.float32
     SLICE1, SLICE2, SLICE3 = (ELEMENT * n for n in constants.slice_elements)
-    CHUNK1, CHUNK2, CHUNK3 = (_chunk(n) for n in constants.slice_elements)
+    CHUNK1, CHUNK2, CHUNK3 = (chunk_of(n) for n in constants.slice_elements)
     CHUNK1_BYTES, CHUNK2_BYTES, CHUNK3_BYTES = (ELEMENT * n for n in (CHUNK1, CHUNK2, CHUNK3))
     Q12, COLUMNS = Q1 * Q2, Q2 * R2
     PRODUCT, ROW, LINE, RANK1, RANK2, THIRD = (
@@ -327,54 +284,18 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
             )  # fmt: skip
             if RULE != NO_RULE:
                 at = second * SLICE2
-                _change_slice(
+                change_slice(
                     to, core2 + at, state21 + at, state22 + at, SLICE2, CHUNK2_BYTES,
                     lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK2, STORAGE, RULE,
                 )  # fmt: skip
         if RULE != NO_RULE:
-            _change_slices(
+            change_slices(
                 num_touched1, touched1, gradient1, core1, state11, state12, SLICE1, CHUNK1_BYTES,
                 lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK1, STORAGE, RULE,
             )  # fmt: skip
-            _change_slices(
+            change_slices(
                 num_touched3, touched3, gradient3, core3, state31, state32, SLICE3, CHUNK3_BYTES,
                 lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK3, STORAGE, RULE,
             )  # fmt: skip
 
     return backward
-
-
-@functools.cache
-def update_kernel(storage: int, rule: str) -> Any:
-    """The update of cores whose gradients are there already, compiled at its first call.
-
-    To the bit what `backward_kernel` does with a rule.
-    """
-    STORAGE, RULE, ELEMENT = storage, RULES[rule], STORAGE_BYTES[storage]
-    SCALAR = np.float64 if STORAGE == FLOAT64 else np.float32
-    CHUNK, CHUNK_BYTES = _UPDATED, ELEMENT * _UPDATED
-
-    @kernel
-    def update(
-        gradients, touched, num_slices, slice_bytes, core, state1, state2,
-        lr_, scaling_, eps_, beta1_, beta2_, correction_,
-    ):  # fmt: skip
-        """Updates the slices of one core whose element of `touched` is not 0; `gradients` is laid out like the core."""
-        lr, scaling, eps, beta1, beta2 = SCALAR(lr_), SCALAR(scaling_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        rest1, rest2, correction = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_), SCALAR(correction_)
-        whole = slice_bytes - slice_bytes % CHUNK_BYTES
-        for t in range(num_slices):
-            if load_scalar(touched + t * ELEMENT, STORAGE) == 0:
-                continue
-            at = t * slice_bytes
-            _change_slice(
-                gradients + at, core + at, state1 + at, state2 + at, whole, CHUNK_BYTES,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK, STORAGE, RULE,
-            )  # fmt: skip
-            at += whole
-            _change_slice(
-                gradients + at, core + at, state1 + at, state2 + at, slice_bytes - whole, ELEMENT,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, 1, STORAGE, RULE,
-            )  # fmt: skip
-
-    return update

@@ -25,7 +25,6 @@ See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,20 +33,17 @@ from torch import Tensor
 
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, next_power_of_2
 from rowmesh.ops.merge_update.cuda import change
-from rowmesh.ops.prefixes.cuda import Arrangement, arrange, starts_of, tile_of
+from rowmesh.ops.prefixes.cuda import arrange, starts_of, tile_of
+from rowmesh.ops.prefixes.handles import Arrangement
+from rowmesh.ops.tensor_train.shape import LINES, STEP, Shape
 
 __all__ = ["SIGNATURES", "Arrangement", "arrange", "backward", "forward", "multiply", "update"]
 
-_LINES = 64  # of a matrix product's tile, and about as many columns: 32 sums a thread
 _GRADIENT_LINES = 32  # of a program that sums gradients of products, whose addresses take registers too
-_STEP = 32  # columns and lines that a matrix product takes at a time
-_MOST_TERMS = 8  # columns of the last core whose loads do not wait for one another
 _IDS = tl.constexpr(4)  # likewise, ids of a prefix
 _PARTS = tl.constexpr(4)  # likewise, parts of a slice's gradient
-_CHUNK_LINES = 512  # lines, Q₁·Q₂ an id, over which a program sums a gradient of the last core
 _SEARCHED = 256  # segments that a program looks at at a time
 _SLICE = 256  # elements of a slice that a program finishes
-_PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
 
 
 @triton.jit(do_not_specialize=("num_groups",))
@@ -266,7 +262,7 @@ def _finish(
 
 def multiply(cores: Sequence[Tensor], arrangement: Arrangement, *, precision: str | None = None) -> Tensor:
     """The products of prefixes, `[P, q₁ · q₂, R₂]`, without the rows; arguments as for `forward`."""
-    shape, p2 = _Shape.of(cores, precision), arrangement.row_factors[1]
+    shape, p2 = Shape.of(cores, precision), arrangement.row_factors[1]
     num_products = arrangement.firsts.numel()
     products = cores[0].new_empty(num_products, shape.q12, shape.r2)
     launch(
@@ -294,16 +290,16 @@ def forward(
 
     Source: EL-Rec (SC'22) §III-A.
     """
-    shape = _Shape.of(cores, precision)
+    shape = Shape.of(cores, precision)
     num_ids = arrangement.order.numel()
     rows = cores[0].new_empty(num_ids, shape.dim) if rows is None else rows
     check("rows", rows, (cores[0].dtype,), 2, cores[0].device)
     products = multiply(cores, arrangement, precision=precision)
     launch(
-        _multiply_last, min(ceil_div(num_ids * shape.q12, _LINES), MOST_PROGRAMS), cores[2], products,
+        _multiply_last, min(ceil_div(num_ids * shape.q12, LINES), MOST_PROGRAMS), cores[2], products,
         arrangement.order, arrangement.prefixes, arrangement.lasts, arrangement.starts, arrangement.num_prefixes, rows,
-        Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=_LINES, COLUMNS=next_power_of_2(shape.q3),
-        STEP=min(_LINES, next_power_of_2(shape.r2)), TERMS=shape.terms,
+        Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=LINES, COLUMNS=next_power_of_2(shape.q3),
+        STEP=min(LINES, next_power_of_2(shape.r2)), TERMS=shape.terms,
     )  # fmt: skip
     return rows, products
 
@@ -346,74 +342,6 @@ def update(
     work.finish(rule, numbers, [(None, *(*state, None, None)[:2]) for state in states])
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The shape of cores, and of the tiles that they are multiplied in."""
-
-    q1: int
-    q2: int
-    q3: int
-    r1: int
-    r2: int
-    precision: str
-
-    @staticmethod
-    def of(cores: Sequence[Tensor], precision: str | None) -> _Shape:
-        for index, (core, dim) in enumerate(zip(cores, (3, 4, 3), strict=True)):
-            check(f"core {index + 1}", core, (torch.float32, torch.float64), dim, cores[0].device)
-        (_, q1, r1), (_, _, q2, r2), (_, q3, _) = (core.shape for core in cores)
-        torch_precision = torch.get_float32_matmul_precision() if precision is None else precision
-        return _Shape(
-            q1, q2, q3, r1, r2, "ieee" if cores[0].dtype == torch.float64 else _PRECISIONS[torch_precision]
-        )  # fmt: skip
-
-    @property
-    def dim(self) -> int:
-        return self.q1 * self.q2 * self.q3
-
-    @property
-    def q12(self) -> int:
-        return self.q1 * self.q2
-
-    @property
-    def width(self) -> int:
-        """Of a slice of G₂ as a matrix of R₁ lines."""
-        return self.q2 * self.r2
-
-    @property
-    def prefixes(self) -> int:
-        """Of a tile, each of q₁ lines."""
-        return max(_LINES // self.q1, 1)
-
-    @property
-    def ids(self) -> int:
-        """Over which a program sums a gradient of the last core."""
-        return max(_CHUNK_LINES // self.q12, 1)
-
-    @property
-    def terms(self) -> int:
-        """Columns of the last core at a time: the most that q₃ divides into."""
-        return max(n for n in range(1, _MOST_TERMS + 1) if self.q3 % n == 0)
-
-    def tile(self, num_columns: int) -> dict[str, int]:
-        """What matrix products over prefixes are compiled for."""
-        lines = max(next_power_of_2(self.prefixes * self.q1), 16)
-        return {
-            "Q1": self.q1, "R1": self.r1, "WIDTH": self.width, "PREFIXES": self.prefixes, "LINES": lines,
-            "COLUMNS": self.columns(num_columns),
-        }  # fmt: skip
-
-    @staticmethod
-    def columns(num_columns: int) -> int:
-        """Of a tile; matrix products take no fewer than 16."""
-        return min(max(next_power_of_2(num_columns), 16), _LINES)
-
-    @staticmethod
-    def step(length: int) -> int:
-        """How many terms of a sum a matrix product takes at a time."""
-        return min(max(next_power_of_2(length), 16), _STEP)
-
-
 class _Backward:
     """What the gradients of cores are made of; nothing is changed yet."""
 
@@ -422,13 +350,13 @@ class _Backward:
         precision: str | None,
     ) -> None:  # fmt: skip
         self.cores, self.arrangement, self.products = cores, arrangement, products
-        self.shape = shape = _Shape.of(cores, precision)
+        self.shape = shape = Shape.of(cores, precision)
         check("row_gradients", row_gradients, (cores[0].dtype,), 2, cores[0].device)
         check("products", products, (cores[0].dtype,), 3, cores[0].device)
         a = arrangement
         p1, p2, p3 = a.row_factors
         self.gradients = torch.empty_like(products)
-        columns = min(next_power_of_2(shape.r2), _LINES)
+        columns = min(next_power_of_2(shape.r2), LINES)
         programs = min(ceil_div(len(products) * shape.q12, _GRADIENT_LINES), MOST_PROGRAMS)
         launch(
             _product_gradients, (programs, ceil_div(shape.r2, columns)), cores[2], row_gradients, a.order, a.lasts,
@@ -449,7 +377,7 @@ class _Backward:
         launch(
             _last_parts, (num_tiles, ceil_div(shape.r2, shape.columns(shape.r2))), products, row_gradients, a.order,
             a.prefixes, by_last, self.last_starts, self.last_parts, p3, Q12=shape.q12, Q3=shape.q3, R2=shape.r2,
-            IDS=shape.ids, ROWS=max(next_power_of_2(shape.q3), 16), COLUMNS=shape.columns(shape.r2), STEP=_STEP,
+            IDS=shape.ids, ROWS=max(next_power_of_2(shape.q3), 16), COLUMNS=shape.columns(shape.r2), STEP=STEP,
             SEARCHED=_SEARCHED, PRECISION=shape.precision,
         )  # fmt: skip
 
@@ -470,7 +398,7 @@ class _Backward:
         launch(
             _finish_second, (p2, ceil_div(shape.r1, rows), ceil_div(shape.width, columns)), core1, self.gradients,
             self.arrangement.firsts, self.arrangement.group_starts, core2, *places[1], *scalars, Q1=shape.q1,
-            R1=shape.r1, WIDTH=shape.width, ROWS=rows, COLUMNS=columns, STEP=_STEP, PRECISION=shape.precision,
+            R1=shape.r1, WIDTH=shape.width, ROWS=rows, COLUMNS=columns, STEP=STEP, PRECISION=shape.precision,
             RULE=rule,
         )  # fmt: skip
         for p, core, place, parts, order, starts, chunk in (
@@ -493,15 +421,15 @@ def _narrow(keys: Tensor, most: int) -> Tensor:
 _NUMBERS = " fp64" * 8
 
 
-def _signatures(shape: _Shape, storage: str = "fp32", rule: str = "sgd") -> tuple[Signature, ...]:
+def _signatures(shape: Shape, storage: str = "fp32", rule: str = "sgd") -> tuple[Signature, ...]:
     """Of the kernels that are compiled for a shape."""
     f, searched = f"*{storage}", {"SEARCHED": _SEARCHED, "PRECISION": shape.precision}
     last = {"Q12": shape.q12, "Q3": shape.q3, "R2": shape.r2}
-    step = min(_LINES, next_power_of_2(shape.r2))
+    step = min(LINES, next_power_of_2(shape.r2))
     rows, columns = shape.columns(shape.r1), shape.columns(shape.width)
     updated = {"RULE": rule, "out": None, "state1": None, "state2": None}
     second = {
-        "Q1": shape.q1, "R1": shape.r1, "WIDTH": shape.width, "ROWS": rows, "COLUMNS": columns, "STEP": _STEP,
+        "Q1": shape.q1, "R1": shape.r1, "WIDTH": shape.width, "ROWS": rows, "COLUMNS": columns, "STEP": STEP,
         "PRECISION": shape.precision, **updated,
     }  # fmt: skip
     return (
@@ -511,7 +439,7 @@ def _signatures(shape: _Shape, storage: str = "fp32", rule: str = "sgd") -> tupl
         ),
         Signature(
             _multiply_last, f"{f} {f} *i64 *i32 *i32 *i32 *i32 {f}",
-            {**last, "LINES": _LINES, "COLUMNS": next_power_of_2(shape.q3), "STEP": step, "TERMS": shape.terms},
+            {**last, "LINES": LINES, "COLUMNS": next_power_of_2(shape.q3), "STEP": step, "TERMS": shape.terms},
         ),
         Signature(
             _product_gradients, f"{f} {f} *i64 *i32 *i32 *i32 {f}",
@@ -525,7 +453,7 @@ def _signatures(shape: _Shape, storage: str = "fp32", rule: str = "sgd") -> tupl
             _last_parts, f"{f} {f} *i64 *i32 *i64 *i32 {f} i32",
             {
                 **last, "IDS": shape.ids, "ROWS": max(next_power_of_2(shape.q3), 16),
-                "COLUMNS": shape.columns(shape.r2), "STEP": _STEP, **searched,
+                "COLUMNS": shape.columns(shape.r2), "STEP": STEP, **searched,
             },
         ),
         Signature(_finish_second, f"{f} {f} *i32 *i32 {f}{_NUMBERS}", second),
@@ -540,9 +468,9 @@ def _finish_signature(rule: str | None, num_states: int) -> Signature:
 
 
 SIGNATURES = (
-    *_signatures(_Shape(4, 4, 4, 64, 64, "ieee")),
-    *_signatures(_Shape(4, 4, 8, 128, 128, "tf32x3")),
-    *_signatures(_Shape(1, 1, 17, 16, 16, "ieee"), "fp64"),
+    *_signatures(Shape(4, 4, 4, 64, 64, "ieee")),
+    *_signatures(Shape(4, 4, 8, 128, 128, "tf32x3")),
+    *_signatures(Shape(1, 1, 17, 16, 16, "ieee"), "fp64"),
     _finish_signature(None, 0),
     _finish_signature("adam", 2),
 )  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.tensor_train.reference import dense
 from rowmesh.tables import Constant, Normal, Uniform
+from rowmesh.tables.cores import draw_cores
 from rowmesh.tensor_train import TensorTrainShape
-from rowmesh.tensor_train.initialize import draw_cores
 
 SHAPE = TensorTrainShape.choose(8000, 16, rank=16)
 

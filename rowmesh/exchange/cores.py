@@ -1,0 +1,354 @@
+"""CorePart: the tensor-train tables of a collection, whose cores every rank holds.
+
+Nothing travels to look rows up: each rank computes those of its own distinct ids from the cores. Their gradients become
+gradients of the cores, which all ranks add up in one fused vector for all tables (`rowmesh.exchange.core_sums`); then
+every rank makes the same update. Plans and replicas do not concern them.
+
+On a device all that is long stays there; the host waits for nothing but what [Note: what the host waits for] in
+`rowmesh.ops.look_up.device` says.
+
+Source: EL-Rec §III (look-up, gradients, fused update) and §V (cores on every worker, data-parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.choice import TransportName, transport_for
+from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreLayout, CoreSums, SharedSums
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.handshake import Handshake, Step, check_rates
+from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.route import Route, RouteGroup, RoutePart, table_bounds
+from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
+from rowmesh.ops.memory import array_at
+from rowmesh.ops.tensor_train import Lookup
+from rowmesh.placement import AddressMap, Plan, TableShape
+from rowmesh.placement.address_map import MAX_KEY
+from rowmesh.tables import TableGroup
+from rowmesh.tables.cores import CoreArena, Cores
+
+
+class CoreGroup:
+    """A group of tensor-train tables, routed as if one rank held all their rows; slots are row numbers.
+
+    Args:
+        group: the tables.
+        device: where cores are and look-ups run; None: the host.
+
+    Attributes:
+        arena: their cores.
+        exchange: routes batches.
+    """
+
+    def __init__(self, group: TableGroup, device: torch.device | None) -> None:
+        self.group, self.arena, address_map = group, CoreArena(group, device), virtual_addresses(group)
+        arena: Any = self.arena
+        self.exchange = GroupExchange(group, address_map, arena, device, is_computed=True)
+        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
+
+    def fetch(self, group: RouteGroup) -> None:
+        """Computes the rows of a batch's distinct ids."""
+        keep = torch.is_grad_enabled()
+        is_on_host = self.exchange.device is None
+        group.incoming = self._look_up(group, keep) if is_on_host else self._launch(group, keep)
+
+    def _look_up(self, group: RouteGroup, keep: bool) -> list[Lookup]:
+        look_up, send, row_bytes = group.look_up, group.look_up.send, group.exchange.row_bytes
+        rows = look_up.received.reserve(group.num_unique * row_bytes)
+        addresses = array_at(look_up.addresses, np.int64, group.num_unique)
+        addresses[:] = rows + row_bytes * np.arange(group.num_unique)
+        slots = send.lists.array(np.uint32, group.num_unique, offset=send.slots_offset).astype(np.int64)
+        lookups = []
+        for table, first in enumerate(self._first_slots):
+            begin, end = send.segment_offsets[0, table : table + 2].tolist()
+            ids = torch.from_numpy(slots[begin:end] - first)
+            lookups.append(self.arena.look_up(table, ids, rows + begin * row_bytes, keep=keep))
+        return lookups
+
+    def _launch(self, group: RouteGroup, keep: bool) -> list[Lookup]:
+        """The same on a device, which alone knows how many distinct ids there are.
+
+        The unique ids of a table do not begin behind where its ids do, so that as many can be read from there.
+        """
+        look_up, unique, device = group.look_up, group.look_up.unique, self.exchange.device
+        look_up.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=device)
+        lookups = []
+        for table, (begin, end) in enumerate(pairwise(table_bounds(self.group, group.layout))):
+            first, last = unique.offsets[table : table + 1], unique.offsets[table + 1 : table + 2]
+            ids = unique.unique.index_select(0, first + torch.arange(end - begin, device=device))
+            lookups.append(self.arena.look_up(table, ids, look_up.source, keep=keep, num=last - first, first=first))
+        return lookups
+
+    def gradients(self, groups: Sequence[RouteGroup], table: int) -> tuple[Lookup, Tensor] | None:
+        """The distinct ids of a table in all batches, and the gradients of their rows; None where there are no ids."""
+        taken = []
+        for group in groups:
+            lookup: Lookup = group.incoming[table]
+            if not lookup.num_unique:
+                continue
+            if lookup.version != self.arena.version:
+                lookup.release_products()  # gradients go through the cores as they are now
+            taken.append((lookup, self._row_gradients(group, table, lookup)))
+        if len(taken) < 2:
+            return taken[0] if taken else None
+        return Lookup.merged(taken)
+
+    def _row_gradients(self, group: RouteGroup, table: int, lookup: Lookup) -> Tensor:
+        if self.exchange.device is not None:
+            return group.look_up.summed  # of all tables: the look-up knows where its own are
+        send = group.look_up.send
+        offset = int(send.segment_offsets[0, table]) * group.exchange.gradient_bytes
+        return send.gradients.tensor(self.group.dtype, lookup.num_unique, self.group.dim, offset=offset)
+
+    def finish(self, groups: Sequence[RouteGroup]) -> None:
+        """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""
+        for group in groups:
+            group.incoming = None
+            if self.exchange.device is None:
+                send = group.look_up.send
+                self.exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
+            else:
+                group.exchange.count_alone(group)
+                group.look_up.gradients = None  # it may be large, and routes may live on
+
+
+class CorePart:
+    """Groups of tensor-train tables on one rank. Takes part in a collection as `rowmesh.exchange.part.Part` does.
+
+    Args:
+        device: of this rank; None: the host.
+        mesh: all ranks.
+        groups: of the collection.
+        indices: numbers of those with tensor-train tables.
+        transport: how gradients travel; on a device always by messages.
+        common: counts the messages.
+
+    Attributes:
+        mesh: all ranks.
+        transport_name: "local", "one_sided" or "collective".
+        reason: why that.
+        exchanges: of the groups, in their order; made by `allocate`.
+        indices: their numbers in the collection.
+    """
+
+    replicas, averages, is_behind = 1, False, False  # the cores of all ranks are equal
+    title = "tensor-train tables"  # for people
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        mesh: Mesh,
+        groups: Sequence[TableGroup],
+        indices: Sequence[int],
+        transport: TransportName,
+        common: CommonCounters,
+    ) -> None:
+        self.mesh, self.indices, self._device = mesh, list(indices), device
+        self.transport_name, self.reason = transport_for(transport if device is None else "collective", mesh)
+        self.exchanges: list[GroupExchange] = []
+        self._groups: list[CoreGroup] = []
+        self._tables, self._common = [groups[index] for index in indices], common
+        self._sums: CoreSums | None = None
+        self._channel: Channel | None = None
+        if device is None:
+            return
+        if mesh.world_size > 1:
+            self._channel = Channel.between_devices(mesh, device)
+            self.reason = self._channel.reason
+            if transport == "one_sided":
+                self.reason += "; not one_sided: devices add gradients of cores up by messages"
+        else:
+            self.reason = f"there is one rank, on {device}"
+        self._late = LateChecks(mesh.name(mesh.rank))
+        # Where there are dense tables, their messages bring what ranks must know of each other.
+        self._compares = mesh.world_size > 1 and len(indices) == len(groups)
+        self._num_fetches = self._num_pushes = 0
+
+    def allocate(self) -> None:
+        """Makes room for the cores.
+
+        Raises:
+            MemoryError: a device has none.
+        """
+        self._groups = [CoreGroup(group, self._device) for group in self._tables]
+        self.exchanges = [group.exchange for group in self._groups]
+
+    def connect(self) -> None:
+        """Makes ranks known to each other. Collective."""
+        self._layout = CoreLayout([cores for group in self._groups for cores in group.arena.tables])
+        self._sums = self._make_sums(self._layout.size, self._tables[0].dtype)
+        if self._device is not None and self._compares:
+            hosts = Channel.between_hosts(self.mesh)
+            self._handshake = Handshake(self.mesh, hosts, 2, self._common)
+
+    def _make_sums(self, size: int, dtype: torch.dtype) -> CoreSums | None:
+        """What adds vectors of so many elements up; None where one rank is alone."""
+        if self.transport_name == "local":
+            return None
+        if self.transport_name == "one_sided":
+            return SharedSums(self.mesh, size, dtype)
+        channel = self._channel
+        if channel is None:
+            # A group of its own: other threads may send those of the network meanwhile.
+            group = self.mesh.subgroup([range(self.mesh.world_size)], USE)
+            channel = Channel(self.mesh, group, self.mesh.rank, self.mesh.world_size)
+        return CollectiveSums(self.mesh, channel, size, dtype, self._common, self._device)
+
+    def cores(self, table: str) -> Cores:
+        """The cores of one of the tables, by its name."""
+        (found,) = (cores for group in self._groups for cores in group.arena.tables if cores.table == table)
+        return found
+
+    def fill_from(self, before: CorePart) -> Moved:
+        """Takes the cores and states of another part for the same tables; nothing moves between ranks."""
+        for mine, theirs in zip(self._groups, before._groups, strict=True):
+            mine.arena.copy_from(theirs.arena)
+        return Moved(rows=0, num_bytes=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        own = 0 if self._sums is None else self._sums.num_bytes
+        return own + sum(group.exchange.num_bytes + group.arena.buffer_bytes for group in self._groups)
+
+    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+        """Computes the rows of this rank's distinct ids; no communication, but between devices without dense tables.
+
+        Raises:
+            IdRangeError: on a device, a batch of this rank has ids that are no rows.
+            PeerError: on devices, one of another rank has.
+        """
+        if self._device is not None:
+            self._notice_refused(RoutePart(route, self.indices))
+        for group, index in zip(self._groups, self.indices, strict=True):
+            group.fetch(route.groups[index])
+
+    def _notice_refused(self, route: RoutePart) -> None:
+        """Sees to it that ids which are no rows are noticed, which a device finds."""
+        if self._compares:
+            self._late.read()
+            self._compare(route)
+        else:
+            self._late.add(route)
+
+    def _compare(self, route: RoutePart) -> None:
+        """All ranks learn which of them refuse their batch; the host waits for this rank's numbers."""
+        self._num_fetches += 1
+        unique = [group.look_up.unique.num_unique for group in route.groups]
+        refused, *numbers = torch.cat([route.late.refused, route.late.outside, *unique]).tolist()
+        self._handshake.numbers[:, 1] = refused
+        everyone = self._handshake(self._num_fetches)[:, 1].tolist()
+        check_everywhere(route, self.mesh, numbers[: len(route.late.outside)], everyone)
+        for group, count in zip(route.groups, numbers[len(route.late.outside) :], strict=True):
+            count_unique(group, [count])
+
+    def push(self, routes: Sequence[Route], step: Step) -> None:
+        """Updates the cores by the gradients of all ranks. Collective.
+
+        Args:
+            routes: with gradients.
+            step: of all groups of the collection.
+        """
+        if self._device is not None:
+            self._late.read()
+            if self._compares:
+                self._num_pushes += 1
+                self._handshake(-self._num_pushes, step)
+        pushed = [[route.groups[index] for route in routes] for index in self.indices]
+        scaling, rates = 1.0 / self.mesh.world_size, [step.rates[index] for index in self.indices]
+        numbers = [
+            group.optimizer.numbers(rate.lr, scaling * rate.factor, step.number)
+            for group, rate in zip(self._tables, rates, strict=True)
+        ]
+        if self._sums is None:
+            for number, table, (lookup, gradients) in self._found(pushed):
+                self._groups[number].arena.update(table, lookup, gradients, numbers[number])
+        else:
+            self._update_together(self._sums, pushed, numbers, step)
+        self.forget()
+        for group, of_group in zip(self._groups, pushed, strict=True):
+            group.finish(of_group)
+
+    def _found(self, pushed: Sequence[Sequence[RouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
+        """Tables with gradients here: number of the group, number of the table in it, look-up and gradients of rows."""
+        for number, (group, of_group) in enumerate(zip(self._groups, pushed, strict=True)):
+            for table in range(len(group.arena.tables)):
+                if (found := group.gradients(of_group, table)) is not None:
+                    yield number, table, found
+
+    def _update_together(
+        self,
+        sums: CoreSums,
+        pushed: Sequence[Sequence[RouteGroup]],
+        numbers: Sequence[tuple[float, ...]],
+        step: Step,
+    ) -> None:
+        vector = sums.begin()
+        views, is_on_host = self._layout.views(vector), self._device is None
+        if is_on_host:  # for devices hosts compare what they do
+            self._layout.write_digest(vector, step.digest)
+        for number, table, (lookup, found) in self._found(pushed):
+            cores = self._groups[number].arena.tables[table]
+            gradients, touched = views[cores.table]
+            lookup.fill_gradients(cores.cores, found, gradients)
+            lookup.prefixes.mark_touched(touched)
+        total = sums.finish()
+        if is_on_host and not self._layout.has_one_digest(total, self.mesh.world_size):
+            check_rates(self.mesh, [0, 1], step)
+        totals = self._layout.views(total)
+        for group, of_group in zip(self._groups, numbers, strict=True):
+            for table, cores in enumerate(group.arena.tables):
+                group.arena.apply(table, *totals[cores.table], of_group)
+
+    def synchronize(self) -> None:
+        """Cores are always equal."""
+
+    def forget(self) -> None:
+        """The cores change: products made of them before are stale."""
+        for group in self._groups:
+            group.arena.version += 1
+
+    def settle_own(self) -> None:
+        """Cores are always up to date."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks and their devices; raises what is wrong with batches that the host did not look at."""
+        if self._device is not None:
+            self._late.read()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        if self._sums is not None:
+            self._sums.barrier()
+
+    def close(self) -> None:
+        """Gives back what is held for other ranks."""
+        if self._device is not None:
+            self._late.clear()
+        if self._sums is not None:
+            self._sums.close()
+
+
+def virtual_addresses(group: TableGroup) -> AddressMap:
+    """Virtual address map for tables without stored rows, as if one rank held them all.
+
+    Raises:
+        ConfigurationError: there are more than can be told apart.
+    """
+    names = [table.name for table in group.tables]
+    if (rows := sum(table.num_rows for table in group.tables)) > MAX_KEY:
+        raise ConfigurationError(
+            f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
+            "told apart; give some of them another optimizer or initializer, which makes a group of their own"
+        )
+    return AddressMap(Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
