@@ -137,7 +137,9 @@ class Copies:
         return [self._cut(theirs, count) for theirs, count in zip(everyone, counts, strict=True)]
 
     def _message_bytes(self, counts: list[int]) -> int:
-        return round_up((self._exchange.gradient_bytes + _SLOT_BYTES) * max(counts), 64)
+        exchange = self._exchange
+        number_bytes = exchange.gradient_bytes // exchange.group.dim  # gradients of every member are aligned to it
+        return round_up((exchange.gradient_bytes + _SLOT_BYTES) * max(counts), number_bytes)
 
     def _cut(self, message: Tensor, count: int) -> Sums:
         split = self._exchange.gradient_bytes * count
