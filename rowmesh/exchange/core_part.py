@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName, transport_for
 from rowmesh.exchange.core_layout import CoreLayout
 from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.handshake import Step, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
+from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.exchange.workspace import private_outbox
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
@@ -114,7 +114,7 @@ class Fetched:
 
 
 class CorePart:
-    """Groups of tensor-train tables on one rank. Takes part in a collection as `rowmesh.exchange.part.Part` does.
+    """Groups of tensor-train tables on one rank. Takes part in a collection as `ShardGroup` does.
 
     Args:
         mesh: all ranks.
@@ -130,8 +130,6 @@ class CorePart:
         exchanges: of the groups, in their order; made by `allocate`.
         indices: their numbers in the collection.
     """
-
-    replicas, averages, is_behind = 1, False, False  # the cores of all ranks are equal
 
     def __init__(
         self,
@@ -249,14 +247,11 @@ class CorePart:
         if not self._layout.has_one_digest(total, self.mesh.world_size):
             check_rates(self.mesh, [0, 1], step)
 
-    def synchronize(self) -> None:
-        """Cores are always equal."""
-
     def forget(self) -> None:
         """Somebody sets the cores."""
         self._version += 1
 
-    def settle_own(self) -> None:
+    def flush_own(self) -> None:
         """Cores are always up to date."""
 
     def barrier(self) -> None:

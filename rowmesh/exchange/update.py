@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rowmesh.ops.merge_update import Merger, Singles
 
 
-class Update:
-    """The optimizer's numbers for one group and step."""
+class Update(NamedTuple):
+    """The optimizer's numbers for one group and step.
 
-    __slots__ = ("lr", "scaling", "step")
+    Attributes:
+        lr: the learning rate.
+        scaling: what summed gradients are multiplied by first.
+        step: its number, from 1.
+    """
 
-    def __init__(self, lr: float, scaling: float, step: int) -> None:
-        self.lr = lr
-        self.scaling = scaling
-        self.step = step
+    lr: float
+    scaling: float
+    step: int
 
 
 class Updater(Protocol):

@@ -23,7 +23,7 @@ def memory_of_relayed_rows(mesh, num_direct):
     optimizer = EmbeddingOptimizer(collection)
     batch = SparseBatch.from_bags({"a": [list(range(NUM_ROWS))]})
     first, second = collection(batch), collection(batch)
-    workspaces = collection._exchanges[0]._all_workspaces
+    workspaces = collection.engine.exchanges[0]._all_workspaces
     before = [workspace.relayed.num_bytes for workspace in workspaces]
     (first.values + second.values).sum().backward()
     optimizer.step()

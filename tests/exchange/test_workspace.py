@@ -40,7 +40,7 @@ def test_the_parts_of_the_lists_do_not_overlap():
 
 def num_idle(embeddings):
     gc.collect()
-    return [len(exchange.workspaces) for exchange in embeddings._exchanges]
+    return [len(exchange.workspaces) for exchange in embeddings.engine.exchanges]
 
 
 def test_workspaces_come_back():
@@ -67,4 +67,4 @@ def test_workspaces_come_back_from_refused_batches(bags):
         with pytest.raises(IdRangeError):
             embeddings(SparseBatch.from_bags(bags))
     assert num_idle(embeddings) == [1, 1]
-    assert len(embeddings._router.idle) == 1
+    assert len(embeddings.engine.router.idle) == 1

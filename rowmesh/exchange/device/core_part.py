@@ -2,7 +2,7 @@
 
 As on a CPU (`rowmesh.exchange.core_part`): rows are computed where they are looked up, and on several ranks the
 gradients of all cores are added up in one fused vector, in the order of the ranks. All that is long stays on the
-device; the host waits for nothing but what [Note: what the host waits for] in `rowmesh.exchange.device.backend` says.
+device; the host waits for nothing but what [Note: what the host waits for] in `rowmesh.exchange.devices` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.core_part import CorePart, Fetched, core_map
 from rowmesh.exchange.core_sums import CollectiveSums, CoreSums
 from rowmesh.exchange.counters import CommonCounters
@@ -29,6 +28,7 @@ from rowmesh.exchange.device.route import (
 from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.transports import TransportName
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.tables import TableGroup

@@ -23,7 +23,7 @@ _NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
 
 
 class DeviceLocal:
-    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.device.backend`.
+    """One rank. The host never waits; see [Note: what the host waits for] in `rowmesh.exchange.devices`.
 
     Args:
         reason: why there is one.

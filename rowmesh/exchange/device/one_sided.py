@@ -14,14 +14,14 @@ what all ranks asked for before it and what they ask for after it. So, of all ra
               ── barrier: nobody reads rows any more, all outboxes are complete
               all outboxes are read, own rows are updated
               ── barrier: rows are updated, nobody reads outboxes any more
-    settle    own rows are brought together with those of other replicas
-    fetch     ── barrier, only after `settle`: rows are as they are to be
+    flush     own rows are brought together with those of other replicas
+    fetch     ── barrier, only after `flush`: rows are as they are to be
               rows of all arenas are read …
 
-What replicas tell each other changes rows between a push and the `settle` that all ranks come by before they do
+What replicas tell each other changes rows between a push and the `flush` that all ranks come by before they do
 anything else: nobody reads rows since the second barrier of that push. Where replicas are made equal between two steps,
 after look-ups that no push followed, ranks come by `DeviceOneSided.barrier` first, where hosts wait for all devices. A
-push after `settle` needs no barrier but its own: it reads outboxes, and changes own rows after what changed them
+push after `flush` needs no barrier but its own: it reads outboxes, and changes own rows after what changed them
 before. Messages between replicas are waited for by the stream that all this is on.
 
 A device's barrier names nobody who does not come. Therefore the hosts compare before every fetch and push what they
