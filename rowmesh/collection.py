@@ -6,9 +6,7 @@ and `rowmesh.optim.EmbeddingOptimizer.step` is the last. What they do is in `row
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -16,13 +14,12 @@ from torch import nn
 from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.devices import usable_device
 from rowmesh.exchange.handshake import agree_on_tables
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import GroupExchange, Route
-from rowmesh.exchange.shard_group import ShardGroup, ShardOptions
+from rowmesh.exchange.route import Route
+from rowmesh.exchange.shard_group import ShardOptions
 from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
@@ -36,8 +33,6 @@ from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tensor_train.arena import Cores
 
-logger = logging.getLogger("rowmesh")
-
 
 class EmbeddingCollection(nn.Module):
     """Embedding tables, their rows spread over the ranks, or computed on every rank from cores (`TableSpec.storage`).
@@ -49,9 +44,9 @@ class EmbeddingCollection(nn.Module):
 
     Under `torch.no_grad()` any number of threads may look up at once; on one rank also while another thread trains:
     each finds rows as they are between two steps. On several ranks threads look up between two steps only, equally
-    often on every rank. Batches of tiered tables that threads look up at once must fit into fast memory together. On a
-    GPU all is asked of the stream that is current. One thread at a time trains: `step` raises RowmeshError where two
-    do. While a pipeline runs, its thread alone looks up.
+    often on every rank. What they look up of tiered tables must fit into fast memory together. One thread at a time
+    trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up. On a GPU all is
+    asked of the current stream.
 
     Args:
         tables: what to store.
@@ -62,12 +57,11 @@ class EmbeddingCollection(nn.Module):
         plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
             same model. Tensor-train tables are in none: every rank has their cores.
         replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks, between which no
-            row travels to be looked up; one number for all tables, or one for each by name. It must divide the number
-            of ranks.
+            row travels to be looked up; one number, or one for each table by name. It must divide the number of ranks.
         synchronization: how replicas are kept together; "exact" trains the same model as one replica does.
         tiers: how much of tiered tables is in fast memory, and where the rest is.
-        device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU). Batches stay in the host's memory,
-            best pinned; vectors come out on the device. It trains the same model, equal to rounding.
+        device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU); equal to rounding. Batches stay in
+            the host's memory, best pinned; vectors come out on the device.
 
     Raises:
         ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, ranks
@@ -101,12 +95,10 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         check_name(transport)
-        place = usable_device(device)
-        tables = tuple(tables)
+        place, tables = usable_device(device), tuple(tables)
         check_tables(tables)
-        self.mesh = mesh or Mesh()
+        self.mesh, self.tiers = mesh or Mesh(), tiers or Tiers()
         self.synchronization = synchronization or Synchronization()
-        self.tiers = tiers or Tiers()
         shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
         if plan is None:
             plan = Plan.dealt(shapes, size, per_node, replicas=replicas)
@@ -114,31 +106,18 @@ class EmbeddingCollection(nn.Module):
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
         plan.check_fits(shapes, size, per_node)
-        # By what update rules scale moments depends on the replicas.
         averaged = plan.replicas if self.synchronization.mode == "average" else {}
         self.tables = tuple(with_moment_scale(table, averaged.get(table.name, 1)) for table in tables)
-        self._common = CommonCounters()
-        options = ShardOptions(
-            transport=transport,
-            synchronization=self.synchronization,
-            tiers=self.tiers,
-            common=self._common,
-            device=place,
-        )
+        self.common_counters = CommonCounters()
+        options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place)
         self.engine = Engine(self.tables, plan, self.mesh, options, seed, str(device))
-        self.groups = self.engine.groups
+        self.device, self.groups = self.engine.device, self.engine.groups
         self.features, self.dims = self.engine.outputs.features, self.engine.outputs.dims
-        logger.info("transport %s: %s", self.transport, self.transport_reason)
 
     @property
     def plan(self) -> Plan:
         """Which ranks hold each row now."""
         return self.engine.plan
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted."""
-        return self.engine.options.device or torch.device("cpu")
 
     @property
     def transport(self) -> str:
@@ -156,11 +135,6 @@ class EmbeddingCollection(nn.Module):
         return self.engine.step_count
 
     @property
-    def num_migrations(self) -> int:
-        """How many plans were taken over."""
-        return self.engine.num_migrations
-
-    @property
     def counters(self) -> list[GroupCounters]:
         """What each group moved since the start, on this rank."""
         return [exchange.counters for exchange in self.engine.exchanges]
@@ -170,11 +144,6 @@ class EmbeddingCollection(nn.Module):
         """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
         arenas = {exchange.group.name: exchange.arena for exchange in self.engine.exchanges}
         return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, CachedArena)}
-
-    @property
-    def common_counters(self) -> CommonCounters:
-        """What the messages that serve all groups at once moved since the start, on this rank."""
-        return self._common
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -209,10 +178,8 @@ class EmbeddingCollection(nn.Module):
     def push(self, routes: Sequence[Route], lrs: Sequence[float]) -> None:
         """Sends the gradients of routes to the owners, which update their rows; collective.
 
-        Ranks need not push the same routes: one without gradients adds nothing.
-
         Args:
-            routes: routes whose backward has run; the gradients of several add up.
+            routes: routes whose backward has run, not the same on all ranks; the gradients of several add up.
             lrs: the learning rate of each group, the same on all ranks.
 
         Raises:
@@ -228,52 +195,38 @@ class EmbeddingCollection(nn.Module):
         """Pushes every route whose backward has run since the last push; `lrs` as for `push`."""
         self.engine.push_pending([Rate(lr) for lr in lrs])
 
-    def discard_pending(self) -> None:
-        """Forgets gradients that were not pushed."""
-        self.engine.discard_pending()
-
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal, for an evaluation or a checkpoint between two averages. Collective.
 
-        Does nothing where they always are: without replicas, and under exact synchronization. Where it does something,
-        rows that were fetched before are stale.
+        Does nothing where they always are: without replicas, and under exact synchronization. Else fetched rows are
+        stale.
         """
         self.engine.synchronize()
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas: before `held_rows` are set on all of them.
 
-        `rowmesh.checkpoint.load` calls it.
-
-        Raises:
-            RowmeshError: a pipeline runs, which has rows of later batches already.
+        `rowmesh.checkpoint.load` calls it. Raises RowmeshError while a pipeline runs: it has rows of later batches.
         """
         self.engine.forget_differences()
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
 
-        Replicas that are averaged now and then are averaged first.
-
-        Collective and blocking: every rank calls it with the same plan, when gradients are pushed and no batch is
-        under way. Views that `local_rows` and `held_rows` gave show the rows under the old plan, which are not
-        updated any more. Counters go on.
-
-        Until it is done a rank has the rows of both plans in memory, and buffers of about 64 MiB. Every row that a
-        rank comes to hold moves once: its values, and its states.
-
-        Args:
-            plan: for the same tables, ranks and replicas.
+        Collective and blocking: every rank calls it with the same plan, of as many replicas as before, when gradients
+        are pushed and no batch is under way. Replicas that are averaged now and then are averaged first. Counters go
+        on; views from `local_rows` and `held_rows` show rows under the old plan, which are not updated any more. Until
+        it is done a rank has the rows of both plans in memory, and buffers of about 64 MiB. A row moves once to each
+        rank that comes to hold it.
 
         Returns:
             What moved, on all ranks together.
 
         Raises:
-            RowmeshError: a batch is under way on some rank; names it. The old plan goes on.
-            ConfigurationError: the plan is for other tables, ranks or replicas, or the device cannot run it, or ranks
-                have different ones. The old plan goes on.
+            RowmeshError: a batch is under way on some rank; names it. The old plan goes on, as with the next two.
+            ConfigurationError: the plan is for other tables, ranks or replicas, or ranks have different ones.
+            MemoryError: a rank has no room for the rows of both plans.
             IdRangeError: on a device, an earlier batch that nobody looked at had ids that are no rows.
-            MemoryError: a rank has no room for the rows of both plans. The old plan goes on.
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
 
         Example:
@@ -287,49 +240,34 @@ class EmbeddingCollection(nn.Module):
         return self.engine.migrate(plan)
 
     def local_rows(self, table: str) -> list[LocalRows]:
-        """The rows of a table whose home is this rank, and their optimizer state, as views.
+        """The rows of a table that this rank owns, and their optimizer state, as views.
 
-        Every row of a table is among the local rows of one rank; replicas share them. Where the plan copies rows, their
-        copies are not: who changes values in place changes those of `held_rows`.
-
-        Where tables have replicas, ask again after a step: what others tell may still be on its way to views that were
-        made before. Between two averages replicas differ; `synchronize` first. Where there are more than two, every
-        rank must call this equally often.
+        Every row of a table is among the local rows of one rank; replicas share them. Copies of rows are not: to change
+        values in place, change those of `held_rows`. Where tables have replicas, ask again after a step: what others
+        send may still be on its way to older views. Between two averages replicas differ; `synchronize` first. Where
+        there are more than two, every rank must call this equally often.
 
         Raises:
             KeyError: there is no such table.
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
-        shard_group, exchange, number = self._find_stored(table)
+        shard_group, exchange, number = self.engine.find_rows(table)
         pieces = [shard_group.share(piece) for piece in exchange.address_map.homed(number)]
         return [view for piece in pieces for view in views_of(exchange, piece)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
-        For tables with replicas see `local_rows`. Who sets their values, on all replicas alike, calls
+        For tables with replicas, and errors, see `local_rows`. To set values, on all replicas alike, call
         `forget_differences` before.
-
-        Raises:
-            KeyError: there is no such table.
-            ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
-        _, exchange, number = self._find_stored(table)
+        _, exchange, number = self.engine.find_rows(table)
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
-
-    def _find_stored(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
-        shard_group, exchange, number = self.engine.find(table)
-        if isinstance(shard_group, CorePart):
-            raise ConfigurationError(
-                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
-                f"nowhere; cores({table!r}) gives what they are computed from"
-            )
-        return shard_group, exchange, number
 
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.
 
-        Who sets their values, on all ranks alike, calls `forget_differences` before. `Cores.rows` computes rows.
+        To set values, on all ranks alike, call `forget_differences` before. `Cores.rows` computes rows.
 
         Raises:
             KeyError: there is no such table.
@@ -342,10 +280,7 @@ class EmbeddingCollection(nn.Module):
             >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
-        shard_group, exchange, number = self.engine.find(table)
-        if not isinstance(shard_group, CorePart):
-            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
-        return cast("CoreExchange", exchange).arena.tables[number]
+        return self.engine.find_cores(table)
 
     def barrier(self) -> None:
         """Waits until all ranks have come here; needed after changing `local_rows` in place."""

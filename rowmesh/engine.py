@@ -7,20 +7,21 @@ the step count. In place of the four verbs a pipeline drives windows: `make_wind
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from threading import Event
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.exchange.core_part import CorePart
+from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.devices import check_windows, make_router, make_window_maker, windows_of
 from rowmesh.exchange.handshake import Step, agree_to_migrate
 from rowmesh.exchange.migration import Moved
@@ -39,6 +40,9 @@ from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
+from rowmesh.tensor_train.arena import Cores
+
+logger = logging.getLogger("rowmesh")
 
 
 class Rows:
@@ -101,6 +105,7 @@ class Engine:
 
     Attributes:
         plan: which ranks hold each row now.
+        device: where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted.
         groups: of tables that travel together.
         outputs: makes vectors of rows.
         router: finds the rows of batches.
@@ -122,6 +127,7 @@ class Engine:
         device_name: str,
     ) -> None:
         self.mesh, self.plan, self.options = mesh, plan, options
+        self.device = options.device or torch.device("cpu")
         self._tables, self._device_name = tuple(tables), device_name
         self._rows_mesh = mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
         self.groups = fuse(tables, plan.replicas)
@@ -145,6 +151,7 @@ class Engine:
         self._num_fetches = self._num_pushes = 0
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = 0
+        logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -388,8 +395,24 @@ class Engine:
             for each in self._all:
                 each.forget()
 
-    def find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
-        """Where a table is: its shard group, its group, its number there; what this rank holds of it is up to date."""
+    def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
+        """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
+        shard_group, exchange, number = self._find(table)
+        if isinstance(shard_group, CorePart):
+            raise ConfigurationError(
+                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
+                f"nowhere; cores({table!r}) gives what they are computed from"
+            )
+        return shard_group, exchange, number
+
+    def find_cores(self, table: str) -> Cores:
+        """The cores of a tensor-train table."""
+        shard_group, exchange, number = self._find(table)
+        if not isinstance(shard_group, CorePart):
+            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
+        return cast("CoreExchange", exchange).arena.tables[number]
+
+    def _find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
         self.wait()
         with self.gate.writing:  # what replicas sent may be on its way
             return self.shard_groups.find(table)

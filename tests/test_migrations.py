@@ -165,7 +165,7 @@ def refuse(mesh, transport):
         attempt(a_plan(0))
         vectors.square().sum().backward()
         del vectors
-        collection.discard_pending()
+        collection.engine.discard_pending()
     attempt(a_plan(mesh.rank))
     attempt(Plan.dealt([TableShape.of(table) for table in behaviour.TABLES], 4))
     allocate = collection.engine.shard_groups.stored[0].transport.allocate

@@ -6,7 +6,7 @@ hold what this one holds, its *replicate group*. Tensor-train tables, which are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -31,7 +31,7 @@ from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class ShardOptions:
     """What all shard groups of a collection have in common.
 
@@ -66,7 +66,7 @@ class ShardGroup:
     Attributes:
         mesh: the ranks of this rank's replica group.
         plan: of these tables, for those ranks.
-        transport: between them.
+        transport: between them; `transport_name` is its name.
         reason: why that transport.
         device: where rows are; None for the host's memory.
         exchanges: of the groups, in their order; made by `allocate`.
@@ -103,7 +103,7 @@ class ShardGroup:
             # Process groups are known by the order in which their ranks are named.
             self._second = mesh.subgroup([ranks[::-1] for ranks in grid.columns])
         self.transport, self.reason = self._make_transport(mesh, grid)
-        self.transport.common = options.common
+        self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: Synchronizer | None = None
         self.needs_flush = False
@@ -179,11 +179,9 @@ class ShardGroup:
         if self._is_tiered:
             arena = self._options.tiers.make_arena(group, num_slots, self.mesh.rank, device)
             exchange = DeviceTieredExchange(group, address_map, arena)
-        else:
-            rows = self.transport.make_rows(group, address_map.num_slots)
-            arena = DenseArena(group, num_slots, device, rows)
-            asks_owners = self.transport.name != "one_sided"
-            exchange = DeviceExchange(group, address_map, arena, asks_homes=asks_owners)
+            return exchange
+        arena = DenseArena(group, num_slots, device, self.transport.make_rows(group, address_map.num_slots))
+        exchange = DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
         return exchange
 
     def connect(self) -> None:
@@ -203,13 +201,7 @@ class ShardGroup:
     @property
     def title(self) -> str:
         """What it holds, for people."""
-        on_device = "" if self.device is None else f" on {self.device}"
-        return f"tables of {self.replicas} replica(s){on_device}"
-
-    @property
-    def transport_name(self) -> str:
-        """Of the transport."""
-        return self.transport.name
+        return f"tables of {self.replicas} replica(s)" + ("" if self.device is None else f" on {self.device}")
 
     def fill_from(self, before: ShardGroup) -> Moved:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
@@ -286,7 +278,7 @@ class ShardGroup:
         if self.synchronizer is not None and self.needs_flush:
             self.synchronizer.finish()
             self.needs_flush = False
-            if self.transport.name == "one_sided":  # with the others, a rank that replies with rows has flushed before
+            if self.transport_name == "one_sided":  # with the others, a rank that replies with rows has flushed before
                 self.transport.publish()
 
     def flush_own(self) -> None:
@@ -384,7 +376,9 @@ class ShardGroups:
                 f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
                 f"state that the plan gives it: {text}{outcome}"
             )
-        numbered = {index: exchange for each in self.all for index, exchange in _numbered(each)}
+        numbered: dict[int, GroupExchange] = {}
+        for each in self.all:
+            numbered.update(zip(each.indices, each.exchanges, strict=True))
         self.exchanges = [numbered[index] for index in sorted(numbered)]
 
     def connect(self) -> None:
@@ -439,10 +433,6 @@ class ShardGroups:
         """Gives back what transports hold."""
         for each in self.all:
             each.close()
-
-
-def _numbered(group: ShardGroup | CorePart) -> Iterator[tuple[int, GroupExchange]]:
-    return zip(group.indices, group.exchanges, strict=True)
 
 
 def _make_core_part(
