@@ -175,14 +175,11 @@ class ShardGroup:
         from rowmesh.exchange.device.tiered import DeviceTieredExchange
 
         num_slots = address_map.num_slots[self.mesh.rank]
-        exchange: Any
         if self._is_tiered:
             arena = self._options.tiers.make_arena(group, num_slots, self.mesh.rank, device)
-            exchange = DeviceTieredExchange(group, address_map, arena)
-            return exchange
+            return cast("Any", DeviceTieredExchange(group, address_map, arena))
         arena = DenseArena(group, num_slots, device, self.transport.make_rows(group, address_map.num_slots))
-        exchange = DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
-        return exchange
+        return cast("Any", DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided"))
 
     def connect(self) -> None:
         """Makes ranks known to each other, when all rows have their values. Collective."""
@@ -195,8 +192,9 @@ class ShardGroup:
             return
         from rowmesh.exchange.device.synchronizer import make_device_synchronizer
 
-        exchanges: Any = self.exchanges
-        self.synchronizer = make_device_synchronizer(how, exchanges, self._replicate_group, self.device)
+        self.synchronizer = make_device_synchronizer(
+            how, cast("Any", self.exchanges), self._replicate_group, self.device
+        )
 
     @property
     def title(self) -> str:
@@ -435,9 +433,7 @@ class ShardGroups:
             each.close()
 
 
-def _make_core_part(
-    mesh: Mesh, groups: Sequence[TableGroup], indices: Sequence[int], options: ShardOptions
-) -> CorePart:
+def _make_core_part(mesh: Mesh, groups: Sequence[TableGroup], indices: list[int], options: ShardOptions) -> CorePart:
     if options.device is None:
         return CorePart(mesh, groups, indices, options.transport, options.common)
     from rowmesh.exchange.device.core_part import DeviceCorePart
