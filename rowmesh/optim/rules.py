@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from rowmesh.errors import ConfigurationError
@@ -67,12 +68,12 @@ class UpdateRule:
                 "1 is the plain optimizer, the number of replica groups the most that averaging calls for"
             )
 
-    @property
+    @cached_property
     def hyperparameters(self) -> tuple[float, float, float]:
         """The three numbers the kernels take beside lr; unused ones are 0."""
         return (0.0, 0.0, 0.0)
 
-    @property
+    @cached_property
     def root_factor(self) -> float:
         """What kernels multiply √v by: c^-½; 1 without moment scaling."""
         return (getattr(self, "moment_scale", None) or 1.0) ** -0.5
@@ -113,7 +114,7 @@ class _Accumulating(UpdateRule):
     initial_accumulator: float = 0.0
     moment_scale: float | None = None
 
-    @property
+    @cached_property
     def hyperparameters(self) -> tuple[float, float, float]:
         """Eps."""
         return (self.eps, 0.0, 0.0)
@@ -169,7 +170,7 @@ class Adam(UpdateRule):
     name: ClassVar[str] = "adam"
     state: ClassVar[dict[str, str]] = {"m": "element", "v": "element"}
 
-    @property
+    @cached_property
     def hyperparameters(self) -> tuple[float, float, float]:
         """eps, β₁, β₂."""
         return (self.eps, self.beta1, self.beta2)
