@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.backend import Backend
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.layout import Layouts
-from rowmesh.exchange.pooling import LookUp, PoolFunction
+from rowmesh.exchange.pooling import LookUp, PoolFunction, Pooling
 from rowmesh.exchange.route import RouteGroup
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
@@ -121,7 +120,7 @@ class Embeddings:
 
     def __init__(
         self, values: Tensor, features: tuple[str, ...], dims: tuple[int, ...], sequences: dict[str, JaggedRows]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.values = values
         self.features = features
         self.dims = dims
@@ -162,40 +161,42 @@ class Outputs:
     Args:
         tables: in the order of the columns.
         groups: their groups.
-        backend: pools them.
+        device: where they are pooled; None for the host's memory.
 
     Raises:
         ConfigurationError: some tables are float64 and others are not.
     """
 
-    def __init__(self, tables: Sequence[TableSpec], groups: Sequence[TableGroup], backend: Backend) -> None:
+    def __init__(self, tables: Sequence[TableSpec], groups: Sequence[TableGroup], device: torch.device | None) -> None:
         pooled = [(name, table.dim) for table in tables for name in table.features if table.pooling != "none"]
         self.features = tuple(name for name, _ in pooled)
         self.dims = tuple(dim for _, dim in pooled)
         ends = list(accumulate(self.dims, initial=0))
-        self._groups = groups
+        self._sequences = [(index, group.features) for index, group in enumerate(groups) if group.is_sequence]
         if len({compute_dtype(group.dtype) for group in groups}) > 1:
             double = sorted(table.name for table in tables if table.dtype == torch.float64)
             raise ConfigurationError(
                 f"float64 tables do not mix with others: make a collection of {double} and one of the rest"
             )
-        self.pooling = backend.make_pooling(groups, ends[-1])
+        self.pooling = Pooling(groups, ends[-1], device)
         self.layouts = Layouts(groups, dict(zip(self.features, ends, strict=False)), ends[-1])
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
 
-    def __call__(
-        self, look_up: LookUp, groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
-    ) -> Embeddings:  # fmt: skip
+    def __call__(self, look_up: LookUp, groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice) -> Embeddings:
         """The vectors of some samples of a batch; differentiable where gradients are enabled."""
         outputs = PoolFunction.apply(self._anchor, look_up) if torch.is_grad_enabled() else look_up.pool()
-        sequences: dict[str, JaggedRows] = {}
-        values = iter(outputs[1:])
-        for group, part in zip(self._groups, groups, strict=True):
-            if not group.is_sequence:
-                continue
-            lengths = [end - begin for begin, end in part.layout.features[:, :2].tolist()]
-            for name, rows in zip(group.features, next(values).split(lengths), strict=True):
+        sequences = self._jagged(outputs[1:], groups, batch, samples) if self._sequences else {}
+        return Embeddings(outputs[0], self.features, self.dims, sequences)
+
+    def _jagged(
+        self, outputs: Sequence[Tensor], groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
+    ) -> dict[str, JaggedRows]:
+        """The vectors of features that are not pooled."""
+        found: dict[str, JaggedRows] = {}
+        for (index, features), values in zip(self._sequences, outputs, strict=True):
+            lengths = [end - begin for begin, end in groups[index].layout.features[:, :2].tolist()]
+            for name, rows in zip(features, values.split(lengths), strict=True):
                 first = batch.features.index(name) * batch.batch_size
                 offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
-                sequences[name] = JaggedRows(rows, upload(offsets - offsets[0], rows.device))
-        return Embeddings(outputs[0], self.features, self.dims, sequences)
+                found[name] = JaggedRows(rows, upload(offsets - offsets[0], rows.device))
+        return found

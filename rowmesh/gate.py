@@ -1,7 +1,7 @@
 """Gate: look-ups of several threads at the same time, updates alone.
 
-Whoever looks up between two updates finds the rows that the first one left, also where other ranks read them: an update
-waits for the look-ups of its rank, and no rank updates before all have come to it.
+A look-up between two updates finds the rows that the first one left, also where other ranks read them: an update waits
+for the look-ups of its rank, and no rank updates before all have come to it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Gate:
         is_shared: whether look-ups may overlap; else they take turns.
 
     Attributes:
-        reading: to be held while rows are looked up.
-        writing: to be held while rows change. Look-ups that come later wait.
+        reading: to be held while rows are looked up; waits for those who write, or want to.
+        writing: to be held while rows change; waits for all who are inside. Look-ups that come later wait.
 
     Example:
         >>> gate = Gate()
@@ -31,52 +31,17 @@ class Gate:
     """
 
     def __init__(self, *, is_shared: bool = True) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # whose own methods take longer than the lock's
-        self._is_shared = is_shared
-        self._most = sys.maxsize if is_shared else 1
-        self._num_reading = self._num_waiting = 0  # the second: who wants to write
-        self._is_written = False
+        self.is_shared = is_shared
+        self.max_reading = sys.maxsize if is_shared else 1
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # whose own methods take longer than the lock's
+        self.num_reading = self.num_waiting = 0  # the second: who wants to write
+        self.is_written = False
         self.reading, self.writing = _Reading(self), _Writing(self)
 
     def __reduce__(self) -> Any:
-        """Of a copy, which is another one's."""
-        return partial(Gate, is_shared=self._is_shared), ()
-
-    def begin_reading(self) -> None:
-        """Waits for those who write, or want to."""
-        with self._lock:
-            while self._is_written or self._num_waiting or self._num_reading >= self._most:
-                reach("gate.wait_to_read")
-                self._changed.wait()
-            self._num_reading += 1
-
-    def end_reading(self) -> None:
-        """Lets others go on."""
-        with self._lock:
-            self._num_reading -= 1
-            if self._num_waiting or not self._is_shared:
-                self._changed.notify_all()
-
-    def begin_writing(self) -> None:
-        """Waits for all who are inside."""
-        with self._lock:
-            self._num_waiting += 1
-            try:
-                while self._is_written or self._num_reading:
-                    reach("gate.wait_to_write")
-                    self._changed.wait()
-                self._is_written = True
-            finally:
-                self._num_waiting -= 1
-                if not self._is_written:  # interrupted
-                    self._changed.notify_all()
-
-    def end_writing(self) -> None:
-        """Lets others go on."""
-        with self._lock:
-            self._is_written = False
-            self._changed.notify_all()
+        """A copy is a gate of its own, which nobody has entered."""
+        return partial(Gate, is_shared=self.is_shared), ()
 
 
 class _Reading:
@@ -86,17 +51,43 @@ class _Reading:
         self._gate = gate
 
     def __enter__(self) -> None:
-        self._gate.begin_reading()
+        gate = self._gate
+        with gate.lock:
+            while gate.is_written or gate.num_waiting or gate.num_reading >= gate.max_reading:
+                reach("gate.wait_to_read")
+                gate.changed.wait()
+            gate.num_reading += 1
 
     def __exit__(self, *error: object) -> None:
-        self._gate.end_reading()
+        gate = self._gate
+        with gate.lock:
+            gate.num_reading -= 1
+            if gate.num_waiting or not gate.is_shared:
+                gate.changed.notify_all()
 
 
-class _Writing(_Reading):
-    __slots__ = ()
+class _Writing:
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
 
     def __enter__(self) -> None:
-        self._gate.begin_writing()
+        gate = self._gate
+        with gate.lock:
+            gate.num_waiting += 1
+            try:
+                while gate.is_written or gate.num_reading:
+                    reach("gate.wait_to_write")
+                    gate.changed.wait()
+                gate.is_written = True
+            finally:
+                gate.num_waiting -= 1
+                if not gate.is_written:  # interrupted
+                    gate.changed.notify_all()
 
     def __exit__(self, *error: object) -> None:
-        self._gate.end_writing()
+        gate = self._gate
+        with gate.lock:
+            gate.is_written = False
+            gate.changed.notify_all()

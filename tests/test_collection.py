@@ -265,7 +265,7 @@ def test_a_kept_loss_keeps_no_buffers():
         losses.append(embeddings(SparseBatch.from_bags({"item": [[1]]})).values.sum())
         losses[-1].backward()
         optimizer.step()
-    assert len(embeddings._exchanges[0].look_ups.idle) == 1
+    assert len(embeddings.engine.exchanges[0].look_ups.idle) == 1
 
 
 def test_expanded_and_transposed_gradients():

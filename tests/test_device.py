@@ -11,7 +11,7 @@ import torch
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange.device import backend as devices
+from rowmesh.exchange import devices
 from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape

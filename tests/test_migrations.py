@@ -165,16 +165,16 @@ def refuse(mesh, transport):
         attempt(a_plan(0))
         vectors.square().sum().backward()
         del vectors
-        collection.discard_pending()
+        collection.engine.discard_pending()
     attempt(a_plan(mesh.rank))
     attempt(Plan.dealt([TableShape.of(table) for table in behaviour.TABLES], 4))
-    allocate = collection._parts.parts[0].transport.allocate
+    allocate = collection.engine.shard_groups.stored[0].transport.allocate
     if mesh.rank == 1:
-        type(collection._parts.parts[0].transport).allocate = out_of_memory
+        type(collection.engine.shard_groups.stored[0].transport).allocate = out_of_memory
     try:
         attempt(a_plan(0))
     finally:
-        type(collection._parts.parts[0].transport).allocate = allocate.__func__
+        type(collection.engine.shard_groups.stored[0].transport).allocate = allocate.__func__
     behaviour.one_step(collection, optimizer, behaviour.batch_of(mesh.rank, 1))
     rows = behaviour.rows_of(collection)
     collection.close()

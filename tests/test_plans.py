@@ -377,7 +377,7 @@ def buffers_of_messages(mesh, tables, plan, ranks_per_node):
     batch = SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})
     held = []
     for _ in range(4):
-        held.append(sum(group.num_bytes for group in collection._parts.parts[0].transport._groups))
+        held.append(sum(group.num_bytes for group in collection.engine.shard_groups.stored[0].transport._groups))
         collection(batch).values.sum().backward()
         optimizer.step()
     collection.close()

@@ -15,7 +15,6 @@ from benchmarks.ranks.setup import serve
 from benchmarks.workload import Workload
 from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import Route
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import kernel
@@ -108,9 +107,7 @@ class Homes:
         """The transport's own messages, slots included; no row is fetched."""
         assert self._route is not None
         self._steps += 1
-        part = self._collection._parts.parts[0]
-        assert isinstance(part, Part)
-        transport = part.transport
+        transport = self._collection.engine.shard_groups.stored[0].transport
         transport.fetch(self._route, lambda _: None)
         transport.push([self._route], [Update(self._lr, 1.0, self._steps)], Step(self._steps, (Rate(self._lr),)))
         self._route = None

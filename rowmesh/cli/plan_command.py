@@ -13,7 +13,7 @@ from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.measure import reader_for
+from rowmesh.exchange.transports import reader_for
 from rowmesh.mesh import Mesh
 from rowmesh.placement.comparison import Comparison, compare
 from rowmesh.placement.measure import measure_topology

@@ -23,7 +23,7 @@ from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import Route, RouteGroup, RoutePart
+from rowmesh.exchange.route import Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
@@ -109,7 +109,7 @@ class CollectiveTransport(Transport):
         self._handshake = Handshake(mesh, self._everyone, width, self.common)
         self.barrier()
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Tells the owners which rows are needed and receives them."""
         self._num_fetches += 1
         self._exchange_counts(route.groups)
@@ -135,7 +135,7 @@ class CollectiveTransport(Transport):
             messages.expect(group, counts[:, column:split], counts[:, split : split + segments])
             column += 2 * segments + 1
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         most, is_equal = self._compare(routes, step)
         if not is_equal:
@@ -148,7 +148,7 @@ class CollectiveTransport(Transport):
         for messages, groups, under_way, update in zip(self._groups, pushed, gradients, updates, strict=True):
             messages.push(groups, under_way, update)
 
-    def _compare(self, routes: Sequence[RoutePart], step: Step) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[Routed], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones."""
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
@@ -156,7 +156,7 @@ class CollectiveTransport(Transport):
         pushed = self._handshake(-self._num_pushes, step)[:, 1:3].tolist()
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
-    def _request_again(self, routes: Sequence[RoutePart], most: int) -> list[RoutePart]:
+    def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
         """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
 
         Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.

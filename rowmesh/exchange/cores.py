@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.choice import TransportName, transport_for
 from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreLayout, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
@@ -29,6 +28,7 @@ from rowmesh.exchange.handshake import Handshake, Step, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route, RouteGroup, RoutePart, table_bounds
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
+from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.memory import array_at
@@ -124,7 +124,7 @@ class CoreGroup:
 
 
 class CorePart:
-    """Groups of tensor-train tables on one rank. Takes part in a collection as `rowmesh.exchange.part.Part` does.
+    """Groups of tensor-train tables on one rank. Takes part in a collection as `ShardGroup` does.
 
     Args:
         device: of this rank; None: the host.
@@ -142,7 +142,6 @@ class CorePart:
         indices: their numbers in the collection.
     """
 
-    replicas, averages, is_behind = 1, False, False  # the cores of all ranks are equal
     title = "tensor-train tables"  # for people
 
     def __init__(
@@ -244,6 +243,7 @@ class CorePart:
 
     def _compare(self, route: RoutePart) -> None:
         """All ranks learn which of them refuse their batch; the host waits for this rank's numbers."""
+        assert route.late is not None
         self._num_fetches += 1
         unique = [group.look_up.unique.num_unique for group in route.groups]
         refused, *numbers = torch.cat([route.late.refused, route.late.outside, *unique]).tolist()
@@ -311,15 +311,12 @@ class CorePart:
             for table, cores in enumerate(group.arena.tables):
                 group.arena.apply(table, *totals[cores.table], of_group)
 
-    def synchronize(self) -> None:
-        """Cores are always equal."""
-
     def forget(self) -> None:
         """The cores change: products made of them before are stale."""
         for group in self._groups:
             group.arena.version += 1
 
-    def settle_own(self) -> None:
+    def flush_own(self) -> None:
         """Cores are always up to date."""
 
     def barrier(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
@@ -63,7 +63,7 @@ class DeviceCollective(Transport):
         self._handshake = Handshake(self._mesh, self.hosts, 3 + len(self._copies), self.common)
         self.barrier()
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Tells the owners which rows are needed and receives them.
 
         Raises:
@@ -87,9 +87,10 @@ class DeviceCollective(Transport):
         for (messages, group), coming in zip(pairs, rows, strict=True):
             messages.take_rows(group, coming)
 
-    def exchange_counts(self, route: RoutePart) -> None:
+    def exchange_counts(self, route: Routed) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
+        assert route.late is not None
         refused = route.late.refused.expand(size, 1)
         counts = [part for group in route.groups for part in (group.look_up.found.counts, group.look_up.found.accesses)]
         mine = torch.cat([refused, *counts], 1)
@@ -103,7 +104,7 @@ class DeviceCollective(Transport):
             messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
             between = part.stop
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
         requests, gradients = self._by_lane(routes)
         most, is_equal = self._compare(routes, requests, step)
@@ -121,7 +122,7 @@ class DeviceCollective(Transport):
         for lane, each, merging, work, update in zip(self._lanes, requests, merged, works, of_lanes, strict=True):
             lane.push(each, merging, work, update)
 
-    def _by_lane(self, routes: Sequence[RoutePart]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
+    def _by_lane(self, routes: Sequence[Routed]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
         """What routes asked for, and the gradients of it; of each lane a list, one item a route."""
         requests: list[list[Requests]] = [[] for _ in self._lanes]
         gradients: list[list[Tensor]] = [[] for _ in self._lanes]
@@ -133,7 +134,7 @@ class DeviceCollective(Transport):
                 gradients[lane].append(sums)
         return requests, gradients
 
-    def _compare(self, routes: Sequence[RoutePart], requests: Sequence[list[Requests]], step: Step) -> tuple[int, bool]:
+    def _compare(self, routes: Sequence[Routed], requests: Sequence[list[Requests]], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones.
 
         Where that is one route, what ranks told of copies beside it is right.

@@ -45,7 +45,7 @@ from rowmesh.errors import IdRangeError
 from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
@@ -107,7 +107,7 @@ class DeviceOneSided(Transport):
         self._handshake = Handshake(self._mesh, hosts, _GROUPS + width, self.common)
         self.barrier()
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Reads the rows of a batch where they are.
 
         Raises:
@@ -127,7 +127,7 @@ class DeviceOneSided(Transport):
             reader.fetch(group)
             meanwhile(group)
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
         self._num_pushes += 1
         error = self._look()  # all sizes are known then

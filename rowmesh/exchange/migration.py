@@ -1,7 +1,7 @@
 """Migration: rows and their optimizer state move from where one plan holds them to where another does.
 
 Who sends what follows from the two plans by arithmetic, on every rank alike, so that nothing but rows is sent. A rank
-that holds a row under both plans copies it within its memory; any other gets it from its home under the old plan.
+that holds a row under both plans copies it within its memory; any other gets it from its owner under the old plan.
 Rows travel in windows of neighbouring rows, as many as a bound on memory allows, table by table: an all-to-all for the
 values and one for each state.
 
@@ -63,7 +63,7 @@ class Places:
         described = address_map.ranges[first : first + len(self.parts)]
         self._start, self._shift, self._modulus, self._rank, self._divisor, self._base = described[:, :6].T.copy()
         self._origin = described[:, 8].copy()
-        # A rank holds a row where it differs from the home by a multiple of this.
+        # A rank holds a row where it differs from the owner by a multiple of this.
         spacing = {"replicated": 1, "node": plan.ranks_per_node, "dealt": plan.world_size, "fixed": plan.world_size}
         self._spacing = np.array([spacing[part.rule] for part in self.parts], np.int64)
 
@@ -71,8 +71,8 @@ class Places:
         """Where rows are."""
         part = np.searchsorted(self._start, rows, "right") - 1
         offset = rows - self._origin[part]
-        home = self._rank[part] + (offset + self._shift[part]) % self._modulus[part]
-        return Located(home, self._base[part] + offset // self._divisor[part], self._spacing[part])
+        owner = self._rank[part] + (offset + self._shift[part]) % self._modulus[part]
+        return Located(owner, self._base[part] + offset // self._divisor[part], self._spacing[part])
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,21 +80,21 @@ class Located:
     """Where some rows are, one entry a row.
 
     Attributes:
-        home: the rank of their home.
+        owner: the rank that owns them.
         slot: the slot, which is the same on all ranks that hold the row.
-        spacing: ranks that differ from the home by a multiple of it hold the row.
+        spacing: ranks that differ from the owner by a multiple of it hold the row.
     """
 
-    home: Ints
+    owner: Ints
     slot: Ints
     spacing: Ints
 
     def held_by(self, rank: int) -> NDArray[np.bool_]:
         """Which of the rows a rank holds."""
-        return (rank - self.home) % self.spacing == 0
+        return (rank - self.owner) % self.spacing == 0
 
     def __getitem__(self, chosen: NDArray[np.bool_] | Ints) -> Located:
-        return Located(self.home[chosen], self.slot[chosen], self.spacing[chosen])
+        return Located(self.owner[chosen], self.slot[chosen], self.spacing[chosen])
 
 
 class Movements:
@@ -112,10 +112,10 @@ class Movements:
         kept = had & gets
         self.kept_from, self.kept_to = old.slot[kept], new.slot[kept]
         comes = np.flatnonzero(gets & ~had)
-        comes = comes[np.argsort(old.home[comes], kind="stable")]
+        comes = comes[np.argsort(old.owner[comes], kind="stable")]
         self.received = new.slot[comes]
-        self.received_counts = np.bincount(old.home[comes], minlength=world_size).tolist()
-        own = np.flatnonzero(old.home == rank)
+        self.received_counts = np.bincount(old.owner[comes], minlength=world_size).tolist()
+        own = np.flatnonzero(old.owner == rank)
         old, new = old[own], new[own]
         sent = [old.slot[new.held_by(peer) & ~old.held_by(peer)] for peer in range(world_size)]
         self.sent = np.concatenate(sent)
@@ -163,10 +163,10 @@ class _Share:
 
     def __call__(self, source: RowRange, target: RowRange) -> float:
         ranks, nodes = self.old.plan.world_size, self.new.plan.num_nodes
-        homes = 1 if source.rule == "fixed" else ranks
+        owners = 1 if source.rule == "fixed" else ranks
         copies = {"replicated": ranks, "node": nodes}.get(target.rule, 1)
         holders = 1 if target.rule == "fixed" else ranks // copies
-        return _WORK_BYTES + self.row_bytes * (copies / homes + 1 / max(holders, 1))
+        return _WORK_BYTES + self.row_bytes * (copies / owners + 1 / max(holders, 1))
 
 
 def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:
@@ -200,15 +200,14 @@ def _exchange(out: Tensor, moves: Movements, mesh: Mesh) -> Tensor:
     """Sends rows, as bytes; returns those that came."""
     into = torch.empty(len(moves.received), *out.shape[1:], dtype=out.dtype, device="cpu")
     width = out.itemsize * int(np.prod(out.shape[1:]))
-    sizes_in, sizes_out = ([width * count for count in counts] for counts in (moves.received_counts, moves.sent_counts))
-    complete(
-        mesh,
-        lambda: dist.all_to_all_single(
-            into.flatten().view(torch.uint8), out.flatten().view(torch.uint8), sizes_in, sizes_out, mesh.group,
-            async_op=True,
-        ),
-        "moving rows to where a new plan has them",
-    )  # fmt: skip
+    sizes_in = [width * count for count in moves.received_counts]
+    sizes_out = [width * count for count in moves.sent_counts]
+    received, sent = into.flatten().view(torch.uint8), out.flatten().view(torch.uint8)
+
+    def send() -> dist.Work | None:
+        return dist.all_to_all_single(received, sent, sizes_in, sizes_out, mesh.group, async_op=True)
+
+    complete(mesh, send, "moving rows to where a new plan has them")
     return into
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
@@ -101,7 +101,7 @@ class OneSidedTransport(Transport):
         self._barrier = Barrier(mesh, self._flags.ctypes.data)
         self._keep.extend(mapped)
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Nothing to do: routing has put the addresses of the rows in place."""
         self._num_fetches += 1
         for group in route.groups:
@@ -109,7 +109,7 @@ class OneSidedTransport(Transport):
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Announces the send buffers, waits, merges what all ranks laid out for this one, updates, waits."""
         self._num_pushes += 1
         self._announce(routes, step)
@@ -131,7 +131,7 @@ class OneSidedTransport(Transport):
                 sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
-    def _announce(self, routes: Sequence[RoutePart], step: Step) -> None:
+    def _announce(self, routes: Sequence[Routed], step: Step) -> None:
         if len(routes) > MAX_ROUTES:
             raise RowmeshError(
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "

@@ -100,15 +100,15 @@ class LateCheck:
         refused: int64 `[1]` on the device: how many of them are not to be mapped.
     """
 
-    def __init__(self, outside: Tensor, refused: Tensor, moment: Moment | None) -> None:
+    def __init__(self, outside: Tensor, refused: Tensor, route: Route, moment: Moment | None) -> None:
         self.outside, self.refused, self._moment = outside, refused, moment
+        self._groups, self._ids = route.groups, route.batch.ids
         self._is_done = False
 
-    def check(self, route: Route, outside: Sequence[int], rank: int) -> None:
+    def check(self, outside: Sequence[int], rank: int) -> None:
         """Counts ids that were mapped, and refuses the batch where a table says so.
 
         Args:
-            route: of the batch, whole.
             outside: what is on the device, when the host knows it.
             rank: this one, for the message.
 
@@ -119,14 +119,14 @@ class LateCheck:
             return
         self._is_done = True
         refused, count = [], iter(outside)
-        for group in route.groups:
+        for group in self._groups:
             bounds = group.layout.features[:, :2].tolist()
             for (name, table), (begin, end) in zip(group.exchange.features, bounds, strict=True):
                 if not (number := next(count)):
                     continue
                 group.exchange.counters.count_outside(name, number)
                 if table.out_of_range == "error":
-                    refused.append(refused_ids(name, table, route.batch.ids[begin:end]))
+                    refused.append(refused_ids(name, table, self._ids[begin:end]))
         if refused:
             raise refusal(rank, refused, self._moment)
 
@@ -171,26 +171,20 @@ class RoutePart:
     """Some groups of a route, as a transport sees them.
 
     Attributes:
-        route: the whole.
         number: of the fetch, the same on all ranks.
         groups: those that the transport serves.
+        late: of the whole route, on a device.
     """
 
-    __slots__ = ("groups", "number", "route")
+    __slots__ = ("_route", "groups", "late", "number")
 
     def __init__(self, route: Route, indices: Sequence[int]) -> None:
-        self.route, self.number = route, route.number
+        self._route, self.number, self.late = route, route.number, route.late
         self.groups = [route.groups[index] for index in indices]
 
-    @property
-    def late(self) -> LateCheck:
-        """Of the whole route, on a device."""
-        assert self.route.late is not None
-        return self.route.late
 
-    def check_ids(self, outside: Sequence[int], rank: int) -> None:
-        """See `LateCheck.check`."""
-        self.late.check(self.route, outside, rank)
+Routed = Route | RoutePart
+"""What a transport sees of a route."""
 
 
 class _Memory:
@@ -289,7 +283,7 @@ class Router:
         offsets, *of_groups = device_ids.upload(numbers).split([len(bounds), *map(len, segments)])
         rows, outside, refused = device_ids.bound(ids, offsets)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
-        route.late = LateCheck(outside, refused, moment)
+        route.late = LateCheck(outside, refused, route, moment)
         place, first = 0, 0
         for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):
             own = slice(first, first + layout.num_ids)

@@ -12,7 +12,7 @@ All transports give the same results to the bit: requests are merged in the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -24,7 +24,7 @@ from rowmesh.errors import IdRangeError, PeerError
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange, Sources
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import RouteGroup, RoutePart
+from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
@@ -74,11 +74,11 @@ class Transport:
         """Makes ranks known to each other; collective, once, after all rows have their values."""
         self._exchanges = exchanges
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
         raise NotImplementedError
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Sends the gradients of routes to the owners, which update their rows.
 
         Raises:
@@ -110,7 +110,7 @@ class LocalTransport(Transport):
         super().__init__(reason)
         self._late = LateChecks(rank)
 
-    def fetch(self, route: RoutePart, meanwhile: Meanwhile) -> None:
+    def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """All rows are here; those of cached tables are brought into fast memory."""
         self._late.add(route)
         for group in route.groups:
@@ -120,7 +120,7 @@ class LocalTransport(Transport):
             if group.exchange.is_tiered:
                 group.exchange.bring(group)
 
-    def push(self, routes: Sequence[RoutePart], updates: Sequence[Update], step: Step) -> None:
+    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Merges the routes' gradients and updates."""
         self._late.read()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
@@ -202,23 +202,24 @@ class LateChecks:
         take: Callable[[RouteGroup, list[int]], None] = count_unique,
     ) -> None:
         self._rank, self._numbers, self._take = rank, numbers, take
-        self._waiting: list[tuple[RoutePart, list[int], Late]] = []
+        self._waiting: list[tuple[Routed, list[int], Late]] = []
 
-    def add(self, route: RoutePart) -> None:
+    def add(self, route: Routed) -> None:
         """Looks at earlier batches, and has this one's numbers come; waits for them where nothing may look later.
 
         Raises:
             IdRangeError: a batch had ids that are no rows.
         """
-        if route.route.late is None:
+        if route.late is None:
             return
         self.read()
         self.post(route)
         if not torch.is_grad_enabled():
             self.read()
 
-    def post(self, route: RoutePart) -> None:
+    def post(self, route: Routed) -> None:
         """Sends a batch's numbers on their way to the host."""
+        assert route.late is not None
         parts = [route.late.outside, *(self._numbers(group) for group in route.groups)]
         self._waiting.append((route, [len(part) for part in parts], Late(torch.cat(parts))))
 
@@ -231,16 +232,18 @@ class LateChecks:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        errors = [error for route, sizes, late in waiting for error in self._read(route, sizes, iter(late.read()))]
+        errors = [error for route, sizes, numbers in waiting for error in self._read(route, sizes, numbers)]
         if errors:
             raise errors[0]
 
-    def _read(self, route: RoutePart, sizes: Sequence[int], numbers: Iterator[int]) -> list[IdRangeError]:
+    def _read(self, route: Routed, sizes: Sequence[int], coming: Late) -> list[IdRangeError]:
+        late, numbers = route.late, iter(coming.read())
+        assert late is not None
         outside, *of_groups = (list(islice(numbers, size)) for size in sizes)
         for group, mine in zip(route.groups, of_groups, strict=True):
             self._take(group, mine)
         try:
-            route.check_ids(outside, self._rank)
+            late.check(outside, self._rank)
         except IdRangeError as error:
             return [error]
         return []
@@ -250,7 +253,7 @@ class LateChecks:
         self._waiting.clear()
 
 
-def check_everywhere(route: RoutePart, mesh: Mesh, outside: Sequence[int], refused: Sequence[int]) -> None:
+def check_everywhere(route: Routed, mesh: Mesh, outside: Sequence[int], refused: Sequence[int]) -> None:
     """Raises on all ranks where one of them has ids that are no rows.
 
     Args:
@@ -263,7 +266,8 @@ def check_everywhere(route: RoutePart, mesh: Mesh, outside: Sequence[int], refus
         IdRangeError: this rank does.
         PeerError: another one does.
     """
-    route.check_ids(outside, mesh.name(mesh.rank))
+    assert route.late is not None
+    route.late.check(outside, mesh.name(mesh.rank))
     check_peers(mesh, refused)
 
 

@@ -15,10 +15,10 @@ import torch
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.cores import CorePart
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.part import Part
 from rowmesh.exchange.phased import PhasedExchange, Travel, phased_obstacle
 from rowmesh.exchange.phased_group import FIRST
 from rowmesh.exchange.route import Route
+from rowmesh.exchange.shard_group import ShardGroup
 from rowmesh.exchange.window import Form, Window
 
 COMPUTED = "tensor-train rows are computed where they are looked up"
@@ -108,7 +108,7 @@ class WholeWindows(Generic[W]):
 
     is_on_device = False
 
-    def __init__(self, part: Part | CorePart, obstacle: str) -> None:
+    def __init__(self, part: ShardGroup | CorePart, obstacle: str) -> None:
         self.is_phased = self.is_tiered = False
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._part = part
@@ -173,7 +173,7 @@ class PhasedWindows:
 
     is_on_device = False
 
-    def __init__(self, part: Part, form: Form, *, finds_final: bool, verifies: bool) -> None:
+    def __init__(self, part: ShardGroup, form: Form, *, finds_final: bool, verifies: bool) -> None:
         self.is_phased, self.is_tiered = True, any(exchange.is_tiered for exchange in part.exchanges)
         self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._part, self._form = part, form
@@ -185,7 +185,7 @@ class PhasedWindows:
 
     def begin(self, number: int) -> None:
         """What came before is updated. Collective."""
-        self._part.settle()
+        self._part.flush()
         self._exchange.begin()
 
     def open(self, window: Window) -> None:
@@ -223,8 +223,8 @@ class PhasedWindows:
         """Updates the rows of this rank, their copies and their replicas. Collective."""
         updates = self._part.updates(step)
         self._exchange.update(self._travels.pop(window.number), updates, window.number)
-        self._part.tell_replicas(updates, step)
-        self._part.settle()
+        self._part.begin_synchronization(updates, step)
+        self._part.flush()
 
     def let_go(self, window: Window) -> None:
         """Its rows may leave fast memory."""
@@ -248,7 +248,7 @@ def _release(travels: Sequence[Travel]) -> None:
             travel.held.unpin()
 
 
-def make_windows(part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
+def make_windows(part: ShardGroup | CorePart, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
     """How the windows of a part travel. Collective."""
     if isinstance(part, CorePart):
         return WholeWindows(part, COMPUTED)

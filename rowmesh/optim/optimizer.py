@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rowmesh.errors import RowmeshError
+from rowmesh.optim.rules import Rate
 from rowmesh.optim.scaling import Placeholder, RowGradients
 
 
@@ -17,11 +18,10 @@ class _Group(Protocol):
     optimizer: Any
 
 
-class _Collection(Protocol):
-    groups: Any
+class _Engine(Protocol):
     step_count: int
 
-    def push_pending(self, lrs: Any, factors: Any) -> None: ...
+    def push_pending(self, rates: Sequence[Rate]) -> None: ...
 
     def check_pending(self) -> bool: ...
 
@@ -30,7 +30,14 @@ class _Collection(Protocol):
 
     def discard_pending(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+class _Collection(Protocol):
+    groups: Any
+
+    @property
+    def engine(self) -> _Engine: ...
 
 
 class _Unscaled(NamedTuple):
@@ -72,6 +79,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
 
     def __init__(self, collection: _Collection) -> None:
         self.collection = collection
+        self._engine = collection.engine
         # torch wants a tensor in each group; the rows themselves are not parameters.
         gradients = RowGradients.make(self._unscale)
         groups = [
@@ -87,48 +95,50 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor, self._unscaled = self._factor(), None
-        lrs = [float(group["lr"]) for group in self.param_groups]
-        self.collection.push_pending(lrs, [factor] * len(lrs))
+        factor = 1.0
+        if self._unscaled is not None:
+            factor, self._unscaled = self._factor(self._unscaled), None
+        rates = []
+        for group in self.param_groups:
+            rates.append(Rate(float(group["lr"]), factor))
+        self._engine.push_pending(rates)
         return loss
 
     def _unscale(self, factor: float) -> bool:
         """Notes what gradients are to be multiplied by; returns whether they are finite on all ranks. Collective."""
-        is_finite = self.collection.check_pending()
-        self._unscaled = _Unscaled(factor, is_finite, self.collection.num_backwards)
+        is_finite = self._engine.check_pending()
+        self._unscaled = _Unscaled(factor, is_finite, self._engine.num_backwards)
         return is_finite
 
-    def _factor(self) -> float:
+    def _factor(self, unscaled: _Unscaled) -> float:
         """What gradients are to be multiplied by."""
-        if self._unscaled is None:
-            return 1.0
-        has_more = self._unscaled.num_backwards != self.collection.num_backwards
-        if self._unscaled.is_finite and has_more:
+        has_more = unscaled.num_backwards != self._engine.num_backwards
+        if unscaled.is_finite and has_more:
             raise RowmeshError(
                 "backward ran after the gradients of rows were unscaled, and added some that are not; unscale when all "
                 "are there, or zero_grad()"
             )
-        if not self._unscaled.is_finite and not has_more:
+        if not unscaled.is_finite and not has_more:
             raise RowmeshError(
                 "gradients of rows are not finite, on this rank or another; scaler.step(optimizer) leaves such a step "
                 "out, zero_grad() drops them"
             )
-        return self._unscaled.factor if self._unscaled.is_finite else 1.0  # that step was left out
+        return unscaled.factor if unscaled.is_finite else 1.0  # that step was left out
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no step has used."""
         self._unscaled = None
-        self.collection.discard_pending()
+        self._engine.discard_pending()
 
     def state_dict(self) -> dict[str, Any]:
         """Learning rates and the step count; the rows' state belongs to the collection's checkpoint."""
-        self.collection.settle()
-        return super().state_dict() | {"step_count": self.collection.step_count}
+        self._engine.wait()
+        return super().state_dict() | {"step_count": self._engine.step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         state = dict(state_dict)
-        self.collection.step_count = state.pop("step_count")
+        self._engine.step_count = state.pop("step_count")
         super().load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

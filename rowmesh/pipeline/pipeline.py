@@ -24,8 +24,9 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from rowmesh.collection import Driver, EmbeddingCollection
+from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings
+from rowmesh.engine import Driver
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.phased_group import FIRST
@@ -179,12 +180,12 @@ class Pipeline(Generic[T]):
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, exchange)
-        self._embeddings, self._overlap, self._disturb = embeddings, overlap, disturb
+        self._engine, self._overlap, self._disturb = embeddings.engine, overlap, disturb
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
-        self._make_windows = partial(embeddings.windows, exchange, finds_final=finds_final, verifies=verify)
-        self._windows, self._num_migrations = self._make_windows(), embeddings.num_migrations
+        self._make_windows = partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
+        self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
         self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
@@ -245,16 +246,16 @@ class Pipeline(Generic[T]):
 
     def _begin(self, items: Iterable[T]) -> Runner:
         reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
-        self._embeddings.take_over(Driver(self._step, self.settle, cancelled))
+        self._engine.take_over(Driver(self._step, self.settle, cancelled))
         try:
             return self._start(reader, cancelled)
         except BaseException:  # or nobody could look rows up any more
-            self._embeddings.take_back()
+            self._engine.take_back()
             raise
 
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
-        if self._num_migrations != self._embeddings.num_migrations:
-            self._windows, self._num_migrations = self._make_windows(), self._embeddings.num_migrations
+        if self._num_migrations != self._engine.num_migrations:
+            self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
         self._reader, self._end = reader, None
         for windows in self._windows:
             windows.begin(self._first)
@@ -263,7 +264,7 @@ class Pipeline(Generic[T]):
         self._streams.meet()  # what set rows was before, and whoever used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
-            self.schedule, on_streams, rank=self._embeddings.mesh.rank, threads=self._overlap, disturb=self._disturb,
+            self.schedule, on_streams, rank=self._engine.mesh.rank, threads=self._overlap, disturb=self._disturb,
             cancelled=cancelled,
         )  # fmt: skip
         return runner
@@ -363,8 +364,8 @@ class Pipeline(Generic[T]):
         try:
             self._make_room(runner)
         finally:
-            self._embeddings.prepare_to_take_back()
-            self._untold = runner.close(self._embeddings.take_back)
+            self._engine.prepare_to_take_back()
+            self._untold = runner.close(self._engine.take_back)
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
@@ -419,7 +420,7 @@ class Pipeline(Generic[T]):
             self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
             runner.done(task)
 
-        return self._embeddings.pool_part(window, part, finished)
+        return self._engine.pool_part(window, part, finished)
 
     def _runner_of(self, flight: Flight[T]) -> Runner:
         """What runs a batch."""
@@ -438,7 +439,7 @@ class Pipeline(Generic[T]):
         if flight is None or not flight.is_computed or flight.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
         flight.lrs, flight.stepped = lrs, self.recorder.now()
-        self._steps[flight.batch] = self._embeddings.make_step(lrs)
+        self._steps[flight.batch] = self._engine.make_step(lrs)
         self._runner.done(Task("step", flight.batch))
 
     # What other threads do, a stage each
@@ -459,7 +460,7 @@ class Pipeline(Generic[T]):
             order, sizes = self._cutter(flight.item.sparse)
             if order is not None:
                 flight.order, flight.item = order, flight.item.take(order)
-            flight.window = self._embeddings.make_window(flight.item.sparse, sizes)
+            flight.window = self._engine.make_window(flight.item.sparse, sizes)
             flight.window.number = flight.window.route.number = self._first + task.batch
 
     def _open(self, task: Task) -> None:
@@ -502,7 +503,7 @@ class Pipeline(Generic[T]):
             return
         assert flight.window
         assert flight.lrs is not None
-        self._embeddings.update_window(self._windows, flight.window, flight.lrs)
+        self._engine.update_window(self._windows, flight.window, flight.lrs)
         self._streams.keep(task.batch, flight.window)
         self._streams.keep(task.batch + 1, flight.item)  # the program may use it until it computes the next one
         flight.window = None  # its memory serves another one, even where the program keeps the batch

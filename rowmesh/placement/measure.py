@@ -1,7 +1,7 @@
 """Measures a topology on the ranks of a run: what a read costs over each link, and from a rank's own memory.
 
 Every rank reads from every other as the run would (`Reader`): in messages of the process group, or out of the others'
-memory where they share a host's (`rowmesh.exchange.measure` has the reader of a transport). Pairs work at once, in
+memory where they share a host's (`rowmesh.exchange.transports.reader_for`). Pairs work at once, in
 rounds in which every rank has one partner, rank XOR round: where a node has 2^g ranks, a round is within nodes or
 between them for all alike, and links are as busy as in an exchange. The times of a few sizes give the line
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.shared_memory import SharedBuffer, share
 from rowmesh.ops.gather import gather
 from rowmesh.placement.topology import Topology
 
@@ -72,6 +73,33 @@ class Messages:
         for size in sizes:
             _serve(mesh, partner, size, repeats)
         return [_read(mesh, partner, size, repeats) for size in sizes]
+
+
+class SharedRows:
+    """Reads rows out of the memory of ranks of the same host, as the one-sided transport does.
+
+    Making one is collective and blocking; every rank allocates a table of `TABLE_BYTES`, which goes with the reader.
+
+    Args:
+        mesh: ranks of one host.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+
+    text = f"one-sided reads of rows of {ROW_BYTES} bytes,"
+
+    def __init__(self, mesh: Mesh) -> None:
+        buffer = SharedBuffer.create(TABLE_BYTES)
+        buffer.bytes[:] = 1  # its pages are this rank's
+        self._tables = [
+            torch.from_numpy(theirs.bytes).view(torch.float32).view(-1, ROW_BYTES // 4)
+            for (theirs,) in share(mesh, [buffer])
+        ]
+
+    def times(self, partner: int, sizes: Sequence[int], repeats: int) -> list[float]:
+        """As `Reader` says; both read at once, as in an exchange."""
+        return [lookup_seconds(self._tables[partner], size, repeats) for size in sizes]
 
 
 def measure_topology(

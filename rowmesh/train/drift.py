@@ -59,7 +59,7 @@ class Drift:
         self._collection, self._planner = collection, planner
         self._check_every, self._sample_every = check_every, sample_every
         self._shares = (min_coverage, min_balance)
-        self._traffic = collection.traffic = Traffic(collection.mesh.world_size)
+        self._traffic = collection.engine.traffic = Traffic(collection.mesh.world_size)
         dense = [table for table in collection.tables if table.storage != "tensor_train"]
         self._tables = {feature: table.name for table in dense for feature in table.features}
         self._reason = ""
@@ -74,7 +74,7 @@ class Drift:
 
     def close(self) -> None:
         """Stops measuring; waits for a plan that is being made."""
-        self._collection.traffic = None
+        self._collection.engine.traffic = None
         if self._planner is not None:
             self._planner.close()
 

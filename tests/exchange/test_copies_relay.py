@@ -23,7 +23,7 @@ def memory_of_relayed_rows(mesh, num_direct):
     optimizer = EmbeddingOptimizer(collection)
     batch = SparseBatch.from_bags({"a": [list(range(NUM_ROWS))]})
     first, second = collection(batch), collection(batch)
-    look_ups = collection._exchanges[0].look_ups._made
+    look_ups = collection.engine.exchanges[0].look_ups._made
     before = [look_up.relayed.num_bytes for look_up in look_ups]
     (first.values + second.values).sum().backward()
     optimizer.step()

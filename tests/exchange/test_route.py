@@ -18,7 +18,7 @@ def test_unique_rows_and_where_they_are():
     embeddings = EmbeddingCollection(TABLES)
     route = embeddings.route(SparseBatch.from_bags({"a": [[7, 2], [7]], "b": [[2], [2, 2]]}))
     (group,) = route.groups
-    send, rows = group.look_up.send, embeddings._exchanges[0].arena.rows
+    send, rows = group.look_up.send, embeddings.engine.exchanges[0].arena.rows
     assert group.num_unique == 3
     assert group.look_up.bounds == [0, 3]
     assert send.segment_offsets.tolist() == [[0, 2, 3]]
@@ -33,8 +33,8 @@ def test_a_route_of_nothing():
     embeddings = EmbeddingCollection(TABLES)
     embeddings.route(SparseBatch.from_bags({"a": [[1]], "b": [[1]]}))  # leaves its numbers in a workspace
     gc.collect()
-    (exchange,) = embeddings._exchanges
-    route = Route.of_nothing(embeddings._exchanges)
+    (exchange,) = embeddings.engine.exchanges
+    route = Route.of_nothing(embeddings.engine.exchanges)
     (group,) = route.groups
     assert exchange.look_ups.idle == []
     assert group.look_up.bounds == [0, 0]

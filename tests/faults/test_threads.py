@@ -187,7 +187,7 @@ def test_a_step_waits_for_look_ups_that_began_before(kind):
     embeddings, held = collection_of(**KINDS[kind]), Held()
     optimizer = EmbeddingOptimizer(embeddings)
     before = look_up(embeddings, batch_of(0))
-    with arm(point="collection.fetched", action=held), arm(point="gate.wait_to_write", action=held.go.set):
+    with arm(point="engine.fetched", action=held), arm(point="gate.wait_to_write", action=held.go.set):
         reader = in_thread(look_up, embeddings, batch_of(0))
         assert held.came.wait(60)
         train(embeddings, optimizer, 0)  # which releases the reader, since it waits for it
@@ -200,7 +200,7 @@ def test_a_look_up_waits_for_a_step_that_began_before(kind):
     embeddings, held = collection_of(**KINDS[kind]), Held()
     optimizer = EmbeddingOptimizer(embeddings)
     before = look_up(embeddings, batch_of(0))
-    with arm(point="collection.push", action=held), arm(point="gate.wait_to_read", action=held.go.set):
+    with arm(point="engine.push", action=held), arm(point="gate.wait_to_read", action=held.go.set):
         trainer = in_thread(train, embeddings, optimizer, 0)
         assert held.came.wait(60)
         found = look_up(embeddings, batch_of(0))
@@ -213,7 +213,7 @@ def test_a_look_up_waits_for_a_step_that_began_before(kind):
 def test_look_ups_on_a_device_take_turns(device):
     embeddings, held = EmbeddingCollection(tables(), device="cuda"), Held()
     expected = [look_up(embeddings, batch_of(number, 3)) for number in range(2)]
-    with arm(point="collection.fetched", action=held), arm(point="gate.wait_to_read", action=held.go.set):
+    with arm(point="engine.fetched", action=held), arm(point="gate.wait_to_read", action=held.go.set):
         first = in_thread(look_up, embeddings, batch_of(0, 3))
         assert held.came.wait(60)
         second = look_up(embeddings, batch_of(1, 3))

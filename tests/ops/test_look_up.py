@@ -42,7 +42,7 @@ def test_the_parts_of_the_lists_do_not_overlap():
 
 def num_idle(embeddings):
     gc.collect()
-    return [len(exchange.look_ups.idle) for exchange in embeddings._exchanges]
+    return [len(exchange.look_ups.idle) for exchange in embeddings.engine.exchanges]
 
 
 def test_look_ups_come_back():
@@ -69,4 +69,4 @@ def test_look_ups_come_back_from_refused_batches(bags):
         with pytest.raises(IdRangeError):
             embeddings(SparseBatch.from_bags(bags))
     assert num_idle(embeddings) == [1, 1]
-    assert len(embeddings._router.idle) == 1
+    assert len(embeddings.engine.router.idle) == 1

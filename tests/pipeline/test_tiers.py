@@ -193,7 +193,7 @@ def test_look_ahead_that_does_not_fit_is_told_where_rows_are_looked_up_between_w
     """Else it is brought when the batch before is updated; then nobody would."""
     collection, optimizer = make(Mesh(), 1)
     with pytest.raises(NoRoomError, match=r"rank 0 in stage 'retrieve' of batch 2: .* \(waited \d.\d s\)"):
-        go_through(collection, optimizer, collection.settle, depth=2)
+        go_through(collection, optimizer, collection.engine.wait, depth=2)
 
 
 def test_one_thread_cannot_wait_for_itself():

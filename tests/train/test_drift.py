@@ -10,7 +10,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.parts import Parts
+from rowmesh.exchange.shard_group import ShardGroups
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.drift import Planner, Proposal
@@ -102,13 +102,13 @@ def test_traffic_that_stays_moves_nothing(ranks):
 def test_a_plan_that_cannot_be_taken_over_is_told_and_left(monkeypatch, storage, why):
     collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
     plan, drift = collection.plan, Drift(collection, None)
-    monkeypatch.setattr(Parts, "allocate", no_room)
+    monkeypatch.setattr(ShardGroups, "allocate", no_room)
     assert drift._follow(Proposal(plan, "a new plan")).startswith(f"; a new plan: not taken over, {why}")
     assert collection.plan is plan
     drift.close()
 
 
-def no_room(parts, outcome):
+def no_room(groups, outcome):
     raise MemoryError(f"no room{outcome}")
 
 

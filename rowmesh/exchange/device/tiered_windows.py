@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.window import DeviceWindow
 from rowmesh.exchange.device.windows import WholeDeviceWindows
 from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.shard_group import ShardGroup
 
 
 class TieredDeviceWindows(WholeDeviceWindows):
     """One rank, whose rows are updated in place once they are there."""
 
-    def __init__(self, part: DevicePart) -> None:
+    def __init__(self, part: ShardGroup) -> None:
         super().__init__(part, "there is one rank")
         self.is_tiered = True
         self.reason = f"rows are brought into the memory of {part.device} ahead: {part.reason}"

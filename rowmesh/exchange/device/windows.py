@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rowmesh.exchange.cores import CorePart
-from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup, DeviceTravel
 from rowmesh.exchange.device.window import DeviceWindow, DeviceWindowGroup
 from rowmesh.exchange.device_collective import DeviceCollective
 from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.phased import NO_WINDOW, check_numbers, phased_obstacle
 from rowmesh.exchange.route import RoutePart
+from rowmesh.exchange.shard_group import ShardGroup
 from rowmesh.exchange.window import Form
 from rowmesh.exchange.windows import COMPUTED, WholeWindows
 
@@ -30,7 +30,7 @@ class WholeDeviceWindows(WholeWindows[DeviceWindow]):
 
     is_on_device = True
 
-    def __init__(self, part: DevicePart | CorePart, obstacle: str) -> None:
+    def __init__(self, part: ShardGroup | CorePart, obstacle: str) -> None:
         super().__init__(part, obstacle)
         self._fetched: DeviceWindow | None = None  # and not updated
 
@@ -84,7 +84,7 @@ class PhasedDeviceWindows:
     is_phased, is_tiered, is_on_device = True, False, True
     num_bytes = 0
 
-    def __init__(self, part: DevicePart, form: Form, *, finds_final: bool) -> None:
+    def __init__(self, part: ShardGroup, form: Form, *, finds_final: bool) -> None:
         assert isinstance(part.transport, DeviceCollective)
         self.reason = f"rows and gradients travel by micro-batch ({form}), over {part.reason}"
         self._part, self._transport = part, part.transport
@@ -95,7 +95,7 @@ class PhasedDeviceWindows:
 
     def begin(self, number: int) -> None:
         """What came before is updated. Collective."""
-        self._part.settle()
+        self._part.flush()
 
     def open(self, window: DeviceWindow) -> None:
         """Tells owners what is needed, and by which micro-batches. Collective; the host waits for sizes.
@@ -181,8 +181,8 @@ class PhasedDeviceWindows:
             self._transport.count_copies([each for travel in travels for each in travel.window.group.lanes])
         for each, travel, update in zip(self._groups, travels, updates, strict=True):
             each.update(travel, update)
-        self._part.tell_replicas(updates, step)
-        self._part.settle()
+        self._part.begin_synchronization(updates, step)
+        self._part.flush()
 
     def let_go(self, window: DeviceWindow) -> None:
         """Nothing is held."""
@@ -192,10 +192,11 @@ class PhasedDeviceWindows:
         self._travels.clear()
 
 
-def whole_obstacle(part: DevicePart | CorePart) -> str | None:
+def whole_obstacle(part: ShardGroup | CorePart) -> str | None:
     """Why the rows of some tables cannot travel by micro-batch, or None where they can."""
     if isinstance(part, CorePart):
         return COMPUTED
     if any(exchange.is_tiered for exchange in part.exchanges):
         return "owners bring tiered rows to their devices when they are asked"
-    return phased_obstacle(part.transport.name, [kind for each in part.exchanges for kind in each.lane_kinds])
+    exchanges = part.exchanges
+    return phased_obstacle(part.transport.name, [kind for each in exchanges for kind in each.lane_kinds])

@@ -76,9 +76,9 @@ def test_one_rank_migrates_and_says_what_was_wrong_before():
     optimizer.step()
     before = embeddings(batch).values.detach().clone()
     moved = embeddings.migrate(make_plan(tables[:1], 1, 1, lambda number: ("replicated", number, 0, False)))
-    assert (moved.rows, embeddings.num_migrations) == (0, 1)
+    assert (moved.rows, embeddings.engine.num_migrations) == (0, 1)
     assert torch.equal(embeddings(batch).values, before)
     embeddings(SparseBatch.from_bags({"a": [[9]], "b": [[0]]}))
     with pytest.raises(IdRangeError, match="feature 'a'"):
         embeddings.migrate(embeddings.plan)
-    assert embeddings.num_migrations == 1
+    assert embeddings.engine.num_migrations == 1

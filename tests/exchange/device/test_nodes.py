@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.exchange.device.part import one_hop
+from rowmesh.exchange.shard_group import one_hop
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD
 from rowmesh.placement import Plan

@@ -85,7 +85,7 @@ def test_ranks_need_not_push_the_same_routes(ranks):
 def order_of_calls(mesh, replicas=1, mode="exact"):
     """Interpreted kernels are done when a call returns, and hosts wait for each other: only GPUs need the barriers."""
     embeddings, calls = collect(mesh, replicas=replicas, synchronization=Synchronization(mode)), []
-    part = embeddings._parts.parts[0]
+    part = embeddings.engine.shard_groups.stored[0]
     (group,) = part.transport._groups
     noted = [
         (part.transport._memory, "barrier"),
@@ -176,7 +176,7 @@ def test_ranks_that_do_different_things_are_named(ranks):
 def no_room(mesh):
     embeddings = collect(mesh)
     embeddings(batch()).values.sum().backward()
-    memory = embeddings._parts.parts[0].transport._memory
+    memory = embeddings.engine.shard_groups.stored[0].transport._memory
     if mesh.rank == 1:
         memory.allocate = fail
     with pytest.raises(MemoryError, match="rank 1 has no room for gradients, use smaller batches: none left"):

@@ -224,7 +224,7 @@ def test_rows_read_straight_after_a_step_are_up_to_date(ranks):
 def test_the_list_of_touched_rows_grows_no_further_than_the_table(device):
     """Rows that are touched again take no room, though the host learns it later."""
     collection = EmbeddingCollection(ITEM, device="cuda")
-    exchange: Any = collection._exchanges[0]
+    exchange: Any = collection.engine.exchanges[0]
     means = exchange.replicated = replicas.DeviceMeans(exchange, replica=0)
     optimizer = EmbeddingOptimizer(collection)
     for rows in ([1, 2], [2, 1], [1, 4], [0, 3, 4], [5, 6, 7]):

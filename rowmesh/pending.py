@@ -15,13 +15,17 @@ from rowmesh.exchange.route import Route
 
 
 class Pending:
-    """Gradients that wait for a push."""
+    """Gradients that wait for a push.
+
+    Attributes:
+        num_added: how many look-ups had their backward so far.
+    """
 
     def __init__(self) -> None:
+        self.num_added = 0
         self._lock = threading.Lock()
         self._routes: list[Route] = []
         self._is_refused = False
-        self.num_added = 0
         self._pusher = 0  # the thread that pushed last
         self._last = self._last_of_others = 0  # the numbers of its last push, and of the last one of another thread
 
@@ -39,7 +43,7 @@ class Pending:
         with self._lock:
             if self._is_refused:  # a step was left out, and these gradients with it
                 self._routes.clear()
-            self._is_refused = False
+                self._is_refused = False
             self._routes.append(route)
             self.num_added += 1
 
@@ -61,52 +65,54 @@ class Pending:
             self._routes.clear()
             self._is_refused = False
 
-    def take(self, routes: Sequence[Route] | None = None) -> list[Route]:
-        """Removes what is about to be pushed, by default all; in the order of the look-ups, since backward may run in
-        any.
+    def take(self, routes: Sequence[Route] | None, number: int) -> list[Route]:
+        """Removes what this thread is about to push; in the order of the look-ups, since backward may run in any.
+
+        Args:
+            routes: them; None for all.
+            number: of the push, from 1.
 
         Raises:
             RowmeshError: one has no gradients, or was pushed before; or several threads train.
         """
         with self._lock:
-            if routes is None:
-                self._check_threads(self._routes)
-                taken, self._routes = self._routes, []
-            else:
-                taken = self._take_some(routes)
+            taken, left = (self._routes, []) if routes is None else ([*routes], self._others(routes))
+            for route in taken:
+                if route.thread != taken[0].thread:
+                    raise _two_train(taken[0].thread, route.thread)
+                of_others = self._last_of_others if route.thread == self._pusher else self._last
+                if of_others > route.num_pushes:
+                    raise _stepped_between(self._pusher, route.thread)
+            self._routes = left
+            if (me := threading.get_ident()) != self._pusher:
+                self._pusher, self._last_of_others = me, self._last
+            self._last = number
         if len(taken) > 1:
             taken.sort(key=lambda route: route.number)
         return taken
 
-    def _take_some(self, routes: Sequence[Route]) -> list[Route]:
+    def _others(self, routes: Sequence[Route]) -> list[Route]:
+        """What waits beside some routes, which must wait too."""
         pushed, waiting = {id(route) for route in routes}, {id(route) for route in self._routes}
         if len(pushed & waiting) != len(routes):
             raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
-        self._check_threads(routes)
-        self._routes = [route for route in self._routes if id(route) not in pushed]
-        return [*routes]
+        return [route for route in self._routes if id(route) not in pushed]
 
-    def note_push(self, number: int) -> None:
-        """Takes the number of a push that this thread makes now."""
-        if (me := threading.get_ident()) != self._pusher:
-            self._pusher, self._last_of_others = me, self._last
-        self._last = number
 
-    def _check_threads(self, routes: Sequence[Route]) -> None:
-        for route in routes:
-            if route.thread != routes[0].thread:
-                raise RowmeshError(
-                    f"{_named([routes[0].thread, route.thread])} trained at the same time: this step would take the "
-                    "gradients of both; let one thread look up, run backward and step (others may look up under "
-                    "torch.no_grad()), and call zero_grad() to drop these"
-                )
-            of_others = self._last_of_others if route.thread == self._pusher else self._last
-            if of_others > route.num_pushes:
-                raise RowmeshError(
-                    f"{_named([self._pusher])} stepped between a look-up of {_named([route.thread])} and its step, "
-                    "whose gradients are of rows as they were before; let one thread look up, run backward and step "
-                    "(others may look up under torch.no_grad()), and call zero_grad() to drop these gradients"
-                )
+def _two_train(first: int, second: int) -> RowmeshError:
+    return RowmeshError(
+        f"{_named([first, second])} trained at the same time: this step would take the gradients of both; let one "
+        "thread look up, run backward and step (others may look up under torch.no_grad()), and call zero_grad() to "
+        "drop these"
+    )
+
+
+def _stepped_between(pusher: int, thread: int) -> RowmeshError:
+    return RowmeshError(
+        f"{_named([pusher])} stepped between a look-up of {_named([thread])} and its step, whose gradients are of rows "
+        "as they were before; let one thread look up, run backward and step (others may look up under "
+        "torch.no_grad()), and call zero_grad() to drop these gradients"
+    )
 
 
 def _named(threads: Sequence[int]) -> str:

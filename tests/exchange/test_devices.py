@@ -1,4 +1,4 @@
-"""Backend: a device that cannot be is refused with what can."""
+"""Devices: one that cannot be is refused with what can."""
 
 import pytest
 

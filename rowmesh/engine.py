@@ -1,0 +1,483 @@
+"""Engine: the tables of an `EmbeddingCollection` at work, as the collection, an optimizer and a pipeline drive them.
+
+It has the rows (`ShardGroups`), the way from batches to vectors (router, outputs), gradients that wait for a push, and
+the step count. In place of the four verbs a pipeline drives windows: `make_window`, `pool_part`, `update_window`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count
+from threading import Event
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rowmesh.embeddings import Embeddings, Outputs
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.exchange.cores import CorePart
+from rowmesh.exchange.devices import check_windows, make_window_maker, windows_of
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.handshake import Step, agree_to_migrate
+from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.route import Route, RouteGroup, Router
+from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
+from rowmesh.exchange.window import Form, Window, WindowLookUp
+from rowmesh.exchange.windows import Windows
+from rowmesh.faults import reach
+from rowmesh.gate import Gate
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.optim.rules import Rate
+from rowmesh.pending import Pending
+from rowmesh.placement import Plan, TableShape
+from rowmesh.placement.drift import Traffic
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TableSpec, fuse
+from rowmesh.tables.cached import CachedArena
+from rowmesh.tables.cores import Cores
+
+logger = logging.getLogger("rowmesh")
+
+
+class Rows:
+    """The fetched rows of a route; valid until the next push, which `pool` checks."""
+
+    __slots__ = ("num_pushes", "route")
+
+    def __init__(self, route: Route, num_pushes: int) -> None:
+        self.route = route
+        self.num_pushes = num_pushes
+
+
+class Driver(NamedTuple):
+    """A pipeline, as the engine whose rows it moves sees it.
+
+    Attributes:
+        step: takes the learning rates of a step.
+        wait: returns when the steps so far are done and no thread uses the tables.
+        cancelled: when it is set, nobody waits for rows of other ranks any more.
+    """
+
+    step: Callable[[Sequence[Rate]], None]
+    wait: Callable[[], None]
+    cancelled: Event
+
+
+class _LookUp:
+    """A route whose rows are fetched, as autograd sees it."""
+
+    __slots__ = ("_engine", "_route")
+
+    def __init__(self, engine: Engine, route: Route) -> None:
+        self._engine, self._route = engine, route
+
+    def pool(self) -> tuple[Tensor, ...]:
+        """The vectors of the batch."""
+        route = self._route
+        return self._engine.outputs.pooling.forward(route.groups, route.batch, route.batch.batch_size)
+
+    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids; the route then waits for push."""
+        engine, route = self._engine, self._route
+        if route.has_gradients:
+            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        engine.outputs.pooling.backward(route.groups, gradients)
+        route.has_gradients = True
+        engine.pending.add(route)
+
+
+class Engine:
+    """Tables at work. Making one is collective.
+
+    Args:
+        tables: what to store.
+        plan: which ranks hold each row.
+        mesh: the ranks.
+        options: how rows travel and where they are.
+        seed: of the initial values.
+        device_name: as the device was asked for, for messages.
+
+    Attributes:
+        plan: which ranks hold each row now.
+        device: where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted.
+        groups: of tables that travel together.
+        outputs: makes vectors of rows.
+        router: finds the rows of batches.
+        shard_groups: rows and their transports.
+        exchanges: of all groups, in their order.
+        pending: gradients that wait for a push.
+        traffic: where requests of batches that train are counted; None where they are not.
+        step_count: how many steps were taken.
+        num_migrations: how many plans were taken over.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        plan: Plan,
+        mesh: Mesh,
+        options: ShardOptions,
+        seed: int,
+        device_name: str,
+    ) -> None:
+        self.mesh, self.plan, self.options = mesh, plan, options
+        self.device = options.device or torch.device("cpu")
+        self._tables, self._device_name = tuple(tables), device_name
+        self._rows_mesh = mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
+        self.groups = fuse(tables, plan.replicas)
+        self._group_names = tuple(group.name for group in self.groups)
+        self.outputs = Outputs(tables, self.groups, options.device)
+        self.router = Router(self.groups, self.outputs.layouts, mesh.rank, options.device)
+        shard_groups = ShardGroups(self._rows_mesh, plan, self.groups, options)
+        shard_groups.allocate()
+        self._take(shard_groups)
+        for exchange in self.exchanges:
+            held = exchange.address_map.held
+            exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
+        self.shard_groups.connect()
+        self.pending = Pending()
+        self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
+        self._fetching = threading.Lock()  # ranks number their fetches alike
+        self._driver: Driver | None = None
+        self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
+        self._window_maker = make_window_maker(options.device)
+        self.traffic: Traffic | None = None
+        self._num_fetches = self._num_pushes = 0
+        self._look_ups = count(1)  # numbers them for messages
+        self.step_count = self.num_migrations = 0
+        logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
+        rows = state = 0
+        buffers = self.outputs.pooling.num_bytes + self.router.num_bytes
+        buffers += self.shard_groups.num_bytes + self._window_maker.num_bytes
+        buffers += sum(windows.num_bytes for windows in self._windows)
+        for exchange in self.exchanges:
+            of_rows, of_state = exchange.arena.num_bytes
+            rows, state = rows + of_rows, state + of_state
+            buffers += exchange.arena.bookkeeping_bytes if isinstance(exchange.arena, CachedArena) else 0
+        return {"rows": rows, "optimizer state": state, "buffers": buffers}
+
+    # The four verbs
+
+    def look_up(self, batch: SparseBatch) -> Embeddings:
+        """Routes, fetches and pools a batch. Collective."""
+        if self._replicated:
+            self.flush_replicas()
+        with self.gate.reading:
+            if self._driver is not None:
+                self._driver.wait()
+            route = self._route(batch, (next(self._look_ups), self.step_count))
+            self._fetch(route)
+            reach("engine.fetched")
+            return self._pool(route)
+
+    def route(self, batch: SparseBatch) -> Route:
+        """Finds the unique ids of a batch, their owners, and the way back; no communication."""
+        with self.gate.reading:
+            self.wait()
+            return self._route(batch, (next(self._look_ups), self.step_count))
+
+    def fetch(self, route: Route) -> Rows:
+        """Brings the rows of a route within reach. Collective."""
+        self.flush_replicas()
+        with self.gate.reading:
+            self.wait()
+            self._fetch(route)
+            return Rows(route, self._num_pushes)
+
+    def pool(self, rows: Rows) -> Embeddings:
+        """The vectors of fetched rows."""
+        with self.gate.reading:
+            if rows.num_pushes != self._num_pushes:
+                raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+            return self._pool(rows.route)
+
+    def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
+        """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
+        if self._driver is not None:
+            raise self._is_driven("rows are updated")
+        with self.gate.writing:
+            step = Step(self.step_count + 1, rates, self._group_names)
+            taken = self.pending.take(routes, self._num_pushes + 1)
+            self._num_pushes += 1
+            reach("engine.push")
+            for each in self._all:
+                each.push(taken, step)
+            self.step_count += 1
+            for exchange in self.exchanges:
+                exchange.counters.pushes += 1
+
+    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None) -> Route:
+        if batch.weights is not None and batch.weights.requires_grad:
+            raise DataError("weights of a SparseBatch get no gradient; detach them")
+        route = self.router(batch, self.exchanges, moment)
+        if self.traffic is not None and torch.is_grad_enabled():
+            for group in route.groups:
+                group.count_into(self.traffic)
+        return route
+
+    def _fetch(self, route: Route) -> None:
+        meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
+        with self._fetching:
+            self._num_fetches += 1
+            route.number = self._num_fetches
+            for each in self._stored:
+                each.fetch(route, meanwhile)
+        for each in self._computed:
+            each.fetch(route, meanwhile)
+
+    def _pool(self, route: Route) -> Embeddings:
+        if torch.is_grad_enabled():
+            route.thread, route.num_pushes = threading.get_ident(), self._num_pushes
+        batch = route.batch
+        return self.outputs(_LookUp(self, route), route.groups, batch, slice(0, batch.batch_size))
+
+    def flush_replicas(self) -> None:
+        """Brings rows up to date that a look-up would change otherwise, while others read them. Collective."""
+        if any(each.needs_flush for each in self._replicated):
+            with self.gate.writing:
+                self.wait()
+                for each in self._replicated:
+                    each.flush()
+
+    # What an optimizer asks for
+
+    def push_pending(self, rates: Sequence[Rate]) -> None:
+        """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
+        if self._driver is None:
+            self.push(None, rates)
+            return
+        if self.pending:
+            raise RowmeshError(
+                f"{len(self.pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
+                "gradients of a step from the pipeline's micro-batches"
+            )
+        self._driver.step(rates)
+
+    @property
+    def num_backwards(self) -> int:
+        """How many look-ups had their backward so far, on this rank."""
+        return self.pending.num_added
+
+    def check_pending(self) -> bool:
+        """Whether the gradients that wait for a push are finite on all ranks; where not, the next backward drops them.
+
+        Collective: a message of its own.
+
+        Raises:
+            RowmeshError: a pipeline runs, which has sent gradients already.
+        """
+        if self._driver is not None:
+            raise self._is_driven("a GradScaler checks gradients, which a pipeline sends before the step")
+        self.pending.drop_refused()
+        pooling = self.outputs.pooling
+        mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
+        is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite:
+            self.pending.refuse()
+        return is_finite
+
+    def discard_pending(self) -> None:
+        """Forgets gradients that were not pushed."""
+        self.pending.clear()
+
+    # What a pipeline drives, in place of the four verbs
+
+    def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
+        """How the windows of each shard group travel. Collective.
+
+        Raises:
+            ConfigurationError: they cannot, on this device.
+        """
+        is_on_device = self.options.device is not None
+        if is_on_device:
+            check_windows(self._device_name, form, verifies=verifies)
+        how = {"finds_final": finds_final, "verifies": verifies, "is_on_device": is_on_device}
+        made = [windows_of(each, form, **how) for each in self._all]
+        self._windows.update(made)
+        return made
+
+    def take_over(self, driver: Driver) -> None:
+        """Gives the rows and the steps of the optimizer to a pipeline.
+
+        Raises:
+            RowmeshError: another one has them, or runs on the same mesh.
+        """
+        with self.gate.writing:
+            if self._driver is not None:
+                raise self._is_driven("another one begins")
+            self.mesh.claim("pipeline")
+            self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+
+    def prepare_to_take_back(self) -> None:
+        """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
+        self.mesh.end_claim("pipeline")
+
+    def take_back(self) -> None:
+        """Takes rows and steps back, when no thread of the pipeline uses them."""
+        self._driver = self._rows_mesh.cancellation.event = None
+        self.mesh.unclaim("pipeline")
+
+    def wait(self) -> None:
+        """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
+
+        Raises:
+            RowmeshError: one of its batches is half way, or it failed.
+        """
+        if self._driver is not None:
+            self._driver.wait()
+
+    @staticmethod
+    def _is_driven(what: str) -> RowmeshError:
+        return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
+
+    def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
+        """A step of all groups."""
+        return Step(number, rates, self._group_names)
+
+    def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
+        """Routes a batch that is looked up by micro-batch; no communication."""
+        route = self._route(batch)
+        bounds = list(accumulate(sizes, initial=0))
+        layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
+        return self._window_maker(route, bounds, layouts)
+
+    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
+        """The vectors of a micro-batch whose rows are here; differentiable.
+
+        Args:
+            window: its batch.
+            part: which of its micro-batches.
+            finished: is called when the gradients of its rows are summed.
+        """
+        look_up = WindowLookUp(window, part, self.outputs.pooling, finished)
+        groups = [group.parts[part] for group in window.groups]
+        return self.outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
+
+    def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
+        """Applies the gradients of a window, which all are on their way. Collective."""
+        self.step_count += 1
+        self._num_pushes += 1
+        step = self.make_step(rates, self.step_count)
+        for each in windows:
+            each.update(window, step)
+        for exchange in self.exchanges:
+            exchange.counters.pushes += 1
+
+    # What happens between two steps
+
+    def synchronize(self) -> None:
+        """Makes all replicas of all rows equal. Collective."""
+        self.wait()
+        with self.gate.writing:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        self._num_pushes += any(each.averages for each in self._stored)
+        for each in self._stored:
+            each.synchronize()
+
+    def forget_differences(self) -> None:
+        """Takes the rows of this rank as equal to those of other replicas."""
+        if self._driver is not None:
+            raise self._is_driven("rows are set")
+        with self.gate.writing:
+            self._num_pushes += 1
+            for each in self._all:
+                each.forget()
+
+    def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
+        """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
+        shard_group, exchange, number = self._find(table)
+        if isinstance(shard_group, CorePart):
+            raise ConfigurationError(
+                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
+                f"nowhere; cores({table!r}) gives what they are computed from"
+            )
+        return shard_group, exchange, number
+
+    def find_cores(self, table: str) -> Cores:
+        """The cores of a tensor-train table."""
+        shard_group, _, _ = self._find(table)
+        if not isinstance(shard_group, CorePart):
+            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
+        return shard_group.cores(table)
+
+    def _find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
+        self.wait()
+        with self.gate.writing:  # what replicas sent may be on its way
+            return self.shard_groups.find(table)
+
+    def barrier(self) -> None:
+        """Waits until all ranks have come here."""
+        self.wait()
+        with self.gate.writing:
+            self.shard_groups.barrier()
+
+    def migrate(self, plan: Plan) -> Moved:
+        """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
+        if self._driver is not None:
+            raise self._is_driven("rows migrate")
+        with self.gate.writing:
+            began = time.perf_counter()
+            self.shard_groups.barrier()  # whose devices may hold batches that they have not looked at
+            agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))
+            self._check_migration(plan)
+            self._synchronize()
+            mine = self._go_over(plan)
+            everyone = gather_objects(self.mesh, [(moved.rows, moved.num_bytes) for moved in mine], "migrating")
+            rows, num_bytes = map(sum, zip(*(moved for each in everyone for moved in each), strict=True))
+            return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
+
+    def _check_migration(self, plan: Plan) -> None:
+        plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
+        if tiered := [table.name for table in self._tables if table.storage == "tiered"]:
+            raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
+        if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
+            raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
+
+    def _go_over(self, plan: Plan) -> list[Moved]:
+        """Puts shard groups under another plan in the place of those in use; returns what came to this rank."""
+        new = ShardGroups(self._rows_mesh, plan, self.groups, self.options)
+        try:
+            new.allocate("; the old plan goes on")
+            mine = new.fill_from(self.shard_groups)
+            for before, after in zip(self.exchanges, new.exchanges, strict=True):
+                after.counters = before.counters  # now: what synchronizes replicas goes on with those that it finds
+            new.connect()
+        except BaseException:
+            new.close()
+            raise
+        self.shard_groups.close()
+        self.plan = plan
+        self._take(new)
+        self._window_maker = make_window_maker(self.options.device)  # the memory of windows knows where rows were
+        self._num_pushes += 1  # rows that were fetched are stale
+        self.num_migrations += 1
+        gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
+        return mine
+
+    def _take(self, shard_groups: ShardGroups) -> None:
+        """Works with these from now on; lists that every step needs are made here, once."""
+        self.shard_groups, self.exchanges = shard_groups, shard_groups.exchanges
+        self._all, self._stored, self._computed = shard_groups.all, shard_groups.stored, shard_groups.computed
+        self._replicated = [each for each in shard_groups.stored if each.replicas > 1]
+
+
+def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
+    """The shapes of those tables whose rows are stored, which plans are for."""
+    return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
+
+
+def _nothing(group: RouteGroup) -> None:
+    """What an evaluation does while rows travel."""

@@ -1,0 +1,422 @@
+"""Shard groups: the tables of a collection that have equally many replicas, as one rank sees them.
+
+Rows travel within this rank's replica group, by a transport of its own; replicas are synchronized with the ranks that
+hold what this one holds, its *replicate group*. Tensor-train tables, which are not sharded, are a `CorePart`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.cores import CorePart
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.handshake import Step
+from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.route import Route, RoutePart
+from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
+from rowmesh.exchange.transport import Meanwhile, Transport
+from rowmesh.exchange.transports import TransportName, common_name, make_transport
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.grid import Grid
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.optim.rules import Update
+from rowmesh.placement import AddressMap, Piece, Plan
+from rowmesh.tables import DenseArena, TableGroup, Tiers
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOptions:
+    """What all shard groups of a collection have in common.
+
+    Attributes:
+        transport: what was asked for.
+        synchronization: how replicas are kept together.
+        tiers: where rows of tiered tables are.
+        common: counts the messages that serve all groups of tables.
+        device: where rows are; None for the host's memory.
+    """
+
+    transport: TransportName
+    synchronization: Synchronization
+    tiers: Tiers
+    common: CommonCounters
+    device: torch.device | None
+
+
+class ShardGroup:
+    """Tables with equally many replicas, their rows on this rank, their transport and their synchronization.
+
+    Making one is collective and so is `connect`, which must follow `allocate`.
+
+    Args:
+        mesh: all ranks.
+        plan: of all tables, for all ranks.
+        replicas: M of these tables.
+        groups: of all tables.
+        indices: numbers of the groups that these tables are.
+        options: of all shard groups.
+
+    Attributes:
+        mesh: the ranks of this rank's replica group.
+        plan: of these tables, for those ranks.
+        transport: between them; `transport_name` is its name.
+        reason: why that transport.
+        device: where rows are; None for the host's memory.
+        exchanges: of the groups, in their order; made by `allocate`.
+        indices: their numbers in the collection.
+        averages: whether replicas differ between two averages.
+        scaling: what summed gradients are multiplied by: their mean, as DistributedDataParallel takes it. Over all
+            ranks where gradients are summed over them, over those of the replica group where groups update for
+            themselves.
+        needs_flush: whether rows of this replica group change until the next look-up, by `flush`.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        replicas: int,
+        groups: Sequence[TableGroup],
+        indices: Sequence[int],
+        options: ShardOptions,
+    ) -> None:
+        grid = plan.grid(replicas)
+        self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
+        self.device, self._options = options.device, options
+        self._groups = [groups[index] for index in indices]
+        self._is_tiered = self._groups[0].storage == "tiered"
+        self._replica = grid.place(mesh.rank)[0]
+        self.mesh = mesh.part(grid.groups, grid.ranks_per_node(plan.ranks_per_node))
+        self._replicate_group = mesh.part(grid.columns) if replicas > 1 else None
+        self.averages = replicas > 1 and options.synchronization.mode == "average"
+        self.scaling = 1.0 / (self.mesh.world_size if self.averages else mesh.world_size)
+        self._is_whole = self.device is None and len(indices) == len(groups)
+        self._second: Any = None
+        if self.device is None and replicas == 2 and len(grid.columns) > 1:
+            # Process groups are known by the order in which their ranks are named.
+            self._second = mesh.subgroup([ranks[::-1] for ranks in grid.columns])
+        self.transport, self.reason = self._make_transport(mesh, grid)
+        self.transport.common, self.transport_name = options.common, self.transport.name
+        self.exchanges: list[GroupExchange] = []
+        self.synchronizer: Synchronizer | None = None
+        self.needs_flush = False
+
+    def _make_transport(self, mesh: Mesh, grid: Grid) -> tuple[Transport, str]:
+        """The transport within the replica group, and why that one."""
+        name = self._options.transport
+        if self._is_tiered:
+            self._check_tiers()
+        if self.device is None:
+            name = common_name("collective" if self._is_tiered else name, mesh, grid)
+        transport, reason = make_transport(name, self.mesh, len(self._groups), self.device, is_tiered=self._is_tiered)
+        ranges = (part for table in self.plan.tables for part in table.ranges)
+        if self.device is not None and self.plan.num_nodes > 1 and any(part.two_hop for part in ranges):
+            reason += "; rows planned for two hops go in one"
+        return transport, reason
+
+    def _check_tiers(self) -> None:
+        """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
+        names = [table.name for group in self._groups for table in group.tables]
+        copied = [
+            table.shape.name
+            for table in self.plan.tables
+            if table.shape.name in names
+            and any(part.rule not in ("dealt", "fixed") or part.two_hop for part in table.ranges)
+        ]
+        if self.replicas > 1 or copied:
+            raise ConfigurationError(
+                f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
+                "that deals rows (leave placement.plan and placement.strategy out), or storage='dense'"
+            )
+
+    def allocate(self) -> None:
+        """Makes room for the rows that this rank holds.
+
+        Raises:
+            ConfigurationError: a rank would hold more rows than can be told apart.
+            MemoryError, OSError: there is no room.
+        """
+        plan = self.plan if self.device is None else one_hop(self.plan)
+        self.exchanges = [self._make_exchange(group, plan) for group in self._groups]
+
+    def _make_exchange(self, group: TableGroup, plan: Plan) -> GroupExchange:
+        try:
+            address_map = AddressMap(plan, [table.name for table in group.tables], self.mesh.rank)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"group {group.name} of {error}") from error
+        num_slots = address_map.num_slots[self.mesh.rank]
+        if self._is_tiered:
+            arena = self._options.tiers.make_arena(group, num_slots, self.mesh.rank, self.device)
+        else:
+            rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
+            arena = DenseArena(group, num_slots, self.device, rows)
+        asks_owners = self.transport_name != "one_sided"
+        return GroupExchange(group, address_map, arena, self.device, self.transport.allocate, asks_owners=asks_owners)
+
+    def connect(self) -> None:
+        """Makes ranks known to each other, when all rows have their values. Collective."""
+        self.transport.connect(self.exchanges)
+        if self._replicate_group is None:
+            return
+        how = self._options.synchronization
+        if self.device is None:
+            self.synchronizer = make_synchronizer(how, self.exchanges, self._replicate_group, self._second)
+            return
+        from rowmesh.exchange.device.synchronizer import make_device_synchronizer
+
+        self.synchronizer = make_device_synchronizer(how, self.exchanges, self._replicate_group, self.device)
+
+    @property
+    def title(self) -> str:
+        """What it holds, for people."""
+        return f"tables of {self.replicas} replica(s)" + ("" if self.device is None else f" on {self.device}")
+
+    def fill_from(self, before: ShardGroup) -> Moved:
+        """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
+        return move_rows(before.exchanges, self.exchanges, self.mesh)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        own = 0 if self.synchronizer is None else self.synchronizer.num_bytes
+        return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
+
+    def fetch(self, route: Route, meanwhile: Meanwhile) -> None:
+        """Brings the rows of these groups within reach. Collective.
+
+        Args:
+            route: of a batch.
+            meanwhile: is called for each group while its rows travel.
+        """
+        if self.needs_flush:
+            self.flush()
+        self.transport.fetch(route if self._is_whole else RoutePart(route, self.indices), meanwhile)
+
+    def push(self, routes: Sequence[Route], step: Step) -> None:
+        """Sends gradients to the owners, which update; what replicas send each other arrives by `flush`. Collective.
+
+        Args:
+            routes: with gradients.
+            step: of all groups of the collection.
+        """
+        if self.needs_flush:
+            self.flush()
+        updates = self.updates(step)
+        parts = routes if self._is_whole else [RoutePart(route, self.indices) for route in routes]
+        self.transport.push(parts, updates, step)
+        if self.synchronizer is not None:
+            self.begin_synchronization(updates, step)
+        if self.device is not None:
+            for part in parts:
+                for group in part.groups:
+                    group.look_up.gradients = None  # may be large, and the route may live on
+
+    def updates(self, step: Step) -> list[Update]:
+        """How the rows of these groups change."""
+        updates, scaling = [], self.scaling
+        for index in self.indices:
+            lr, factor = step.rates[index]
+            updates.append(Update(lr, scaling * factor, step.number))
+        return updates
+
+    def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
+        """Sends the other replicas what was pushed, if that is due; what they send arrives by `flush`. Collective."""
+        if self.synchronizer is not None:
+            self.needs_flush = self.synchronizer.begin(updates, step)
+
+    def synchronize(self) -> None:
+        """Makes replicas equal now, if they are only averaged now and then. Collective."""
+        self.flush()
+        if self.averages:
+            assert self.synchronizer
+            self.transport.barrier()  # ranks of this group may still read the rows that are about to change
+            self.synchronizer.start()
+            self.needs_flush = True
+            self.flush()
+
+    def forget(self) -> None:
+        """Takes the rows of this rank, which somebody sets, as equal to those of the other replicas."""
+        self.flush_own()
+        if self.synchronizer is not None:
+            self.synchronizer.forget()
+
+    def flush(self) -> None:
+        """Brings the rows of this replica group up to date. Collective."""
+        if self.synchronizer is not None and self.needs_flush:
+            self.synchronizer.finish()
+            self.needs_flush = False
+            if self.transport_name == "one_sided":  # with the others, a rank that replies with rows has flushed before
+                self.transport.publish()
+
+    def flush_own(self) -> None:
+        """Brings the rows that this rank holds up to date."""
+        if self.synchronizer is not None:
+            self.synchronizer.finish()
+
+    def share(self, piece: Piece) -> Piece:
+        """What this replica answers for of the rows that all replicas have: every row is in the share of one."""
+        first, end = (len(piece.rows) * number // self.replicas for number in (self._replica, self._replica + 1))
+        return Piece(piece.rows[first:end], piece.slots[first:end])
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the replica group, whose rows are then up to date."""
+        self.flush()
+        self.transport.barrier()
+
+    def close(self) -> None:
+        """Gives back what the transport holds; rows are up to date where that needs no other rank."""
+        if self.replicas == 2:
+            self.flush_own()
+        for exchange in self.exchanges:
+            exchange.arena.close()
+        self.transport.close()
+
+
+class ShardGroups:
+    """A `ShardGroup` for each storage and number of replicas, and a `CorePart` for all tensor-train tables.
+
+    Making them is collective, as are `allocate` and `connect`, which follow.
+
+    Args:
+        mesh: all ranks.
+        plan: of all tables with rows.
+        groups: of tables that have equally many replicas, or are tensor-train tables.
+        options: of all shard groups.
+
+    Attributes:
+        stored: those whose rows are stored.
+        computed: those whose rows are computed from cores.
+        exchanges: of all groups, in their order; made by `allocate`.
+    """
+
+    def __init__(self, mesh: Mesh, plan: Plan, groups: Sequence[TableGroup], options: ShardOptions) -> None:
+        self._mesh, self._plan = mesh, plan
+        self.stored: list[ShardGroup] = []
+        self.computed: list[CorePart] = []
+        self.exchanges: list[GroupExchange] = []
+        replicas = plan.replicas
+        stored: dict[tuple[str, int], list[int]] = {}
+        for index, group in enumerate(groups):
+            if group.storage != "tensor_train":
+                stored.setdefault((group.storage, replicas[group.tables[0].name]), []).append(index)
+        computed = [index for index, group in enumerate(groups) if group.storage == "tensor_train"]
+        try:
+            for (_, count), indices in sorted(stored.items()):
+                self.stored.append(ShardGroup(mesh, plan, count, groups, indices, options))
+            if computed:
+                how = options.transport, options.common
+                self.computed.append(CorePart(options.device, mesh, groups, computed, *how))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def all(self) -> list[ShardGroup | CorePart]:
+        """Those whose rows are stored, then those whose rows are computed."""
+        return [*self.stored, *self.computed]
+
+    def allocate(self, outcome: str = "") -> None:
+        """Makes room for the rows of this rank.
+
+        Args:
+            outcome: the end of the message.
+
+        Raises:
+            ConfigurationError: on all ranks alike, where one would hold more rows than can be told apart, or cannot
+                make the file of a tiered table; names it.
+            MemoryError: on all ranks alike, where one has no room; names it.
+        """
+        obstacle: tuple[str, str] | None = None
+        try:
+            for each in self.all:
+                each.allocate()
+        except ConfigurationError as error:
+            obstacle = "configuration", str(error)
+        except (MemoryError, OSError) as error:  # anonymous memory fails with the second
+            obstacle = "memory", str(error)
+        for rank, theirs in enumerate(gather_objects(self._mesh, obstacle, "making room for rows")):
+            if theirs is None:
+                continue
+            kind, text = theirs
+            if kind == "configuration":
+                raise ConfigurationError(f"rank {rank}: {text}")
+            raise MemoryError(
+                f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
+                f"state that the plan gives it: {text}{outcome}"
+            )
+        numbered: dict[int, GroupExchange] = {}
+        for each in self.all:
+            numbered.update(zip(each.indices, each.exchanges, strict=True))
+        self.exchanges = [numbered[index] for index in sorted(numbered)]
+
+    def connect(self) -> None:
+        """Makes ranks known to each other, when all rows have their values."""
+        for each in self.all:
+            each.connect()
+
+    def fill_from(self, old: ShardGroups) -> list[Moved]:
+        """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
+        return [
+            *(after.fill_from(before) for before, after in zip(old.stored, self.stored, strict=True)),
+            *(after.fill_from(before) for before, after in zip(old.computed, self.computed, strict=True)),
+        ]
+
+    @property
+    def transport(self) -> str:
+        """The transport's name; several joined by "+"."""
+        return "+".join(dict.fromkeys(each.transport_name for each in self.all))
+
+    @property
+    def reason(self) -> str:
+        """Why that one."""
+        if len({each.reason for each in self.all}) == 1:
+            return self.all[0].reason
+        return "; ".join(f"{each.title}: {each.reason}" for each in self.all)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(each.num_bytes for each in self.all)
+
+    def find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
+        """Where a table is: its shard group, its group, its number there; what this rank holds of it is up to date.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        for each in self.all:
+            for exchange in each.exchanges:
+                for number, spec in enumerate(exchange.group.tables):
+                    if spec.name == table:
+                        each.flush_own()
+                        return each, exchange, number
+        names = [spec.name for exchange in self.exchanges for spec in exchange.group.tables]
+        raise KeyError(f"no table {table!r}; there are {names}")
+
+    def barrier(self) -> None:
+        """Waits for all ranks, whose rows are then up to date."""
+        for each in self.all:
+            each.barrier()
+        if any(each.replicas > 1 for each in self.stored):  # those waited for their own replica group alone
+            barrier(self._mesh, "waiting at a barrier")
+
+    def close(self) -> None:
+        """Gives back what transports hold."""
+        for each in self.all:
+            each.close()
+
+
+def one_hop(plan: Plan) -> Plan:
+    """The plan with all rows asked for in one hop, which devices take everywhere: it holds them at the same places."""
+    tables = []
+    for table in plan.tables:
+        ranges = tuple(replace(part, two_hop=False) for part in table.ranges)
+        tables.append(replace(table, ranges=ranges))
+    return replace(plan, tables=tuple(tables))
