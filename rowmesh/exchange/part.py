@@ -15,7 +15,7 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
-from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
+from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
@@ -74,7 +74,7 @@ class Part:
         self.transport, self.reason = self._make_transport(transport, mesh, grid)
         self.transport.common = common
         self.exchanges: list[GroupExchange] = []
-        self.synchronizer: Synchronizer | None = None
+        self.synchronizer: ReplicaSync | None = None
         self.is_behind = False
 
     def _make_transport(self, name: TransportName, mesh: Mesh, grid: Grid) -> tuple[Any, str]:
@@ -134,8 +134,8 @@ class Part:
         if self._column is not None:
             self.synchronizer = self._make_synchronizer(self._column)
 
-    def _make_synchronizer(self, column: Mesh) -> Synchronizer:
-        return make_synchronizer(self._setting, self.exchanges, column, self._second)
+    def _make_synchronizer(self, column: Mesh) -> ReplicaSync:
+        return make_synchronizer(self._setting, self.exchanges, column, second=self._second)
 
     @property
     def title(self) -> str:

@@ -161,6 +161,49 @@ class Growing:
         return self._buffer.num_bytes
 
 
+class Room:
+    """Memory for a tensor of changing size: of the host it is kept and grows, of a device it is torch's allocator's.
+
+    Args:
+        device: whose; None: the host's.
+
+    Example:
+        >>> room = Room(None)
+        >>> room.tensor(torch.float32, 3, 2).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device, self._scratch = device, Scratch() if device is None else None
+
+    def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A tensor of any contents; of the host's, the one before is lost."""
+        if self._scratch is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        self._scratch.reserve(math.prod(shape) * dtype.itemsize)
+        return self._scratch.buffer.tensor(dtype, *shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is held."""
+        return 0 if self._scratch is None else self._scratch.num_bytes
+
+
+def zeros(device: torch.device | None, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Zeros on a device; None: the host, of whose memory no page is touched, and big ones are on huge pages."""
+    if device is None:
+        return Buffer(math.prod(shape) * dtype.itemsize).tensor(dtype, *shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def grown(tensor: Tensor, size: int, device: torch.device | None) -> Tensor:
+    """The rows of a tensor, and room behind them: `[size, …]`. None: the host's memory, as `zeros` has it."""
+    shape = size, *tensor.shape[1:]
+    more = zeros(None, tensor.dtype, *shape) if device is None else tensor.new_empty(shape)
+    more[: len(tensor)] = tensor
+    return more
+
+
 def array_at(address: int, dtype: Any, *shape: int) -> np.ndarray:
     """A NumPy view of memory that somebody else keeps alive."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize

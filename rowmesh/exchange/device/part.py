@@ -16,12 +16,11 @@ import torch
 from rowmesh.exchange.choice import TransportName
 from rowmesh.exchange.device.choice import choose_device_transport
 from rowmesh.exchange.device.route import DeviceExchange, DeviceRoute, DeviceRoutePart
-from rowmesh.exchange.device.synchronizer import make_device_synchronizer
 from rowmesh.exchange.device.tiered import DeviceTieredExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.part import Part
+from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.placement import AddressMap, Plan
@@ -65,8 +64,8 @@ class DevicePart(Part):
         arena = DenseArena(group, num_slots, self.device, rows)
         return DeviceExchange(group, address_map, arena, asks_homes=self.transport_name != "one_sided")
 
-    def _make_synchronizer(self, column: Mesh) -> Synchronizer:
-        return make_device_synchronizer(self._setting, self.exchanges, column, self.device)
+    def _make_synchronizer(self, column: Mesh) -> ReplicaSync:
+        return make_synchronizer(self._setting, self.exchanges, column, self.device)
 
     @property
     def title(self) -> str:

@@ -293,7 +293,9 @@ class DeviceGroupExchange:
 class DeviceUpdater(Protocol):
     """What happens to merged rows, where it is not simply their update; see `DeviceExchange.apply`."""
 
-    def apply(self, merged: Merged, gradients: Tensor, update: Update, num: int | None) -> None: ...
+    def apply(
+        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    ) -> None: ...
 
 
 class DeviceExchange(DeviceGroupExchange):
@@ -362,7 +364,7 @@ class DeviceExchange(DeviceGroupExchange):
         if self.replicated is None:
             self.arena.apply(merged.with_gradients(gradients), update.lr, update.scaling, update.step)
         else:
-            self.replicated.apply(merged, gradients, update, num)
+            self.replicated.apply(merged.with_gradients(gradients), update, num=num)
 
     def count(self, accesses: NDArray[np.int64], merged: Merged, held: Sequence[PinnedRows | None]) -> None:
         """Counts what was asked of this rank and is updated now.
