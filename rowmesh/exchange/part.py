@@ -14,8 +14,8 @@ from rowmesh.exchange.choice import TransportName, choose_transport
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
-from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
+from rowmesh.exchange.route import GroupExchange, Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.tiered import TieredExchange
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh

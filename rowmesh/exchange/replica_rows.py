@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from rowmesh.exchange.update import Update
 from rowmesh.exchange.workspace import held_bytes
-from rowmesh.ops.average import average, clear, mark, pack, put
-from rowmesh.ops.memory import Room, grown, round_up, zeros
+from rowmesh.ops.average import average, put
+from rowmesh.ops.average.touched import TouchedRows
+from rowmesh.ops.memory import Kinds, Room, grown, laid_out, take
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger, Singles, copy_slots, merge, singles, sum_merged
 from rowmesh.ops.transfer import Late, upload
 from rowmesh.tables.dense import compute_dtype
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from rowmesh.exchange.route import GroupExchange
 
 CHUNK_BYTES = 16 << 20  # of whole tables are averaged at once
-
-Kinds = Sequence[tuple[torch.dtype, int]]
-"""The kinds of values that a delta has of each row: dtype, and how many."""
+_DTYPES = torch.uint32, torch.int32  # of slots in the host's memory, and on a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +59,15 @@ class Delta:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def sent(self) -> list[Tensor]:
+        """Slots and values."""
+        return [self.slots, *self.values]
+
+    def padded(self, count: int) -> list[Tensor]:
+        """On a device, slots and values with so many rows, of which the first are these; nobody reads the others."""
+        return self.sent if len(self) == count else [grown(part, count, part.device) for part in self.sent]
+
     def places(self, num_owners: int) -> list[np.ndarray]:
         """Where the rows of each owner stand, which is their slot modulo `num_owners`; in their order."""
         owners = self.slots.numpy() % np.uint32(num_owners)
@@ -67,55 +75,17 @@ class Delta:
 
     def at(self, places: np.ndarray) -> Delta:
         """Copies of the rows at some places."""
-        slots, values, before = (
-            [_take(part, places, part.new_empty(len(places), *part.shape[1:])) for part in parts]
-            for parts in ([self.slots], self.values, self.before)
-        )
-        return Delta(slots[0], values, before)
-
-    def padded(self, count: int) -> list[Tensor]:
-        """Slots and values with so many rows, of which the first are these; nobody reads the others."""
-        parts = [self.slots, *self.values]
-        return parts if len(self) == count else [grown(part, count, part.device) for part in parts]
+        slots, *parts = [take(part, places) for part in (*self.sent, *self.before)]
+        return Delta(slots, parts[: len(self.values)], parts[len(self.values) :])
 
     def write(self, message: Tensor, kinds: Kinds, places: np.ndarray | None = None) -> None:
-        """Lays rows out in uint8 `[message_bytes]` of the host: all, or those at some places."""
-        laid_out = read_message(message, kinds, len(self) if places is None else len(places))
-        for to, part in zip([laid_out.slots, *laid_out.values], [self.slots, *self.values], strict=True):
+        """Lays rows out in a message of the host: all, or those at some places."""
+        to = laid_out(message, kinds, len(self) if places is None else len(places))
+        for out, part in zip(to, self.sent, strict=True):
             if places is None:
-                to.copy_(part)
+                out.copy_(part)
             else:
-                _take(part, places, to)
-
-
-def _take(part: Tensor, places: np.ndarray, out: Tensor) -> Tensor:
-    """`out[i] = part[places[i]]`, in the host's memory."""
-    values, into = (each if each.dim() == 1 else each.view(torch.uint8) for each in (part, out))
-    np.take(values.numpy(), places, axis=0, out=into.numpy(), mode="clip")  # "raise" would buffer the result
-    return out
-
-
-def read_message(message: Tensor, kinds: Kinds, count: int) -> Delta:
-    """The rows of a message of the host that has so many, as views.
-
-    A message has the slots (uint32), then the values of each kind, every part at the next multiple of 64 bytes.
-    """
-    slots, values = message[: 4 * count].view(torch.uint32), list[Tensor]()
-    for begin, (dtype, dim) in zip(_offsets(kinds, count), kinds, strict=False):
-        part = message[begin : begin + count * dim * dtype.itemsize]
-        values.append(part.view(dtype).view(count, dim))
-    return Delta(slots, values)
-
-
-def message_bytes(kinds: Kinds, count: int) -> int:
-    """The size of a message of so many rows."""
-    return _offsets(kinds, count)[-1]
-
-
-def _offsets(kinds: Kinds, count: int) -> list[int]:
-    """Where each kind begins, and the size of all."""
-    sizes = [4 * count, *(count * dim * dtype.itemsize for dtype, dim in kinds)]
-    return list(accumulate(round_up(size, 64) for size in sizes))
+                take(part, places, out)
 
 
 class ReplicatedSums:
@@ -126,28 +96,24 @@ class ReplicatedSums:
         device: where its rows are; None: the host's memory.
 
     Attributes:
-        kinds: of what is sent.
+        kinds: of what is sent, the slots first.
     """
 
     def __init__(self, exchange: GroupExchange | DeviceExchange, device: torch.device | None) -> None:
-        self._arena, self._device = exchange.arena, device
-        dim, dtype = exchange.group.dim, compute_dtype(exchange.group.dtype)
-        self.kinds = [(dtype, dim)]
-        rows = exchange.arena.rows
-        self._slots = rows.new_empty(0, dtype=torch.uint32 if device is None else torch.int32)
-        self._sums = rows.new_empty(0, dim, dtype=dtype)
+        self._arena, self._device, group = exchange.arena, device, exchange.group
+        self.kinds: Kinds = [(_DTYPES[device is not None], ()), (compute_dtype(group.dtype), (group.dim,))]
+        self._kept = [exchange.arena.rows.new_empty(0, *shape, dtype=dtype) for dtype, shape in self.kinds]
         self._used = 0
-        self._kept: list[tuple[int, Late | int]] = []  # where sums begin, and how many those are
-        self._merger = Merger(1, exchange.arena.address, dim * rows.itemsize) if device is None else None
+        self._late: list[tuple[int, Late | int]] = []  # on a device, where sums begin, and how many those are
+        row_bytes = group.dim * group.dtype.itemsize
+        self._merger = Merger(1, exchange.arena.address, row_bytes) if device is None else None
         self._singles = Singles() if device is None else None
-        self._total_slots, self._totals = Room(device), Room(device)
+        self._reduced = [Room(device) for _ in self.kinds]
 
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        of_host = held_bytes(self._merger) + held_bytes(self._singles) if self._device is None else 0
-        rooms = self._total_slots.num_bytes + self._totals.num_bytes
-        return self._slots.nbytes + self._sums.nbytes + rooms + of_host
+        return _held(*self._kept, *self._reduced, self._merger, self._singles)
 
     def apply(
         self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
@@ -160,14 +126,16 @@ class ReplicatedSums:
             part: which of the rows, first and one past the last, in the host's memory; default: all.
             num: how many rows, where the host knows it of a device's.
         """
-        first, most = self._used, _most_rows(merged, part, num)
-        self._used += most
-        if self._used > len(self._slots):
+        first = self._used
+        self._used += _most_rows(merged, part, num)
+        if self._used > len(self._kept[0]):
             size = self._used + (self._used // 4 if self._device is None else 0)
-            self._slots, self._sums = (grown(kept, size, self._device) for kept in (self._slots, self._sums))
-        copy_slots(merged, self._slots, first, part)
-        sum_merged(merged, self._sums, first, part)
-        self._kept.append((first, most if isinstance(merged, HostMerged) or num is not None else Late(merged.num)))
+            self._kept = [grown(each, size, self._device) for each in self._kept]
+        slots, sums = self._kept
+        copy_slots(merged, slots, first, part)
+        sum_merged(merged, sums, first, part)
+        if not isinstance(merged, HostMerged):
+            self._late.append((first, Late(merged.num) if num is None else num))
 
     @property
     def count(self) -> int:
@@ -175,20 +143,19 @@ class ReplicatedSums:
         return sum(end - first for first, end in self._bounds())
 
     def _bounds(self) -> list[tuple[int, int]]:
-        """Where the sums of each call of `apply` begin and end."""
-        return [(first, first + (num if isinstance(num, int) else num.read()[0])) for first, num in self._kept]
+        """Where sums are; on a device there may be gaps between those of two calls of `apply`."""
+        if self._device is None:
+            return [(0, self._used)]
+        return [(first, first + (num if isinstance(num, int) else num.read()[0])) for first, num in self._late]
 
     def take(self) -> Delta:
         """The sums of this replica, which are forgotten; of the host, views that hold until more is kept."""
-        bounds, kept = self._bounds(), (self._slots, self._sums)
-        if all(end == begin for (_, end), (begin, _) in pairwise(bounds)):
-            end = bounds[-1][1] if bounds else 0
-            slots, sums = (each[:end] for each in kept)
-        else:
-            slots, sums = (torch.cat([each[begin:end] for begin, end in bounds]) for each in kept)
-        self._kept, self._used = [], 0
+        bounds = self._bounds() or [(0, 0)]
+        pieces = [[each[begin:end] for begin, end in bounds] for each in self._kept]
+        slots, sums = (each[0] if len(each) == 1 else torch.cat(each) for each in pieces)
+        self._used, self._late = 0, []
         if self._device is not None:
-            self._slots, self._sums = (each.new_empty(0, *each.shape[1:]) for each in kept)
+            self._kept = [each.new_empty(0, *each.shape[1:]) for each in self._kept]
         return Delta(slots, [sums])
 
     def forget(self) -> None:
@@ -200,12 +167,10 @@ class ReplicatedSums:
 
     def reduce(self, deltas: Sequence[Delta]) -> Delta:
         """Adds what all replicas sent, in their order, in the host's memory; views that hold until the next call."""
-        merged, (dtype, dim) = self._merge(deltas), self.kinds[0]
-        slots = self._total_slots.tensor(torch.uint32, merged.most_slots)
-        totals = self._totals.tensor(dtype, merged.most_slots, dim)
-        copy_slots(merged, slots)
-        sum_merged(merged, totals)
-        return Delta(slots, [totals])
+        merged = self._merge(deltas)
+        reduced = _room_for(merged, self._reduced, self.kinds)
+        sum_merged(merged, reduced.values[0])
+        return reduced
 
     def accept(self, delta: Delta, update: Update) -> None:
         """Updates rows by what `reduce` returned, here or at another rank."""
@@ -224,136 +189,88 @@ class ReplicatedMeans:
 
     Args:
         exchange: the group's.
-        replica: of this rank.
         device: where its rows are; None: the host's memory.
+        replica: of this rank.
         is_whole: whether whole tables are averaged; which rows were touched is then not noted.
 
     Attributes:
         tables: the rows, and each state of the optimizer, `[R, …]`.
-        kinds: of what is sent.
+        kinds: of what is sent, the slots first.
+        touched: rows that replicas may differ in, until they are averaged; of whole tables none.
     """
 
     def __init__(
-        self,
-        exchange: GroupExchange | DeviceExchange,
-        replica: int,
-        device: torch.device | None,
-        *,
-        is_whole: bool = False,
+        self, exchange: GroupExchange | DeviceExchange, device: torch.device | None, replica: int, *, is_whole: bool
     ) -> None:
-        self._arena, self._replica, self._device = exchange.arena, replica, device
+        self._arena, self._device, self._replica = exchange.arena, device, replica
         tensors = [exchange.arena.rows, *exchange.arena.state.values()]
         self.tables = [tensor if tensor.dim() == 2 else tensor.unsqueeze(1) for tensor in tensors]
-        self.kinds = [(table.dtype, table.shape[1]) for table in self.tables]
-        rows = self.tables[0]
-        self._marks = zeros(device, torch.uint8, 0 if is_whole else len(rows))
-        self._slots = rows.new_empty(0, dtype=torch.uint32 if device is None else torch.int64)
-        self._before = [table.new_empty(0, table.shape[1]) for table in self.tables]
-        self._current = [Room(device) for _ in self.tables]
-        self._total_slots, self._means = Room(device), [Room(device) for _ in self.tables]
+        self.kinds: Kinds = [(_DTYPES[device is not None], ()), *((t.dtype, (t.shape[1],)) for t in self.tables)]
+        self.touched = TouchedRows([table[:0] for table in self.tables] if is_whole else self.tables, device)
         self._merger = Merger(1) if device is None else None
-        self._start()
-
-    def _start(self) -> None:
-        """An empty list."""
-        self._bounds = torch.zeros(2, dtype=torch.int64, device=self._slots.device)  # of what `mark` added last
-        self._late: Late | None = None  # the bounds, on their way to the host
-        self._most = 0  # that the list may have by now, as far as the host knows
+        self._reduced = [Room(device) for _ in self.kinds]
 
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        of_host = held_bytes(self._merger) if self._device is None else 0
-        rooms = sum(room.num_bytes for room in (self._total_slots, *self._current, *self._means))
-        return sum(tensor.nbytes for tensor in (self._marks, self._slots, *self._before)) + rooms + of_host
+        return _held(self.touched, *self._reduced, self._merger)
 
     def apply(
         self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
     ) -> None:
         """Updates merged rows; keeps what those that are touched for the first time were. See `ReplicatedSums`."""
-        most = _most_rows(merged, part, num)
-        self._reserve(most)
-        self._most += most
-        self._bounds = mark(merged, self._marks, self._bounds, self._slots, part, num)
-        if self._device is not None:
-            self._late = Late(self._bounds)
-        for table, before in zip(self.tables, self._before, strict=True):
-            pack(table, self._slots, self._bounds, before, most)
+        self.touched.add(merged, _most_rows(merged, part, num), part)
         self._arena.apply(merged, update.lr, update.scaling, update.step, part)
-
-    def _reserve(self, count: int) -> None:
-        """Makes room for so many more rows; looks at how many there really are only where it may not do."""
-        room, num_rows = len(self._slots), len(self._marks)
-        if min(self._most + count, num_rows) > room:
-            self._most = self.count
-        if (needed := min(self._most + count, num_rows)) > room:
-            size = min(max(needed, 2 * room), num_rows)
-            self._slots, *self._before = (grown(kept, size, self._device) for kept in (self._slots, *self._before))
 
     @property
     def count(self) -> int:
         """Rows that `take` will return; waits until that is known."""
-        if self._late is not None:
-            return self._late.read()[1]
-        return int(self._bounds[1]) if self._device is None else 0
+        return self.touched.count
 
     def take(self) -> Delta:
         """The rows that this replica touched, whose marks go; views that hold until more are touched."""
-        count = self.count
-        self._bounds[0] = 0
-        values = [room.tensor(dtype, count, dim) for room, (dtype, dim) in zip(self._current, self.kinds, strict=True)]
-        for table, current in zip(self.tables, values, strict=True):
-            pack(table, self._slots, self._bounds, current, count)
-        slots = self._slots[:count]
-        before = [kept[:count] for kept in self._before]
-        self.forget()
+        slots, values, before = self.touched.take()
         return Delta(slots if self._device is None else slots.to(torch.int32), values, before)
 
     def forget(self) -> None:
         """Unmarks all rows."""
-        self._bounds[0] = 0
-        clear(self._slots, self._bounds, self._marks, min(self._most, len(self._slots)))
-        self._start()
+        self.touched.clear()
 
     def combine(self, deltas: Sequence[Delta], update: Update) -> None:
         """Puts the means of the rows that any replica sent into place."""
-        self._average(deltas)
+        self._average(self._merge(deltas), deltas, [None] * len(self.tables))
 
     def reduce(self, deltas: Sequence[Delta]) -> Delta:
         """The means of the rows that any replica sent, in the host's memory; views that hold until the next call."""
-        most, means = sum(map(len, deltas)), zip(self._means, self.kinds, strict=True)
-        values = [room.tensor(dtype, most, dim) for room, (dtype, dim) in means]
-        merged = self._average(deltas, values)
-        slots = self._total_slots.tensor(torch.uint32, merged.most_slots)
-        copy_slots(merged, slots)
-        return Delta(slots, [each[: len(slots)] for each in values])
+        merged = self._merge(deltas)
+        reduced = _room_for(merged, self._reduced, self.kinds)
+        self._average(merged, deltas, reduced.values)
+        return reduced
 
     def accept(self, delta: Delta, update: Update) -> None:
         """Puts the means that `reduce` returned, here or at another rank, into place."""
         for table, means in zip(self.tables, delta.values, strict=True):
             put(table, delta.slots, means)
 
-    def _average(self, deltas: Sequence[Delta], means: Sequence[Tensor] = ()) -> Merged:
-        """Means to where they are wanted; default: into place."""
-        merged = merge([delta.slots for delta in deltas], into=self._merger)
+    def _merge(self, deltas: Sequence[Delta]) -> Merged:
+        return merge([delta.slots for delta in deltas], into=self._merger)
+
+    def _average(self, merged: Merged, deltas: Sequence[Delta], out: Sequence[Tensor | None]) -> None:
         ends = torch.tensor([0, *accumulate(map(len, deltas))], dtype=torch.int64, device="cpu")
         ends = ends if self._device is None else upload(ends, self._device)
-        own = deltas[self._replica].before
-        for kind, table in enumerate(self.tables):
+        before = deltas[self._replica].before
+        for kind, (table, means) in enumerate(zip(self.tables, out, strict=True)):
             values = [delta.values[kind] for delta in deltas]
-            average(table, merged, values, ends, self._replica, own[kind], means[kind] if means else None)
-        return merged
+            average(table, merged, values, ends, self._replica, before[kind], means)
 
     def chunks(self) -> Iterator[slice]:
         """All rows, some at a time."""
-        size = max(CHUNK_BYTES // sum(dim * dtype.itemsize for dtype, dim in self.kinds), 1)
+        size = max(CHUNK_BYTES // sum(table.shape[1] * table.itemsize for table in self.tables), 1)
         num_rows = len(self.tables[0])
         return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
     def average_chunk(self, chunk: slice, values: Sequence[Tensor]) -> None:
-        """Puts the means of whole tables into place; `values` has the chunk of each table, of one replica after the
-        other.
-        """
+        """Puts means of whole tables into place; `values`, of each table: the chunk of all replicas, in their order."""
         count = chunk.stop - chunk.start
         num_replicas, device = len(values[0]) // count, values[0].device
         slots = torch.arange(chunk.start, chunk.stop, device=device)
@@ -366,6 +283,19 @@ class ReplicatedMeans:
 
 def _most_rows(merged: Merged, part: tuple[int, int] | None, num: int | None) -> int:
     """How many rows `apply` is given at most."""
-    if part is not None:
-        return part[1] - part[0]
-    return merged.most_slots if num is None else num
+    return part[1] - part[0] if part is not None else merged.most_slots if num is None else num
+
+
+def _room_for(merged: Merged, rooms: Sequence[Room], kinds: Kinds) -> Delta:
+    """The slots of the host, and room for what they are reduced to."""
+    each = zip(rooms, kinds, strict=True)
+    slots, *values = [room.tensor(dtype, merged.most_slots, *shape) for room, (dtype, shape) in each]
+    copy_slots(merged, slots)
+    return Delta(slots, values)
+
+
+def _held(*owned: Tensor | Room | TouchedRows | Merger | Singles | None) -> int:
+    """Memory, in bytes."""
+    of_kernels = sum(held_bytes(each) for each in owned if isinstance(each, HostMerged))
+    rooms = sum(each.num_bytes for each in owned if isinstance(each, (Room, TouchedRows)))
+    return of_kernels + rooms + sum(each.nbytes for each in owned if isinstance(each, Tensor))

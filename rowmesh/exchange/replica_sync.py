@@ -3,40 +3,37 @@
     exact     gradients are summed over replicas before the update: the same model as with one replica
     average   replicas update for themselves; rows and moments are averaged every so many steps
 
-A *replicate group* is the ranks that hold the same shard, one of each replica (`rowmesh.mesh.grid`). They send only rows
-that were touched (see `rowmesh.exchange.replica_rows`), in one of these ways:
+A *replicate group* is the ranks that hold the same shard, one of each replica (`rowmesh.mesh.grid`). They send only
+rows that were touched (`rowmesh.exchange.replica_rows`), with one of these strategies. Each adds in the order of the
+replicas, so that none changes a bit:
 
-    swap      two replicas in the hosts' memory send each other everything, in both directions at once
-    owners    of more, each row has an owner, the replica of its slot modulo M, which reduces it and sends the result
-              to all: reduce-scatter, then all-gather. A rank receives (M − 1) / M · (n + U) rows, where a replica
-              touches n and all of them U, instead of (M − 1) · n
-    gather    every replica on devices sends everything to all others: with owners the host would have to wait for the
-              device twice more, for how many rows go to each owner and how many it reduces
-    whole     whole tables are averaged, whether they differ or not, while all wait
+    swap     two replicas of hosts send each other everything, in both directions at once
+    owners   of more, each row has an owner, the replica of its slot modulo M, which reduces it and sends all the
+             result. A rank receives (M − 1) / M · (n + U) rows, where a replica touches n and all of them U
+    gather   replicas on devices, also more than two, send everything to all others, (M − 1) · n rows: to learn how
+             much each owner gets, and reduces, the host would wait for the device twice more
+    whole    whole tables are averaged, whether they differ or not, while all wait
 
-All add in the order of the replicas, so that the way changes no bit. What was sent arrives while the program goes on to
-the next look-up. Hosts compare what they do and how many rows they send; rows on devices go from device to device.
+What was sent arrives while the program goes on to the next look-up. Hosts compare what they do and how many rows they
+send, also of rows that go from device to device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import PeerError
-from rowmesh.exchange.counters import SyncCounters
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums, message_bytes, read_message
+from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.update import Update
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.ops.memory import Room
+from rowmesh.ops.memory import Room, laid_out, laid_out_bytes
 
 if TYPE_CHECKING:
     from rowmesh.exchange.device.route import DeviceExchange
@@ -48,76 +45,68 @@ _DOING = "synchronizing replicas"
 _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 
 
-class GroupMessages:
+class _Group:
     """One group's messages.
 
     Args:
-        rows: what is sent of the group.
-        name: of the group.
-        counters: count rows and messages.
-        device: where the group's rows are; None: the host's memory.
+        rows: what is sent.
+        exchange: the group's.
+        device: where its rows are; None: the host's memory.
 
     Attributes:
         own: what this rank knows itself of the rows that are sent.
         counts: rows that each replica sends this one.
-        messages: under way to this rank.
-        received, begins: of hosts, where messages go, and where that of each replica begins.
+        parts: of hosts, where the message of each replica goes.
     """
 
     def __init__(
         self,
         rows: ReplicatedSums | ReplicatedMeans,
-        name: str,
-        counters: SyncCounters,
+        exchange: GroupExchange | DeviceExchange,
         device: torch.device | None,
     ) -> None:
-        self.rows, self.kinds, self.counters = rows, rows.kinds, counters
-        self.doing = f"synchronizing the replicas of group {name}"
+        self.rows, self.kinds, self.counters = rows, rows.kinds, exchange.counters.synchronization
         self.own: Delta
         self.counts: list[int] = []
-        self.messages: list[Message] = []
-        self.received = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.begins: list[int] = []
-        self.send_buffer, self.receive_buffer = Room(device), Room(device)
+        self.parts: Sequence[Tensor] = ()
+        self._doing = f"synchronizing the replicas of group {exchange.group.name}"
+        self._messages: list[Message] = []
+        self._send_buffer, self._receive_buffer = Room(device), Room(device)
 
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return self.rows.num_bytes + self.send_buffer.num_bytes + self.receive_buffer.num_bytes
+        return self.rows.num_bytes + self._send_buffer.num_bytes + self._receive_buffer.num_bytes
 
     def sizes(self, counts: Sequence[int], without: int) -> list[int]:
-        """Bytes of the messages of so many rows each; of one replica 0."""
-        return [message_bytes(self.kinds, n) if k != without else 0 for k, n in enumerate(counts)]
+        """Bytes of a host's messages of so many rows; 0 for one replica."""
+        return [laid_out_bytes(self.kinds, n) if k != without else 0 for k, n in enumerate(counts)]
 
-    def message(self, num_bytes: int) -> Tensor:
-        """Room for what this host sends."""
-        return self.send_buffer.tensor(torch.uint8, num_bytes)
+    def buffers(self, num_bytes: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Of a host, uint8: room for what it sends, and for what each replica sends it."""
+        into = self._receive_buffer.tensor(torch.uint8, sum(sizes))
+        self.parts = into.split(sizes)
+        return self._send_buffer.tensor(torch.uint8, num_bytes), into
 
-    def reserve(self, sizes: Sequence[int]) -> Tensor:
-        """Room for what each host sends this one, in bytes."""
-        *self.begins, end = accumulate(sizes, initial=0)
-        self.received = self.receive_buffer.tensor(torch.uint8, end)
-        return self.received
+    def post(self, channel: Channel, out: Tensor, sizes: Sequence[int], into: Tensor, sizes_in: Sequence[int]) -> None:
+        """An all-to-all."""
+        self._messages.append(channel.post(out, sizes, sizes_in, self.counters, self._doing, into))
+
+    def post_gather(self, channel: Channel, out: Sequence[Tensor], into: Tensor | None = None) -> None:
+        """All-gathers."""
+        self._messages = [channel.post_gather(each, self.counters, self._doing, into) for each in out]
+
+    def wait(self) -> list[Tensor]:
+        """What came by each message."""
+        came, self._messages = [message.wait() for message in self._messages], []
+        return came
 
 
 class ReplicaSync:
-    """Keeps the replicas of some groups of tables together. Collective among a replicate group.
-
-    Args:
-        setting: how.
-        mesh: the ranks that hold what this one holds, in the order of their replicas.
-        groups: what is sent.
-        device: where rows are; None: the hosts' memory.
-        second: another process group of these ranks, where they are two and have one.
-    """
+    """Keeps the replicas of some groups of tables together; see `make_synchronizer`."""
 
     def __init__(
-        self,
-        setting: Synchronization,
-        mesh: Mesh,
-        groups: Sequence[GroupMessages],
-        device: torch.device | None,
-        second: Any,
+        self, setting: Synchronization, mesh: Mesh, groups: Sequence[_Group], device: torch.device | None, second: Any
     ) -> None:
         self._every, self._mesh, self._groups, self._device = setting.every, mesh, groups, device
         self._replica, self._size = mesh.rank, mesh.world_size
@@ -178,7 +167,7 @@ class ReplicaSync:
         elif self._strategy == "owners":
             self._scatter()
         else:
-            self._count([group.rows.count for group in self._groups])
+            self._count([[group.rows.count for group in self._groups]])
             for group in self._groups:
                 group.own = group.rows.take()
                 (self._swap if self._strategy == "swap" else self._gather)(group)
@@ -192,24 +181,18 @@ class ReplicaSync:
                 if any(group.counts):
                     group.rows.combine(self._received(group), update)
 
-    def _count(self, own: Sequence[int]) -> None:
-        """Learns how many rows each replica sends of each group; this one sends all others the same.
+    def _count(self, own: Sequence[Sequence[int]]) -> None:
+        """Learns how many rows each replica sends this one of each group.
 
-        Raises:
-            PeerError: a rank does something else, or none answers.
+        Args:
+            own: how many this one sends to each replica; one list where it sends all the same.
         """
-        counts = torch.empty(self._size, 1 + len(own), dtype=torch.int64, device="cpu")
-        mine = torch.tensor([joined(self._operation, self._step), *own], dtype=torch.int64, device="cpu")
-        self._hosts.gather(mine, counts, self._groups[0].counters, _DOING)
-        self._expect(counts)
-
-    def _count_each(self, own: Sequence[Sequence[int]]) -> None:
-        """As `_count`, where this rank sends each replica another number of rows of each group."""
-        operation = joined(self._operation, self._step)
+        operation, counters = joined(self._operation, self._step), self._groups[0].counters
         mine = torch.tensor([[operation, *counts] for counts in own], dtype=torch.int64, device="cpu")
-        self._expect(self._hosts.exchange_equal(mine, self._groups[0].counters, _DOING))
-
-    def _expect(self, counts: Tensor) -> None:
+        if len(own) == 1:
+            counts = self._hosts.post_gather(mine, counters, _DOING).wait()
+        else:
+            counts = self._hosts.exchange_equal(mine, counters, _DOING)
         steps, *of_groups = counts.T.tolist()
         operations, digests = parted(steps)
         if operations.count(self._operation) != len(operations):
@@ -224,62 +207,56 @@ class ReplicaSync:
         for group, of_group in zip(self._groups, of_groups, strict=True):
             group.counts = of_group
 
-    def _swap(self, group: GroupMessages) -> None:
+    def _swap(self, group: _Group) -> None:
         """Sends rows to the one other replica, and its rows here, over different connections.
 
         For gloo asks for bytes over the connection that it sends over: behind bytes of its own the request would be
         late, and the two directions would take turns.
         """
-        other = 1 - self._replica
-        into = group.reserve(group.sizes(group.counts, self._replica))
-        out = group.message(message_bytes(group.kinds, len(group.own)))
+        sizes_out = group.sizes([len(group.own)] * 2, self._replica)
+        sizes_in, nothing = group.sizes(group.counts, self._replica), [0, 0]
+        out, into = group.buffers(sum(sizes_out), sizes_in)
         group.own.write(out, group.kinds)
         for sender, channel in enumerate(self._by_sender):
-            sends = sender == self._replica
-            if size := len(out) if sends else len(into):
-                ends = (out, into[:0]) if sends else (out[:0], into)
-                sizes, nothing = [size if member == other else 0 for member in range(2)], [0, 0]
-                counts = (sizes, nothing) if sends else (nothing, sizes)
-                group.messages.append(channel.post(ends[0], *counts, group.counters, group.doing, ends[1]))
+            if sender == self._replica and len(out):
+                group.post(channel, out, sizes_out, into[:0], nothing)
+            elif sender != self._replica and len(into):
+                group.post(channel, out[:0], nothing, into, sizes_in)
         group.counters.rows += len(group.own)
 
-    def _gather(self, group: GroupMessages) -> None:
+    def _gather(self, group: _Group) -> None:
         """Sends all replicas what this one has, in messages as long as the longest."""
-        if most := max(group.counts):
-            if self._device is None:
-                size = message_bytes(group.kinds, most)
-                out, into = group.message(size), group.reserve([size] * self._size)
-                group.own.write(out, group.kinds)
-                group.messages = [self._channel.post_gather(out, group.counters, group.doing, into)]
-            else:
-                parts = group.own.padded(most)
-                group.messages = [self._channel.post_gather(part, group.counters, group.doing) for part in parts]
+        most = max(group.counts)
+        if most and self._device is None:
+            size = laid_out_bytes(group.kinds, most)
+            out, into = group.buffers(size, [size] * self._size)
+            group.own.write(out, group.kinds)
+            group.post_gather(self._channel, [out], into)
+        elif most:
+            group.post_gather(self._channel, group.own.padded(most))
         group.counters.rows += len(group.own)
 
     def _scatter(self) -> None:
         """Sends each owner the rows that are its."""
         deltas = [group.rows.take() for group in self._groups]
         places = [delta.places(self._size) for delta in deltas]
-        self._count_each([[len(of_group[owner]) for of_group in places] for owner in range(self._size)])
+        self._count([[len(of_group[owner]) for of_group in places] for owner in range(self._size)])
         for group, delta, of_group in zip(self._groups, deltas, places, strict=True):
-            self._scatter_group(group, delta, of_group)
-
-    def _scatter_group(self, group: GroupMessages, delta: Delta, places: Sequence[np.ndarray]) -> None:
-        mine, counts = self._replica, [len(of_owner) for of_owner in places]
-        sizes_out, sizes_in = group.sizes(counts, mine), group.sizes(group.counts, mine)
-        out, into = group.message(sum(sizes_out)), group.reserve(sizes_in)
-        for owner, part in enumerate(out.split(sizes_out)):
-            if owner != mine:
-                delta.write(part, group.kinds, places[owner])
-        group.own = delta.at(places[mine])
-        group.messages = [self._channel.post(out, sizes_out, sizes_in, group.counters, group.doing, into)]
-        group.counters.rows += len(delta) - len(group.own)
+            sizes = group.sizes([len(of_owner) for of_owner in of_group], self._replica)
+            sizes_in = group.sizes(group.counts, self._replica)
+            out, into = group.buffers(sum(sizes), sizes_in)
+            for owner, part in enumerate(out.split(sizes)):
+                if owner != self._replica:
+                    delta.write(part, group.kinds, of_group[owner])
+            group.own = delta.at(of_group[self._replica])
+            group.post(self._channel, out, sizes, into, sizes_in)
+            group.counters.rows += len(delta) - len(group.own)
 
     def _reduce(self) -> None:
-        """Adds up the rows whose owner is here, sends all others the result, and takes over what they have added up."""
+        """Reduces the rows whose owner is here, sends all others the result, and takes over what they reduced."""
         for group in self._groups:
             group.own = group.rows.reduce(self._received(group))
-        self._count([len(group.own) for group in self._groups])
+        self._count([[len(group.own) for group in self._groups]])
         for group in self._groups:
             self._gather(group)
         for group, update in zip(self._groups, self._updates, strict=True):
@@ -287,34 +264,30 @@ class ReplicaSync:
                 for delta in self._received(group):
                     group.rows.accept(delta, update)
 
-    def _received(self, group: GroupMessages) -> list[Delta]:
+    def _received(self, group: _Group) -> list[Delta]:
         """What each replica sent, once it is here; of this rank's own what it has."""
-        came, group.messages = [message.wait() for message in group.messages], []
-        if self._device is None:
-            read = [
-                read_message(group.received[begin:], group.kinds, count) if replica != self._replica else group.own
-                for replica, (begin, count) in enumerate(zip(group.begins, group.counts, strict=True))
-            ]
-            return read
-        slots, *values = [part.unflatten(0, (self._size, -1)) for part in came]
-        return [
-            Delta(slots[replica, :count], [part[replica, :count] for part in values])
-            if replica != self._replica
-            else group.own
-            for replica, count in enumerate(group.counts)
-        ]
+        came, deltas = group.wait(), []
+        if self._device is not None:
+            came = [part.unflatten(0, (self._size, -1)) for part in came]
+        for replica, count in enumerate(group.counts):
+            if replica == self._replica:
+                deltas.append(group.own)
+                continue
+            if self._device is None:
+                slots, *values = laid_out(group.parts[replica], group.kinds, count)
+            else:
+                slots, *values = [part[replica, :count] for part in came]
+            deltas.append(Delta(slots, values))
+        return deltas
 
     def _average_whole(self) -> None:
         """Averages all rows, some at a time; a device's host waits for nothing but that the others do the same."""
-        self._count([0] * len(self._groups))
+        self._count([[0] * len(self._groups)])
         for group in self._groups:
-            rows = group.rows
-            assert isinstance(rows, ReplicatedMeans)
-            for chunk in rows.chunks():
-                messages = [
-                    self._channel.post_gather(table[chunk], group.counters, group.doing) for table in rows.tables
-                ]
-                rows.average_chunk(chunk, [message.wait() for message in messages])
+            assert isinstance(group.rows, ReplicatedMeans)
+            for chunk in group.rows.chunks():
+                group.post_gather(self._channel, [table[chunk] for table in group.rows.tables])
+                group.rows.average_chunk(chunk, group.wait())
                 group.counters.rows += chunk.stop - chunk.start
 
 
@@ -334,15 +307,15 @@ def make_synchronizer(
         device: where rows are; None: the hosts' memory.
         second: another process group of these ranks, where they are two and have one.
     """
-    groups = list[GroupMessages]()
+    groups = list[_Group]()
     for exchange in exchanges:
         if setting.mode == "exact":
             rows = ReplicatedSums(exchange, device)
         else:
-            rows = ReplicatedMeans(exchange, mesh.rank, device, is_whole=setting.dense)
+            rows = ReplicatedMeans(exchange, device, mesh.rank, is_whole=setting.dense)
         if not setting.dense:  # whole tables need no account of what is touched
             exchange.replicated = rows
-        groups.append(GroupMessages(rows, exchange.group.name, exchange.counters.synchronization, device))
+        groups.append(_Group(rows, exchange, device))
     return ReplicaSync(setting, mesh, groups, device, second)
 
 
