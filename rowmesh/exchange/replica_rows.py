@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rowmesh.exchange.route import GroupExchange
 
 CHUNK_BYTES = 16 << 20  # of whole tables are averaged at once
-_DTYPES = torch.uint32, torch.int32  # of slots in the host's memory, and on a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +100,7 @@ class ReplicatedSums:
 
     def __init__(self, exchange: GroupExchange | DeviceExchange, device: torch.device | None) -> None:
         self._arena, self._device, group = exchange.arena, device, exchange.group
-        self.kinds: Kinds = [(_DTYPES[device is not None], ()), (compute_dtype(group.dtype), (group.dim,))]
+        self.kinds: Kinds = [(_slot_dtype(device), ()), (compute_dtype(group.dtype), (group.dim,))]
         self._kept = [exchange.arena.rows.new_empty(0, *shape, dtype=dtype) for dtype, shape in self.kinds]
         self._used = 0
         self._late: list[tuple[int, Late | int]] = []  # on a device, where sums begin, and how many those are
@@ -205,7 +204,7 @@ class ReplicatedMeans:
         self._arena, self._device, self._replica = exchange.arena, device, replica
         tensors = [exchange.arena.rows, *exchange.arena.state.values()]
         self.tables = [tensor if tensor.dim() == 2 else tensor.unsqueeze(1) for tensor in tensors]
-        self.kinds: Kinds = [(_DTYPES[device is not None], ()), *((t.dtype, (t.shape[1],)) for t in self.tables)]
+        self.kinds: Kinds = [(_slot_dtype(device), ()), *((t.dtype, (t.shape[1],)) for t in self.tables)]
         self.touched = TouchedRows([table[:0] for table in self.tables] if is_whole else self.tables, device)
         self._merger = Merger(1) if device is None else None
         self._reduced = [Room(device) for _ in self.kinds]
@@ -279,6 +278,10 @@ class ReplicatedMeans:
         ends = count * torch.arange(num_replicas + 1, device=device)
         for table, rows in zip(self.tables, values, strict=True):
             average(table, merged, [rows], ends, self._replica, rows[:count])  # all sent all: no row is as before
+
+
+def _slot_dtype(device: torch.device | None) -> torch.dtype:
+    return torch.uint32 if device is None else torch.int32
 
 
 def _most_rows(merged: Merged, part: tuple[int, int] | None, num: int | None) -> int:

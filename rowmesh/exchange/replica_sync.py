@@ -48,11 +48,6 @@ _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 class _Group:
     """One group's messages.
 
-    Args:
-        rows: what is sent.
-        exchange: the group's.
-        device: where its rows are; None: the host's memory.
-
     Attributes:
         own: what this rank knows itself of the rows that are sent.
         counts: rows that each replica sends this one.
@@ -75,7 +70,6 @@ class _Group:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         return self.rows.num_bytes + self._send_buffer.num_bytes + self._receive_buffer.num_bytes
 
     def sizes(self, counts: Sequence[int], without: int) -> list[int]:
@@ -89,15 +83,12 @@ class _Group:
         return self._send_buffer.tensor(torch.uint8, num_bytes), into
 
     def post(self, channel: Channel, out: Tensor, sizes: Sequence[int], into: Tensor, sizes_in: Sequence[int]) -> None:
-        """An all-to-all."""
         self._messages.append(channel.post(out, sizes, sizes_in, self.counters, self._doing, into))
 
     def post_gather(self, channel: Channel, out: Sequence[Tensor], into: Tensor | None = None) -> None:
-        """All-gathers."""
         self._messages = [channel.post_gather(each, self.counters, self._doing, into) for each in out]
 
     def wait(self) -> list[Tensor]:
-        """What came by each message."""
         came, self._messages = [message.wait() for message in self._messages], []
         return came
 

@@ -49,7 +49,8 @@ def merge(slots: Sequence[Tensor], gradients: Sequence[Tensor] = (), into: Merge
 
     Example:
         >>> lists = [torch.tensor([7, 3], dtype=torch.uint32), torch.tensor([3, 8], dtype=torch.uint32)]
-        >>> merged = merge(lists, [torch.ones(2, 1), torch.ones(2, 1)], Merger(1))
+        >>> gradients = [torch.ones(2, 1), torch.ones(2, 1)]
+        >>> merged = merge(lists, gradients, Merger(1))
         >>> out = torch.zeros(3, 1)
         >>> sum_merged(merged, out)
         >>> out.flatten().tolist()
