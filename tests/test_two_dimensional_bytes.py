@@ -50,7 +50,7 @@ def test_bytes_are_those_that_are_counted(ranks, mode, every, replicas, together
 def marks(mesh, tables, plan):
     collection = EmbeddingCollection(tables, mesh=mesh, plan=plan, synchronization=Synchronization("average"))
     found = [exchange.replicated for part in collection.engine.shard_groups.stored for exchange in part.exchanges]
-    num_bytes = sum(each._marks.nbytes for each in found if each is not None)
+    num_bytes = sum(each.touched.marks.nbytes for each in found if each is not None)
     collection.close()
     return num_bytes
 

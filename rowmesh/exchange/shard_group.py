@@ -18,8 +18,8 @@ from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, RoutePart
-from rowmesh.exchange.synchronizer import Synchronizer, make_synchronizer
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
 from rowmesh.mesh import Mesh
@@ -105,7 +105,7 @@ class ShardGroup:
         self.transport, self.reason = self._make_transport(mesh, grid)
         self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
-        self.synchronizer: Synchronizer | None = None
+        self.synchronizer: ReplicaSync | None = None
         self.needs_flush = False
 
     def _make_transport(self, mesh: Mesh, grid: Grid) -> tuple[Transport, str]:
@@ -166,12 +166,7 @@ class ShardGroup:
         if self._replicate_group is None:
             return
         how = self._options.synchronization
-        if self.device is None:
-            self.synchronizer = make_synchronizer(how, self.exchanges, self._replicate_group, self._second)
-            return
-        from rowmesh.exchange.device.synchronizer import make_device_synchronizer
-
-        self.synchronizer = make_device_synchronizer(how, self.exchanges, self._replicate_group, self.device)
+        self.synchronizer = make_synchronizer(how, self.exchanges, self._replicate_group, self.device, self._second)
 
     @property
     def title(self) -> str:

@@ -10,12 +10,14 @@ import ctypes
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Kinds = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # of tensors with equally many rows: dtype, and shape of a row
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
@@ -163,6 +165,78 @@ class Growing:
     def num_bytes(self) -> int:
         """How much is held."""
         return self._buffer.num_bytes
+
+
+class Room:
+    """Memory for a tensor of changing size: of the host it is kept and grows, of a device it is torch's allocator's.
+
+    Args:
+        device: whose; None: the host's.
+
+    Example:
+        >>> room = Room(None)
+        >>> room.tensor(torch.float32, 3, 2).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device, self._scratch = device, Scratch() if device is None else None
+
+    def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A tensor of any contents; of the host's, the one before is lost."""
+        if self._scratch is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        self._scratch.reserve(math.prod(shape) * dtype.itemsize)
+        return self._scratch.buffer.tensor(dtype, *shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is held."""
+        return 0 if self._scratch is None else self._scratch.num_bytes
+
+
+def zeros(device: torch.device | None, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Zeros on a device; None: the host, of whose memory no page is touched, and big ones are on huge pages."""
+    if device is None:
+        return Buffer(math.prod(shape) * dtype.itemsize).tensor(dtype, *shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def grown(tensor: Tensor, size: int, device: torch.device | None) -> Tensor:
+    """The rows of a tensor, and room behind them: `[size, …]`. None: the host's memory, as `zeros` has it."""
+    shape = size, *tensor.shape[1:]
+    more = zeros(None, tensor.dtype, *shape) if device is None else tensor.new_empty(shape)
+    more[: len(tensor)] = tensor
+    return more
+
+
+def laid_out_bytes(kinds: Kinds, count: int) -> int:
+    """The size of a buffer that `laid_out` cuts into tensors of so many rows."""
+    return sum(round_up(count * math.prod(shape) * dtype.itemsize, 64) for dtype, shape in kinds)
+
+
+def laid_out(buffer: Tensor, kinds: Kinds, count: int) -> list[Tensor]:
+    """Tensors of so many rows, one of each kind, in a buffer, uint8; each begins at the next multiple of 64 bytes.
+
+    >>> kinds = [(torch.int32, ()), (torch.float32, (4,))]
+    >>> buffer = torch.empty(laid_out_bytes(kinds, 3), dtype=torch.uint8)
+    >>> len(buffer), [part.shape for part in laid_out(buffer, kinds, 3)]
+    (128, [torch.Size([3]), torch.Size([3, 4])])
+    """
+    begin, tensors = 0, list[Tensor]()
+    for dtype, shape in kinds:
+        end = begin + count * math.prod(shape) * dtype.itemsize
+        tensors.append(buffer[begin:end].view(dtype).view(count, *shape))
+        begin = round_up(end, 64)
+    return tensors
+
+
+def take(rows: Tensor, places: np.ndarray, out: Tensor | None = None) -> Tensor:
+    """`out[i] = rows[places[i]]` in the host's memory, `[N]` or `[N, D]`."""
+    out = rows.new_empty(len(places), *rows.shape[1:]) if out is None else out
+    values, into = (each if each.dim() == 1 else each.view(torch.uint8) for each in (rows, out))
+    np.take(values.numpy(), places, axis=0, out=into.numpy(), mode="clip")  # "raise" would buffer the result
+    return out
 
 
 def array_at(address: int, dtype: Any, *shape: int) -> np.ndarray:

@@ -1,41 +1,30 @@
 """Average over groups against its reference; values that all groups share stay as they are."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.ops.average import cpu, kernels, mark, reference
-from rowmesh.ops.merge_update import Merger
-from rowmesh.ops.simd import STORAGE
+from rowmesh.ops import average as op
+from rowmesh.ops.average import reference
+from rowmesh.ops.merge_update import Merger, merge
+from tests.support.memory import Poisoned
 
 NUM_ROWS = 12
 
 
 def average(old, told, own, into_table=True):
     """What the kernel makes of the table of group `own`, which has its own rows in place already."""
-    dim, size = old.shape[1], old.shape[1] * old.dtype.itemsize
-    slots = [part.to(torch.uint32) for part, _ in told]
-    offsets = [np.array([0, len(part)]) for part in slots]
-    merger = Merger(1)
-    sources = [(s.data_ptr(), o.ctypes.data, r.data_ptr()) for s, o, (_, r) in zip(slots, offsets, told, strict=True)]
-    merger(sources, size, sum(map(len, slots)))
+    slots, rows = [part.to(torch.uint32) for part, _ in told], [rows for _, rows in told]
+    merged = merge(slots, into=Merger(1))
     table = old.clone()
     before = old[told[own][0]]
     table[told[own][0]] = told[own][1]
-    entries = np.cumsum([0, *map(len, slots)])
-    where = np.array([*zip([rows.data_ptr() for _, rows in told] + [0], entries, strict=True)], np.int64)
-    out = torch.empty(merger.num_merged, dim, dtype=old.dtype)
-    kernels(dim, STORAGE[old.dtype]).average(
-        merger.merged_slots, merger.heads, merger.nexts, merger.num_merged, where.ctypes.data, len(told), own,
-        before.data_ptr(), table.data_ptr(), 0 if into_table else out.data_ptr(),
-    )  # fmt: skip
-    if not into_table:
-        merged = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint32 * merger.num_merged).from_address(merger.merged_slots)
-        )
-        table[torch.from_numpy(merged.astype(np.int64))] = out
+    ends = torch.tensor([0, *map(len, slots)]).cumsum(0)
+    out = None if into_table else torch.empty(merged.num_merged, old.shape[1], dtype=old.dtype)
+    op.average(table, merged, rows if own % 2 else [torch.cat(rows)], ends, own, before, out)
+    if out is not None:
+        op.put(table, torch.from_numpy(merged.slots), out)
     return table
 
 
@@ -72,19 +61,36 @@ def test_the_mean_of_equal_values_is_the_value(num_groups, dtype):
     assert torch.equal(average(old, told, own=0), new)
 
 
-def test_marks_tell_what_is_new():
-    marks = np.zeros(10, np.uint8)
-    slots, out = np.array([7, 3, 5, 3], np.uint32), np.zeros(4, np.uint32)
-    assert mark(slots.ctypes.data, 0, 2, marks, out.ctypes.data) == 2
-    assert mark(slots.ctypes.data, 1, 4, marks, out.ctypes.data) == 1
-    assert out[0] == 5
-    assert marks.nonzero()[0].tolist() == [3, 5, 7]
+@settings(max_examples=30)
+@given(steps=st.lists(st.lists(st.integers(0, 19), unique=True, max_size=8), max_size=4), skipped=st.integers(0, 2))
+def test_lists_what_is_touched_and_what_it_was(steps, skipped):
+    """Some steps between two synchronizations: slots in order of their first touch, rows as they were then."""
+    table = torch.arange(40.0).view(20, 2)
+    marks, kept = torch.zeros(20, dtype=torch.uint8), Poisoned(torch.float32, 40, 2)
+    listed, bounds = torch.zeros(40, dtype=torch.uint32), torch.zeros(2, dtype=torch.int64)
+    expected, before, merger = [], [], Merger(1)
+    for touched in steps:
+        merged = merge([torch.tensor(touched, dtype=torch.uint32)], into=merger)
+        touched = touched[skipped:]
+        bounds = op.mark(merged, marks, bounds, listed, (min(skipped, merged.num_merged), merged.num_merged))
+        op.pack(table, listed, bounds, kept.tensor, most=len(touched))
+        new = [slot for slot in touched if slot not in expected]
+        before += [table[slot].tolist() for slot in new]
+        expected += new
+        assert bounds.tolist() == [len(expected) - len(new), len(expected)]
+        table[touched] += 100
+    assert listed.tolist()[: len(expected)] == expected
+    assert kept.result()[: len(expected)].tolist() == before
+    assert kept.result()[len(expected) :].isnan().all()
+    assert marks.nonzero().flatten().tolist() == sorted(expected)
+    bounds[0] = 0
+    op.clear(listed, bounds, marks, most=40)
+    assert not marks.any()
 
 
 def test_put():
     table = torch.zeros(6, 3)
     rows = torch.arange(6.0).view(2, 3)
-    slots = torch.tensor([4, 1], dtype=torch.uint32)
-    cpu.kernels(3, STORAGE[torch.float32]).put(slots.data_ptr(), 2, rows.data_ptr(), table.data_ptr())
+    op.put(table, torch.tensor([4, 1], dtype=torch.uint32), rows)
     assert torch.equal(table[[4, 1]], rows)
     assert table.abs().sum() == rows.sum()

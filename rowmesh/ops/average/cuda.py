@@ -168,18 +168,7 @@ def clear(slots: Tensor, bounds: Tensor, marks: Tensor, most: int) -> None:
 
 
 def pack(table: Tensor, slots: Tensor, bounds: Tensor, out: Tensor, most: int) -> Tensor:
-    """`out[i] = table[slots[i]]` for bounds[0] ≤ i < bounds[1].
-
-    Args:
-        table: `[R, D]`, float32, float64 or bfloat16.
-        slots: int64.
-        bounds: int64 `[2]`.
-        out: `[…, D]` of the table's dtype.
-        most: the most rows there may be between the bounds, as far as the host knows.
-
-    Returns:
-        `out`.
-    """
+    """Copies rows; see `rowmesh.ops.average.pack`. Returns `out`."""
     check("table", table, _ROWS, 2, table.device)
     check("slots", slots, (torch.int64,), 1, table.device)
     check("bounds", bounds, (torch.int64,), 1, table.device)
@@ -212,22 +201,7 @@ def put(table: Tensor, slots: Tensor, rows: Tensor, count: Tensor) -> None:
 def average(
     table: Tensor, merged: Merged, told: Tensor, ends: Tensor, own: int, old: Tensor, out: Tensor | None = None
 ) -> None:
-    """The mean over groups of the rows that some group told; the formula of `reference.average`.
-
-    A group that did not tell a row has the value from before it was touched: in `old`, where this rank's group told it,
-    else in the table.
-
-    Args:
-        table: `[R, D]`, float32, float64 or bfloat16: of this rank.
-        merged: of the slots that all groups told, group after group; those of one group are distinct.
-        told: `[M, D]`, the rows of these entries.
-        ends: int64 `[groups + 1]`: 0, then one past the last entry of each group.
-        own: the group of this rank.
-        old: `[n, D]`: what the rows that it told were before.
-        out: `[M, D]`, where means go, one a distinct slot; None for the table.
-
-    Source: two-dimensional sparse parallelism, Algorithm 1, lines 8-9.
-    """
+    """Averages rows; see `rowmesh.ops.average.average`. `told` has the rows of all groups, `old` is `before`."""
     for name, tensor in (("table", table), ("told", told), ("old", old)):
         check(name, tensor, (table.dtype,), 2, table.device)
     check("ends", ends, (torch.int64,), 1, table.device)

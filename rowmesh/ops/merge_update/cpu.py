@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
@@ -326,6 +327,34 @@ def sum_kernels(dim: int, storage: int) -> SimpleNamespace:
             store_row(out + (m - first) * OUT_BYTES, total, OUT)
 
     return SimpleNamespace(sum_merged=sum_merged)
+
+
+def merge(merger: Merger, slots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Merges lists of slots; see `rowmesh.ops.merge_update.merge`."""
+    sizes = [len(part) for part in slots]
+    offsets = np.zeros((len(sizes), 2), np.int64)
+    offsets[:, 1] = sizes
+    begin, addresses = offsets.ctypes.data, [part.data_ptr() for part in gradients] or [0] * len(sizes)
+    sources = [
+        (part.data_ptr(), begin + 16 * number, address)
+        for number, (part, address) in enumerate(zip(slots, addresses, strict=True))
+    ]
+    merger(sources, gradients[0].shape[1] * gradients[0].itemsize if gradients else 0, sum(sizes))
+
+
+def sum_merged(merged: HostMerged, out: Tensor, row: int, part: tuple[int, int] | None) -> None:
+    """Sums gradients; see `rowmesh.ops.merge_update.sum_merged`."""
+    dim, (first, end) = out.shape[1], part or (0, merged.num_merged)
+    chains, nodes = (merged.heads, merged.nexts, merged.addresses), (merged.node_ends, merged.num_nodes)
+    of_row = sum_kernels(dim, STORAGE[out.dtype])
+    of_row.sum_merged(*chains, first, end, *nodes, out.data_ptr() + row * dim * out.itemsize)
+
+
+def copy_slots(merged: HostMerged, out: Tensor, at: int, part: tuple[int, int] | None) -> None:
+    """Copies distinct slots; see `rowmesh.ops.merge_update.copy_slots`."""
+    first, end = part or (0, merged.num_merged)
+    if end > first:
+        ctypes.memmove(out.data_ptr() + 4 * at, merged.merged_slots + 4 * first, 4 * (end - first))
 
 
 @kernel

@@ -129,6 +129,27 @@ def singles(slots: Tensor, count: Tensor) -> Merged:
     return Merged(order[:-1], slots, starts, starts[1:], count, 1)
 
 
+def merge_equal(slots: Tensor, num_lists: int) -> Merged:
+    """What `merge` would find by sorting so many lists of the same distinct slots, one after the other.
+
+    Args:
+        slots: int64 `[n]`; they stay in their order.
+        num_lists: how many lists.
+
+    Example:
+        >>> merged = merge_equal(torch.tensor([3, 7], device=device), 3)
+        >>> merged.order.tolist(), merged.slots.tolist(), merged.starts.tolist()
+        ([0, 2, 4, 1, 3, 5], [3, 7], [0, 3, 6])
+    """
+    check("slots", slots, (torch.int64,), 1, slots.device)
+    count, device = slots.numel(), slots.device
+    entries = torch.arange(num_lists * count, device=device)
+    starts = torch.arange(0, num_lists * count + 1, num_lists, dtype=torch.int32, device=device)
+    ranks = (entries // num_lists + 1).to(torch.int32)
+    num = torch.full((1,), count, dtype=torch.int32, device=device)
+    return Merged(entries.view(num_lists, count).T.flatten(), slots, starts, ranks, num, num_lists)
+
+
 @triton.jit
 def _num_below(slots, count, bound, num_steps):
     """How many of the first `count` slots, ascending, are below each bound."""

@@ -35,6 +35,11 @@ class HostMerged:
     num_nodes: int = 1
 
     @property
+    def most_slots(self) -> int:
+        """How many distinct slots there are at most, as far as is known without asking a device."""
+        return self.num_merged
+
+    @property
     def slots(self) -> np.ndarray:
         """uint32 `[M]`: the distinct slots, as a view."""
         return array_at(self.merged_slots, np.uint32, self.num_merged)
@@ -71,6 +76,11 @@ class DeviceMerged:
     most: int
     node_ends: Tensor | None = None
     gradients: Tensor | None = None
+
+    @property
+    def most_slots(self) -> int:
+        """How many distinct slots there are at most, as far as is known without asking the device."""
+        return self.slots.numel()
 
     @property
     def num_nodes(self) -> int:

@@ -92,7 +92,7 @@ def order_of_calls(mesh, replicas=1, mode="exact"):
         (part.transport, "_open"),
         *((group, n) for n in ("put", "update", "fetch")),
     ]
-    for owner, name in [*noted, *([(part.synchronizer._way, "finish")] if replicas > 1 else [])]:
+    for owner, name in [*noted, *([(part.synchronizer, "_receive")] if replicas > 1 else [])]:
         setattr(owner, name, noting(calls, name, getattr(owner, name)))
     for _ in range(2):
         embeddings(batch()).values.sum().backward()
@@ -115,10 +115,10 @@ def test_barriers_stand_where_memory_changes_hands(ranks):
     assert ranks.run(order_of_calls) == [[*step, *step, "_open", "fetch", "_open", "fetch"]] * 2
 
 
-@pytest.mark.parametrize(("mode", "synchronized"), [("exact", []), ("average", ["finish"])])
+@pytest.mark.parametrize(("mode", "synchronized"), [("exact", []), ("average", ["_receive"])])
 def test_a_barrier_follows_when_replicas_settle(ranks, mode, synchronized):
     """It stands behind the message by which hosts know that all come."""
-    step = ["fetch", "_open", "put", "barrier", "update", "barrier", "finish"]
+    step = ["fetch", "_open", "put", "barrier", "update", "barrier", "_receive"]
     after = ["_open", "barrier"]
     found = ranks.run(order_of_calls, 2, mode, world_size=4)
     assert found == [["_open", *step, *after, *step, *synchronized, *after, "fetch", "_open", "fetch"]] * 4

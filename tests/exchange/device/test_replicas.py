@@ -10,7 +10,7 @@ import torch
 
 from rowmesh.checkpoint import load, save
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.exchange.device import replicas, whole_tables
+from rowmesh.exchange import replica_rows
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
@@ -122,11 +122,11 @@ def dense(scenario, every):
 
 def train_in_parts(mesh, scenario):
     """With whole tables averaged three rows of the longest group at a time."""
-    before, whole_tables.CHUNK_BYTES = whole_tables.CHUNK_BYTES, 3 * 4 * (5 + 5)
+    before, replica_rows.CHUNK_BYTES = replica_rows.CHUNK_BYTES, 3 * 4 * (5 + 5)
     try:
         return train(mesh, scenario, "auto", "cuda")
     finally:
-        whole_tables.CHUNK_BYTES = before
+        replica_rows.CHUNK_BYTES = before
 
 
 def test_whole_tables_are_averaged_as_touched_rows_are(ranks):
@@ -225,14 +225,14 @@ def test_the_list_of_touched_rows_grows_no_further_than_the_table(device):
     """Rows that are touched again take no room, though the host learns it later."""
     collection = EmbeddingCollection(ITEM, device="cuda")
     exchange: Any = collection.engine.exchanges[0]
-    means = exchange.replicated = replicas.DeviceMeans(exchange, replica=0)
+    means = exchange.replicated = replica_rows.ReplicatedMeans(exchange, device, 0, is_whole=False)
     optimizer = EmbeddingOptimizer(collection)
     for rows in ([1, 2], [2, 1], [1, 4], [0, 3, 4], [5, 6, 7]):
         step(collection, optimizer, *rows)
-    told = means.outgoing()
-    assert told.slots.tolist()[:2] in ([1, 2], [2, 1])
-    assert sorted(told.slots.tolist()) == list(range(8))
-    assert not told.before[0].any()
-    assert bool((told.blocks[0] != 0).all())
+    delta = means.take()
+    assert delta.slots.tolist()[:2] in ([1, 2], [2, 1])
+    assert sorted(delta.slots.tolist()) == list(range(8))
+    assert not delta.before[0].any()
+    assert bool((delta.values[0] != 0).all())
     assert means.num_bytes == 8 + 8 * 8 + 8 * 4 * 4 + 8 * 4
     assert means.count == 0

@@ -1,0 +1,317 @@
+"""Synchronization of replicas: when and how the ranks of a replicate group send each other what changed.
+
+    exact     gradients are summed over replicas before the update: the same model as with one replica
+    average   replicas update for themselves; rows and moments are averaged every so many steps
+
+A *replicate group* is the ranks that hold the same shard, one of each replica (`rowmesh.mesh.grid`). They send only
+rows that were touched (`rowmesh.exchange.replica_rows`), with one of these strategies. Each adds in the order of the
+replicas, so that none changes a bit:
+
+    swap     two replicas of hosts send each other everything, in both directions at once
+    owners   of more, each row has an owner, the replica of its slot modulo M, which reduces it and sends all the
+             result. A rank receives (M − 1) / M · (n + U) rows, where a replica touches n and all of them U
+    gather   replicas on devices, also more than two, send everything to all others, (M − 1) · n rows: to learn how
+             much each owner gets, and reduces, the host would wait for the device twice more
+    whole    whole tables are averaged, whether they differ or not, while all wait
+
+What was sent arrives while the program goes on to the next look-up. Hosts compare what they do and how many rows they
+send, also of rows that go from device to device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import PeerError
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel, Message
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.ops.memory import Room, laid_out, laid_out_bytes
+from rowmesh.optim.rules import Update
+
+if TYPE_CHECKING:
+    from rowmesh.exchange.group import GroupExchange
+
+Strategy = Literal["swap", "owners", "gather", "whole"]
+
+_DOING = "synchronizing replicas"
+_NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
+
+
+class _Group:
+    """One group's messages.
+
+    Attributes:
+        own: what this rank knows itself of the rows that are sent.
+        counts: rows that each replica sends this one.
+        parts: of hosts, where the message of each replica goes.
+    """
+
+    def __init__(
+        self,
+        rows: ReplicatedSums | ReplicatedMeans,
+        exchange: GroupExchange,
+        device: torch.device | None,
+    ) -> None:
+        self.rows, self.kinds, self.counters = rows, rows.kinds, exchange.counters.synchronization
+        self.own: Delta
+        self.counts: list[int] = []
+        self.parts: Sequence[Tensor] = ()
+        self._doing = f"synchronizing the replicas of group {exchange.group.name}"
+        self._messages: list[Message] = []
+        self._send_buffer, self._receive_buffer = Room(device), Room(device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.num_bytes + self._send_buffer.num_bytes + self._receive_buffer.num_bytes
+
+    def sizes(self, counts: Sequence[int], without: int) -> list[int]:
+        """Bytes of a host's messages of so many rows; 0 for one replica."""
+        return [laid_out_bytes(self.kinds, n) if k != without else 0 for k, n in enumerate(counts)]
+
+    def buffers(self, num_bytes: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Of a host, uint8: room for what it sends, and for what each replica sends it."""
+        into = self._receive_buffer.tensor(torch.uint8, sum(sizes))
+        self.parts = into.split(sizes)
+        return self._send_buffer.tensor(torch.uint8, num_bytes), into
+
+    def post(self, channel: Channel, out: Tensor, sizes: Sequence[int], into: Tensor, sizes_in: Sequence[int]) -> None:
+        self._messages.append(channel.post(out, sizes, sizes_in, self.counters, self._doing, into))
+
+    def post_gather(self, channel: Channel, out: Sequence[Tensor], into: Tensor | None = None) -> None:
+        self._messages = [channel.post_gather(each, self.counters, self._doing, into) for each in out]
+
+    def wait(self) -> list[Tensor]:
+        came, self._messages = [message.wait() for message in self._messages], []
+        return came
+
+
+class ReplicaSync:
+    """Keeps the replicas of some groups of tables together; see `make_synchronizer`."""
+
+    def __init__(
+        self, setting: Synchronization, mesh: Mesh, groups: Sequence[_Group], device: torch.device | None, second: Any
+    ) -> None:
+        self._every, self._mesh, self._groups, self._device = setting.every, mesh, groups, device
+        self._replica, self._size = mesh.rank, mesh.world_size
+        self._strategy = _strategy_of(setting, mesh.world_size, device)
+        self._hosts = Channel.between_hosts(mesh)
+        other = self._hosts if second is None else Channel(mesh, second, mesh.rank, mesh.world_size)
+        self._by_sender = (self._hosts, other)  # of two
+        self._channel = self._hosts if device is None else Channel.between_devices(mesh, device)
+        self._operation = 0  # above 0 a step, below a call of `start`; the same on all ranks
+        self._step: Step | None = None
+        self._updates: Sequence[Update] = ()
+        self._num_calls = 0  # of `start`
+        self._is_under_way = False
+        self._digest = 0  # of the steps since the last synchronization, which other replicas have not seen
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(group.num_bytes for group in self._groups)
+
+    def begin(self, updates: Sequence[Update], step: Step) -> bool:
+        """After gradients were pushed within this rank's replica; what is sent travels until `finish`.
+
+        Returns:
+            Whether a synchronization was due.
+
+        Raises:
+            PeerError: a rank does something else, or none answers.
+        """
+        step = step.after(self._digest)
+        self._digest = step.digest
+        if step.number % self._every:
+            return False
+        self._digest = 0
+        self._send(step.number, updates, step)
+        return True
+
+    def start(self) -> None:
+        """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
+        self._num_calls += 1
+        self._send(-self._num_calls, [_NO_UPDATE] * len(self._groups))
+
+    def finish(self) -> None:
+        """Waits for what other replicas sent, and updates."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._receive()
+
+    def forget(self) -> None:
+        """Takes the rows of this rank as equal to those of the other replicas, whoever changed them."""
+        for group in self._groups:
+            group.rows.forget()
+
+    def _send(self, operation: int, updates: Sequence[Update], step: Step | None = None) -> None:
+        self._operation, self._step, self._updates = operation, step, updates
+        if self._strategy == "whole":
+            self._average_whole()
+        elif self._strategy == "owners":
+            self._scatter()
+        else:
+            self._count([[group.rows.count for group in self._groups]])
+            for group in self._groups:
+                group.own = group.rows.take()
+                (self._swap if self._strategy == "swap" else self._gather)(group)
+        self._is_under_way = True
+
+    def _receive(self) -> None:
+        if self._strategy == "owners":
+            self._reduce()
+        elif self._strategy != "whole":
+            for group, update in zip(self._groups, self._updates, strict=True):
+                if any(group.counts):
+                    group.rows.combine(self._received(group), update)
+
+    def _count(self, own: Sequence[Sequence[int]]) -> None:
+        """Learns how many rows each replica sends this one of each group.
+
+        Args:
+            own: how many this one sends to each replica; one list where it sends all the same.
+        """
+        operation, counters = joined(self._operation, self._step), self._groups[0].counters
+        mine = torch.tensor([[operation, *counts] for counts in own], dtype=torch.int64, device="cpu")
+        if len(own) == 1:
+            counts = self._hosts.post_gather(mine, counters, _DOING).wait()
+        else:
+            counts = self._hosts.exchange_equal(mine, counters, _DOING)
+        steps, *of_groups = counts.T.tolist()
+        operations, digests = parted(steps)
+        if operations.count(self._operation) != len(operations):
+            name = self._mesh.name
+            calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
+            done = ", ".join(f"rank {name(replica)} is in {call}" for replica, call in enumerate(calls))
+            raise PeerError(
+                f"rank {name(self._replica)}: ranks are out of step: {done}; every rank must call forward, step and "
+                "synchronize equally often and in the same order"
+            )
+        check_rates(self._mesh, digests, self._step)
+        for group, of_group in zip(self._groups, of_groups, strict=True):
+            group.counts = of_group
+
+    def _swap(self, group: _Group) -> None:
+        """Sends rows to the one other replica, and its rows here, over different connections.
+
+        For gloo asks for bytes over the connection that it sends over: behind bytes of its own the request would be
+        late, and the two directions would take turns.
+        """
+        sizes_out = group.sizes([len(group.own)] * 2, self._replica)
+        sizes_in, nothing = group.sizes(group.counts, self._replica), [0, 0]
+        out, into = group.buffers(sum(sizes_out), sizes_in)
+        group.own.write(out, group.kinds)
+        for sender, channel in enumerate(self._by_sender):
+            if sender == self._replica and len(out):
+                group.post(channel, out, sizes_out, into[:0], nothing)
+            elif sender != self._replica and len(into):
+                group.post(channel, out[:0], nothing, into, sizes_in)
+        group.counters.rows += len(group.own)
+
+    def _gather(self, group: _Group) -> None:
+        """Sends all replicas what this one has, in messages as long as the longest."""
+        most = max(group.counts)
+        if most and self._device is None:
+            size = laid_out_bytes(group.kinds, most)
+            out, into = group.buffers(size, [size] * self._size)
+            group.own.write(out, group.kinds)
+            group.post_gather(self._channel, [out], into)
+        elif most:
+            group.post_gather(self._channel, group.own.padded(most))
+        group.counters.rows += len(group.own)
+
+    def _scatter(self) -> None:
+        """Sends each owner the rows that are its."""
+        deltas = [group.rows.take() for group in self._groups]
+        places = [delta.places(self._size) for delta in deltas]
+        self._count([[len(of_group[owner]) for of_group in places] for owner in range(self._size)])
+        for group, delta, of_group in zip(self._groups, deltas, places, strict=True):
+            sizes = group.sizes([len(of_owner) for of_owner in of_group], self._replica)
+            sizes_in = group.sizes(group.counts, self._replica)
+            out, into = group.buffers(sum(sizes), sizes_in)
+            for owner, part in enumerate(out.split(sizes)):
+                if owner != self._replica:
+                    delta.write(part, group.kinds, of_group[owner])
+            group.own = delta.at(of_group[self._replica])
+            group.post(self._channel, out, sizes, into, sizes_in)
+            group.counters.rows += len(delta) - len(group.own)
+
+    def _reduce(self) -> None:
+        """Reduces the rows whose owner is here, sends all others the result, and takes over what they reduced."""
+        for group in self._groups:
+            group.own = group.rows.reduce(self._received(group))
+        self._count([[len(group.own) for group in self._groups]])
+        for group in self._groups:
+            self._gather(group)
+        for group, update in zip(self._groups, self._updates, strict=True):
+            if any(group.counts):
+                for delta in self._received(group):
+                    group.rows.accept(delta, update)
+
+    def _received(self, group: _Group) -> list[Delta]:
+        """What each replica sent, once it is here; of this rank's own what it has."""
+        came, deltas = group.wait(), []
+        if self._device is not None:
+            came = [part.unflatten(0, (self._size, -1)) for part in came]
+        for replica, count in enumerate(group.counts):
+            if replica == self._replica:
+                deltas.append(group.own)
+                continue
+            if self._device is None:
+                slots, *values = laid_out(group.parts[replica], group.kinds, count)
+            else:
+                slots, *values = [part[replica, :count] for part in came]
+            deltas.append(Delta(slots, values))
+        return deltas
+
+    def _average_whole(self) -> None:
+        """Averages all rows, some at a time; a device's host waits for nothing but that the others do the same."""
+        self._count([[0] * len(self._groups)])
+        for group in self._groups:
+            assert isinstance(group.rows, ReplicatedMeans)
+            for chunk in group.rows.chunks():
+                group.post_gather(self._channel, [table[chunk] for table in group.rows.tables])
+                group.rows.average_chunk(chunk, group.wait())
+                group.counters.rows += chunk.stop - chunk.start
+
+
+def make_synchronizer(
+    setting: Synchronization,
+    exchanges: Sequence[GroupExchange] | Sequence[GroupExchange],
+    mesh: Mesh,
+    device: torch.device | None = None,
+    second: Any = None,
+) -> ReplicaSync:
+    """Keeps the replicas of some groups of tables together. Collective among a replicate group.
+
+    Args:
+        setting: how.
+        exchanges: the groups'.
+        mesh: the ranks that hold what this one holds, in the order of their replicas.
+        device: where rows are; None: the hosts' memory.
+        second: another process group of these ranks, where they are two and have one.
+    """
+    groups = list[_Group]()
+    for exchange in exchanges:
+        if setting.mode == "exact":
+            rows = ReplicatedSums(exchange, device)
+        else:
+            rows = ReplicatedMeans(exchange, device, mesh.rank, is_whole=setting.dense)
+        if not setting.dense:  # whole tables need no account of what is touched
+            exchange.replicated = rows
+        groups.append(_Group(rows, exchange, device))
+    return ReplicaSync(setting, mesh, groups, device, second)
+
+
+def _strategy_of(setting: Synchronization, num_replicas: int, device: torch.device | None) -> Strategy:
+    if setting.dense:
+        return "whole"
+    if device is not None:
+        return "gather"
+    return "swap" if num_replicas == 2 else "owners"
