@@ -26,13 +26,13 @@ from rowmesh.exchange.choice import TransportName, check_name
 from rowmesh.exchange.core_part import CoreExchange, CorePart
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.handshake import Step, agree_on_tables, agree_to_migrate
+from rowmesh.exchange.micro_batch import Windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.parts import Parts
 from rowmesh.exchange.pending import Pending
 from rowmesh.exchange.route import GroupExchange, Route, RouteGroup
-from rowmesh.exchange.window import Form, Window, WindowLookUp
-from rowmesh.exchange.windows import Windows
+from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
 from rowmesh.mesh import Mesh
@@ -180,7 +180,7 @@ class EmbeddingCollection(nn.Module):
         self._fetching = threading.Lock()  # ranks number their fetches alike
         self._driver: Driver | None = None
         self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
-        self._window_maker = self._backend.make_window_maker()
+        self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None  # where requests of batches that train are counted, if anybody asks
         self._num_fetches = self._num_pushes = 0
         self._look_ups = count(1)  # numbers them for messages
@@ -475,7 +475,7 @@ class EmbeddingCollection(nn.Module):
         """
         pooling: Any = self._outputs.pooling
         look_up = WindowLookUp(window, part, pooling, finished)
-        groups = [group.parts[part] for group in window.groups]
+        groups: Any = [group.parts[part] for group in window.groups]
         return self._outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
 
     def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
@@ -585,7 +585,7 @@ class EmbeddingCollection(nn.Module):
     def _replace(self, plan: Plan, parts: Parts) -> None:
         self._parts.close()
         self.plan, self._parts, self._exchanges = plan, parts, parts.exchanges
-        self._window_maker = self._backend.make_window_maker()  # the memory of windows knows where rows were
+        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
         self._num_pushes += 1  # rows that were fetched are stale
         self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows

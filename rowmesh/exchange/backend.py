@@ -16,12 +16,12 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.pooling import GroupPooling, Pooling
 from rowmesh.exchange.route import RouteGroup
 from rowmesh.exchange.router import HostRouter, Router
-from rowmesh.exchange.window import Form, WindowMaker
-from rowmesh.exchange.windows import Windows, make_windows
+from rowmesh.exchange.window import Form
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 
@@ -72,10 +72,6 @@ class Backend(Protocol):
         """For batches of all groups."""
         ...
 
-    def make_window_maker(self) -> Any:
-        """For a pipeline: makes windows of routed batches, as `WindowMaker` does."""
-        ...
-
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """For a pipeline: how the windows of a part travel. Collective.
 
@@ -101,13 +97,9 @@ class HostBackend:
         """Numba's kernels."""
         return HostRouter(layouts, rank)
 
-    def make_window_maker(self) -> WindowMaker:
-        """Over reused memory."""
-        return WindowMaker()
-
     def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """By micro-batch where the transport can, else whole."""
-        return make_windows(part, form, finds_final=finds_final, verifies=verifies)
+        return make_windows(part, form, finds_final=finds_final, verifies=verifies, device="cpu")
 
 
 def backend_for(device: str | torch.device) -> Backend:

@@ -28,8 +28,7 @@ from rowmesh.collection import Driver, EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.phased_group import FIRST
-from rowmesh.exchange.window import Form, Window
+from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
 from rowmesh.optim.rules import Rate
@@ -214,7 +213,7 @@ class Pipeline(Generic[T]):
     @property
     def can_split(self) -> bool:
         """Whether the rows of all tables can travel by micro-batch."""
-        return all(windows.is_phased for windows in self._windows)
+        return all(windows.is_split for windows in self._windows)
 
     def take_exposed_share(self) -> float:
         """The share of the time that computation waited for rows, since this was asked last; begins the totals anew.
@@ -382,7 +381,7 @@ class Pipeline(Generic[T]):
             return
         if runner.prepare_to_close(Task("rows", flight.batch, self.schedule.num_parts - 1)):
             for windows in self._windows:
-                windows.let_go(flight.window)
+                windows.unpin(flight.window)
 
     def _tell(self) -> None:
         """Raises what failed when a loop was left."""

@@ -39,14 +39,8 @@ from rowmesh.exchange.device.core_part import DeviceCorePart
 from rowmesh.exchange.device.part import DevicePart
 from rowmesh.exchange.device.pooling import DevicePooling
 from rowmesh.exchange.device.router import DeviceRouter
-from rowmesh.exchange.device.tiered_windows import TieredDeviceWindows
-from rowmesh.exchange.device.window import DeviceWindowMaker
-from rowmesh.exchange.device.windows import (
-    PhasedDeviceWindows,
-    WholeDeviceWindows,
-    whole_obstacle,
-)  # fmt: skip
 from rowmesh.exchange.layout import Layouts
+from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.window import Form
 from rowmesh.ops.gpu import require_triton
 from rowmesh.tables import TableGroup
@@ -75,26 +69,9 @@ class DeviceBackend:
         """Triton's kernels."""
         return DevicePooling(groups, width, self.device)
 
-    def make_window_maker(self) -> DeviceWindowMaker:
-        """Triton's kernels."""
-        return DeviceWindowMaker(self.device)
-
-    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Any:
+    def make_windows(self, part: Any, form: Form, *, finds_final: bool, verifies: bool) -> Windows:
         """By micro-batch where the transport can, else whole; those of one rank do not travel."""
-        found = (
-            (form == "naive", "exchange 'naive' (use 'delta' or 'unsplit')"),
-            (verifies, "verify (rows on a device have no versions)"),
-        )
-        if obstacles := [what for is_so, what in found if is_so]:
-            raise ConfigurationError(
-                f"a pipeline on device {self.name!r} cannot do this yet: {'; '.join(obstacles)}; change that, or use "
-                "device 'cpu'"
-            )
-        if part.mesh.world_size == 1 and any(exchange.is_tiered for exchange in part.exchanges):
-            return TieredDeviceWindows(part)
-        if obstacle := whole_obstacle(part):
-            return WholeDeviceWindows(part, obstacle)
-        return PhasedDeviceWindows(part, form, finds_final=finds_final)
+        return make_windows(part, form, finds_final=finds_final, verifies=verifies, device=self.name)
 
     def make_router(self, groups: Sequence[TableGroup], layouts: Layouts, rank: int) -> DeviceRouter:
         """Triton's kernels."""
