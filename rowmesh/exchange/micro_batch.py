@@ -21,18 +21,17 @@ once) and final rows are not in the paper.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.core_part import CorePart
 from rowmesh.exchange.device.route import DeviceRoute, DeviceRoutePart
 from rowmesh.exchange.device.tiered import DeviceTieredExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost
+from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost, device_group
 from rowmesh.exchange.part import Part
 from rowmesh.exchange.route import never
 from rowmesh.exchange.window import FIRST, Form, Window, WindowGroup
@@ -113,7 +112,7 @@ class WholeExchange:
 
     def __init__(self, part: Part | CorePart, obstacle: str, device: str) -> None:
         self.is_on_device, self._part = device != "cpu", part
-        tiered = [each for each in cast("Any", part.exchanges) if isinstance(each, DeviceTieredExchange)]
+        tiered = [each for each in part.exchanges if isinstance(each, DeviceTieredExchange)]
         self._tiered = tiered if part.mesh.world_size == 1 else []
         self.is_tiered = bool(self._tiered)
         self.reason = f"rows and gradients travel whole: {obstacle}"
@@ -137,7 +136,7 @@ class WholeExchange:
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Brings rows into fast memory; `may_wait` tells whether updates of other windows may still make room."""
         for exchange, group in zip(self._tiered, self._mine(window), strict=False):
-            exchange.retrieve(cast("Any", group.group), may_wait)
+            exchange.retrieve(device_group(group), may_wait)
 
     def final(self, window: Window) -> None:
         """No-op: no row comes before the window opens."""
@@ -213,7 +212,7 @@ class MicroBatchExchange:
         self._finds_final = finds_final and part.replicas == 1
         self.is_on_device = device != "cpu"
         self.is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
-        self.reason, width = f"rows and gradients travel by micro-batch ({form})", 1
+        self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._groups: Sequence[MicroBatchGroup]
         if self.is_on_device:
             self.reason += f", over {part.reason}"
@@ -224,8 +223,9 @@ class MicroBatchExchange:
             self._hosts, common = rows, self._common
             how = (rows, gradients, part.mesh.ranks_per_node, form, common)
             self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in part.exchanges]
-            width += sum(2 * exchange.num_segments + 1 for exchange in part.exchanges)
-        self._handshake = torch.zeros(part.mesh.world_size, width, dtype=torch.int64, device="cpu")
+        ends = list(accumulate((each.num_sizes for each in self._groups), initial=1))
+        self._columns = list(map(slice, ends, ends[1:]))  # of the handshake, of each group
+        self._handshake = torch.zeros(part.mesh.world_size, ends[-1], dtype=torch.int64, device="cpu")
         self._open: dict[int, Window] = {}  # by number, what was opened and not updated
 
     @property
@@ -258,24 +258,15 @@ class MicroBatchExchange:
 
     def _exchange_counts(self, window: Window) -> None:
         """How much each rank asks of this one, for every group."""
+        pairs, sizes = self._pairs(window), self._handshake.numpy()
+        for (each, group), columns in zip(pairs, self._columns, strict=True):
+            each.write_sizes(group, sizes[:, columns])
+        sizes = self._compare(window.number, window.step_before)
         if self.is_on_device:
-            self._compare(window.number, window.step_before)
-            route = cast("DeviceRoute", window.route)
-            self._part.transport.exchange_counts(DeviceRoutePart(route, self._part.indices))
-        else:
-            out, column, cuts = self._handshake.numpy(), 1, []
-            for each, group in self._pairs(window):
-                outbox, segments = cast("Any", group.group).workspace.outbox, each.exchange.num_segments
-                split, end = column + segments + 1, column + 2 * segments + 1
-                out[:, column:split], out[:, split:end] = outbox.segment_offsets, outbox.accesses
-                cuts.append((slice(column, split), slice(split, end)))
-                column = end
-            counts = self._compare(window.number, window.step_before)
-            for (each, group), (offsets, accesses) in zip(self._pairs(window), cuts, strict=True):
-                incoming = Incoming(counts[:, offsets], counts[:, accesses], each.exchange.num_segments)
-                cast("Any", group.group).incoming = incoming
-        for each, group in self._pairs(window):
-            each.expect(group)
+            assert isinstance(window.route, DeviceRoute)
+            self._part.transport.exchange_counts(DeviceRoutePart(window.route, self._part.indices))
+        for (each, group), columns in zip(pairs, self._columns, strict=True):
+            each.expect(group, sizes[:, columns])
 
     def _compare(self, number: int, step: Step | None = None) -> np.ndarray:
         """Exchanges the rows of the handshake; all raise where ranks open different windows."""
@@ -353,8 +344,8 @@ class MicroBatchExchange:
         """Updates the rows of this rank, their copies and their replicas. Collective."""
         updates, window = self._part.updates(step), self._open.pop(window.number)
         if any(each.has_copies for each in self._groups):
-            lanes = [each for _, group in self._pairs(window) for each in cast("Any", group.group).lanes]
-            self._part.transport.count_copies(lanes)
+            requests = [request for each, group in self._pairs(window) for request in each.requests(group)]
+            self._part.transport.count_copies(requests)
         for (each, group), update in zip(self._pairs(window), updates, strict=True):
             each.update(group, update, window.number)
         self._part.tell_replicas(updates, step)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import RowmeshError
+from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.group import DeviceGroup
-from rowmesh.exchange.device.lane import Merging
+from rowmesh.exchange.device.lane import Merging, Requests
 from rowmesh.exchange.device.route import DeviceRouteGroup
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
@@ -41,9 +42,10 @@ class MicroBatchGroup:
 
     Attributes:
         has_copies: whether copied rows have messages of their own.
+        num_sizes: numbers of the handshake.
     """
 
-    has_copies = False
+    has_copies, num_sizes = False, 0
 
     def __init__(self, exchange: Any, rows: Channel, gradients: Channel, form: Form) -> None:
         self.exchange, self._rows, self._gradients, self._form = exchange, rows, gradients, form
@@ -57,8 +59,11 @@ class MicroBatchGroup:
     def begin(self) -> None:
         """All windows so far are updated, or will never be."""
 
-    def expect(self, window: WindowGroup) -> None:
-        """Has the window know how much is asked for and of each rank."""
+    def write_sizes(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Fills in what the handshake says of requests, int64 `[W, num_sizes]`."""
+
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Takes the same of all ranks."""
         raise NotImplementedError
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor | None]:
@@ -107,6 +112,10 @@ class MicroBatchGroup:
         packed = memory.packed_gradients(phase)
         return self._post(self._gradients, packed, *sizes, memory.gradients_into(phase))
 
+    def requests(self, window: WindowGroup) -> list[Requests]:
+        """What was asked, lane by lane, where there are lanes."""
+        return []
+
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the rows that ranks asked for."""
         raise NotImplementedError
@@ -132,7 +141,7 @@ class OnHost(MicroBatchGroup):
         common: CommonCounters, *, verifies: bool,
     ) -> None:  # fmt: skip
         super().__init__(exchange, rows, gradients, form)
-        self._ranks_per_node, self._verifies = ranks_per_node, verifies
+        self._ranks_per_node, self._verifies, self.num_sizes = ranks_per_node, verifies, 2 * exchange.num_segments + 1
         self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
         self._replicas = Replicas(exchange, common) if exchange.copies else None
         num_slots = exchange.arena.num_slots
@@ -152,13 +161,19 @@ class OnHost(MicroBatchGroup):
         if self._verifies:
             self._touched[:] = self._versions
 
-    def expect(self, window: WindowGroup) -> None:
-        """Takes what ranks sent of the sizes of their requests."""
-        group = _host_group(window)
+    def write_sizes(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Fills in where the requests for each rank and segment begin, then for how many ids they are."""
+        outbox, split = host_group(window).workspace.outbox, self.exchange.num_segments + 1
+        sizes[:, :split], sizes[:, split:] = outbox.segment_offsets, outbox.accesses
+
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Takes the same of all ranks."""
+        group, split = host_group(window), self.exchange.num_segments + 1
+        group.incoming = Incoming(sizes[:, :split], sizes[:, split:], self.exchange.num_segments)
         window.on_host.open(np.array(group.stop_bounds), group.incoming.bounds)
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
-        group, num_asked = _host_group(window), window.on_host.num_asked
+        group, num_asked = host_group(window), window.on_host.num_asked
         outbox, requests = group.workspace.outbox, group.workspace.requests
         requests.reserve(4 * num_asked)
         keys = outbox.lists.tensor(torch.int32, group.num_unique, offset=outbox.slots_offset)
@@ -168,7 +183,7 @@ class OnHost(MicroBatchGroup):
         """Merges what ranks ask for; where their gradients will be is known when what travels is sorted."""
         for message in messages:
             message.wait()
-        group, exchange, memory = _host_group(window), self.exchange, window.on_host
+        group, exchange, memory = host_group(window), self.exchange, window.on_host
         requests, incoming = group.workspace.requests.buffer.address, group.incoming
         sources = Sources(exchange, memory.merger)
         for rank in range(exchange.world_size):
@@ -190,7 +205,7 @@ class OnHost(MicroBatchGroup):
         self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool
     ) -> None:  # fmt: skip
         """Brings the merged rows into the arena, and finds which are final."""
-        group, memory, merger = _host_group(window), window.on_host, window.on_host.merger
+        group, memory, merger = host_group(window), window.on_host, window.on_host.merger
         held = self.exchange.hold(merger, may_wait)
         group.keep(held)
         memory.places = group.workspace.requests.buffer.address
@@ -214,7 +229,7 @@ class OnHost(MicroBatchGroup):
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the rows that ranks asked for, and their copies."""
-        group, merger = _host_group(window), window.on_host.merger
+        group, merger = host_group(window), window.on_host.merger
         held, copied = group.held, int(merger.merged_offsets[self._num_fetched])
         if isinstance(held, HeldPins):
             held.apply(merger, update)
@@ -233,7 +248,7 @@ class OnHost(MicroBatchGroup):
 
         Rows of this rank's own requests are read in place, from the first micro-batch on.
         """
-        memory, group = window.on_host, _host_group(window)
+        memory, group = window.on_host, host_group(window)
         if phase == FINAL + 1 and group.held is not None:  # when no update can be under way
             group.held.check()
         slots = array_at(group.workspace.requests.buffer.address, np.uint32, memory.num_asked)
@@ -273,24 +288,24 @@ class OnDevice(MicroBatchGroup):
         self._copies = copies[0] if copies else None
         self.has_copies = self._copies is not None
 
-    def expect(self, window: WindowGroup) -> None:
-        """Takes what ranks sent of the sizes of their requests."""
-        group = _device_group(window)
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """The transport has exchanged them."""
+        group = device_group(window)
         window.on_device.open(group.uniques, group.sent, group.asked)
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, None]:
-        return _device_group(window).lanes[0].keys, None
+        return device_group(window).lanes[0].keys, None
 
     def post_keys(self, window: WindowGroup) -> list[Message]:
         """Sends owners which rows are needed, by which micro-batches, and which copies are read."""
         posted = super().post_keys(window)
         if self._copies is not None:
-            posted.append(self._copies.post_keys(_device_group(window).lanes[1]))
+            posted.append(self._copies.post_keys(device_group(window).lanes[1]))
         return posted
 
     def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
         """Merges what ranks ask for; how many copied rows they read is on its way to the host."""
-        group, copied = _device_group(window), messages[-1]
+        group, copied = device_group(window), messages[-1]
         keys = messages[:-1] if self._copies is not None else messages
         group.requests, *uses = (message.wait() for message in keys)
         window.on_device.take_requests(group.requests, uses[0] if uses else None)
@@ -300,7 +315,7 @@ class OnDevice(MicroBatchGroup):
             self._copies.merged([group.lanes[1]])
 
     def _merging(self, window: WindowGroup) -> Merging:
-        return self._lane.merged([_device_group(window).lanes[0]])  # once for one
+        return self._lane.merged([device_group(window).lanes[0]])  # once for one
 
     def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
         """Sends ranks which of the rows that they asked for no rank asked for in the window before."""
@@ -315,19 +330,23 @@ class OnDevice(MicroBatchGroup):
     def _taken(self, window: WindowGroup, phase: int) -> Tensor:
         memory, rows = window.on_device, self.exchange.arena.rows
         if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
-            memory.read_copies(rows, _device_group(window).lanes[1].keys)
+            memory.read_copies(rows, device_group(window).lanes[1].keys)
         return memory.take_rows(rows, phase)
 
     def post_gradients(self, window: WindowGroup, phase: int) -> Message:
         """Sends the gradients that are complete in a phase; those of copied rows in the last one."""
         if self._copies is not None and phase == len(window.parts):
             sums = window.on_device.copied_gradients()
-            window.copied = self._copies.post_gradients([_device_group(window).lanes[1]], [sums])
+            window.copied = self._copies.post_gradients([device_group(window).lanes[1]], [sums])
         return super().post_gradients(window, phase)
+
+    def requests(self, window: WindowGroup) -> list[Requests]:
+        """What was asked, lane by lane."""
+        return device_group(window).lanes
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the rows that ranks asked for, gradients in the order of the ranks; and copied rows alike."""
-        group, merging = _device_group(window), self._merging(window)
+        group, merging = device_group(window), self._merging(window)
         self._lane.apply(merging, window.on_device.came(), update)
         self._lane.count(group.lanes[:1], merging)
         if self._copies is not None:
@@ -335,11 +354,13 @@ class OnDevice(MicroBatchGroup):
             self._copies.push(requests, self._copies.merged(requests), window.copied, update)
 
 
-def _host_group(window: WindowGroup) -> RouteGroup:
+def host_group(window: WindowGroup) -> RouteGroup:
+    """Of the route, on a CPU."""
     assert isinstance(window.group, RouteGroup)
     return window.group
 
 
-def _device_group(window: WindowGroup) -> DeviceRouteGroup:
+def device_group(window: WindowGroup) -> DeviceRouteGroup:
+    """Of the route, on a device."""
     assert isinstance(window.group, DeviceRouteGroup)
     return window.group
