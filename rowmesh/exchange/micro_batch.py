@@ -46,7 +46,7 @@ USES = ("rows", "gradients")  # of the two process groups of hosts
 
 def make_windows(
     part: Part | CorePart, form: Form, *, finds_final: bool, verifies: bool, device: str
-) -> WholeExchange | MicroBatchExchange:  # fmt: skip
+) -> WholeExchange | MicroBatchExchange:
     """How the windows of a shard group travel. Collective.
 
     Args:
@@ -250,7 +250,7 @@ class MicroBatchExchange:
         keys = [each.post_keys(group) for each, group in self._pairs(window)]
         for (each, group), messages in zip(self._pairs(window), keys, strict=True):
             each.take_keys(group, messages)
-            if not each.exchange.is_tiered:
+            if not each.is_tiered:
                 each.hold(group, window.number, never, finds_final=self._finds_final)
         self._open[window.number] = window
         if not self._finds_final:
@@ -289,7 +289,7 @@ class MicroBatchExchange:
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Brings rows that were asked for into fast memory; `may_wait` as for `WholeExchange.retrieve`."""
         for each, group in self._pairs(window):
-            if each.exchange.is_tiered:
+            if each.is_tiered:
                 each.hold(group, window.number, may_wait, finds_final=self._finds_final)
 
     def final(self, window: Window) -> None:
@@ -309,9 +309,8 @@ class MicroBatchExchange:
         """Sorts what travels by phase; all sizes that a device knows come to the host in one copy."""
         counts = [count for _, group in self._pairs(window) for count in group.memory.sort()]
         numbers = iter(torch.cat(counts).tolist() if counts else ())
-        for each, group in self._pairs(window):
+        for _, group in self._pairs(window):
             group.memory.make_room(numbers)
-            each.make_room(group)
 
     def fetch(self, window: Window, part: int) -> None:
         """Fetches the rows that come with a micro-batch. Collective."""

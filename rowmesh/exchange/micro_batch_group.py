@@ -7,7 +7,6 @@ message is one piece of memory, pooling finds rows where they arrived, and on a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from rowmesh.exchange.collective_group import Incoming
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device.group import DeviceGroup
 from rowmesh.exchange.device.lane import Merging, Requests
-from rowmesh.exchange.device.route import DeviceRouteGroup
+from rowmesh.exchange.device.route import DeviceExchange, DeviceRouteGroup
 from rowmesh.exchange.replicas import Replicas
 from rowmesh.exchange.route import GroupExchange, RouteGroup
 from rowmesh.exchange.tiered import HeldPins, TieredExchange
@@ -41,14 +40,16 @@ class MicroBatchGroup:
         form: how rows travel.
 
     Attributes:
+        is_tiered: whether rows must be brought into fast memory before they are read.
         has_copies: whether copied rows have messages of their own.
         num_sizes: numbers of the handshake.
     """
 
     has_copies, num_sizes = False, 0
 
-    def __init__(self, exchange: Any, rows: Channel, gradients: Channel, form: Form) -> None:
-        self.exchange, self._rows, self._gradients, self._form = exchange, rows, gradients, form
+    def __init__(self, exchange: GroupExchange | DeviceExchange, rows: Channel, gradients: Channel, form: Form) -> None:
+        self._rows, self._gradients, self._form = rows, gradients, form
+        self._counters, self.is_tiered = exchange.counters, exchange.is_tiered
         self._doing = f"exchanging group {exchange.group.name}"
 
     @property
@@ -84,26 +85,24 @@ class MicroBatchGroup:
     def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
         """Has the merged rows stay where they are, and finds which are final."""
 
+    def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
+        """Finds which rows the window before does not touch, where `hold` does not."""
+
     def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
         """Sends ranks which of the rows that they asked for the window before does not touch."""
-        raise NotImplementedError
-
-    def _post_final(self, window: WindowGroup) -> Message:
+        self._find_final(window, before)
         out, sizes_out, sizes_in, into = window.memory.final()
         return self._post(self._rows, out, sizes_out, sizes_in, into)
 
-    def make_room(self, window: WindowGroup) -> None:
-        """Makes room for rows and gradients, where the window does not."""
-
-    def _taken(self, window: WindowGroup, phase: int) -> Tensor:
-        """The rows that others need in a phase."""
-        raise NotImplementedError
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
+        """Rows of a phase are about to be read."""
 
     def post_rows(self, window: WindowGroup, phase: int) -> Message:
         """Sends the rows that others need in a phase, and receives those that are needed here."""
-        memory, rows = window.memory, self._taken(window, phase)
+        self._begin_phase(window, phase)
+        memory = window.memory
         sizes = memory.rows_out.sizes[phase], memory.rows_in.sizes[phase]
-        return self._post(self._rows, rows, *sizes, memory.rows_into(phase))
+        return self._post(self._rows, memory.take_rows(phase), *sizes, memory.rows_into(phase))
 
     def post_gradients(self, window: WindowGroup, phase: int) -> Message:
         """Sends the packed gradients of a phase, and receives those of others."""
@@ -123,7 +122,7 @@ class MicroBatchGroup:
     def _post(
         self, channel: Channel, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], into: Tensor | None
     ) -> Message:
-        return channel.post(out, sizes_out, sizes_in, self.exchange.counters, self._doing, into)
+        return channel.post(out, sizes_out, sizes_in, self._counters, self._doing, into)
 
 
 class OnHost(MicroBatchGroup):
@@ -137,10 +136,18 @@ class OnHost(MicroBatchGroup):
     """
 
     def __init__(
-        self, exchange: GroupExchange, rows: Channel, gradients: Channel, ranks_per_node: int, form: Form,
-        common: CommonCounters, *, verifies: bool,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: GroupExchange,
+        rows: Channel,
+        gradients: Channel,
+        ranks_per_node: int,
+        form: Form,
+        common: CommonCounters,
+        *,
+        verifies: bool,
+    ) -> None:
         super().__init__(exchange, rows, gradients, form)
+        self.exchange = exchange
         self._ranks_per_node, self._verifies, self.num_sizes = ranks_per_node, verifies, 2 * exchange.num_segments + 1
         self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
         self._replicas = Replicas(exchange, common) if exchange.copies else None
@@ -201,9 +208,7 @@ class OnHost(MicroBatchGroup):
             ahead = incoming.bounds[:-1] - offsets[:, 0]
             memory.leave_out(group.workspace.outbox.segment_offsets[:, first], offsets[:, first] + ahead)
 
-    def hold(
-        self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool
-    ) -> None:  # fmt: skip
+    def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
         """Brings the merged rows into the arena, and finds which are final."""
         group, memory, merger = host_group(window), window.on_host, window.on_host.merger
         held = self.exchange.hold(merger, may_wait)
@@ -218,14 +223,9 @@ class OnHost(MicroBatchGroup):
         if finds_final:
             memory.mark_final(number, int(merger.merged_offsets[self._num_fetched]))
 
-    def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
-        """Sends ranks which of the rows that they asked for are final: `hold` found them."""
-        return self._post_final(window)
-
-    def _taken(self, window: WindowGroup, phase: int) -> Tensor:
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
         if self._verifies:
             self._check_versions(window, phase)
-        return window.on_host.take_rows(self.exchange.arena.rows, phase)
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the rows that ranks asked for, and their copies."""
@@ -284,6 +284,7 @@ class OnDevice(MicroBatchGroup):
 
     def __init__(self, messages: DeviceGroup, channel: Channel, form: Form) -> None:
         super().__init__(messages.exchange, channel, channel, form)
+        self.exchange = messages.exchange
         self._lane, *copies = messages.lanes
         self._copies = copies[0] if copies else None
         self.has_copies = self._copies is not None
@@ -291,7 +292,8 @@ class OnDevice(MicroBatchGroup):
     def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
         """The transport has exchanged them."""
         group = device_group(window)
-        window.on_device.open(group.uniques, group.sent, group.asked)
+        arena, dtype = self.exchange.arena.rows, compute_dtype(self.exchange.group.dtype)
+        window.on_device.open(group.uniques, group.sent, group.asked, arena, dtype)
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, None]:
         return device_group(window).lanes[0].keys, None
@@ -317,21 +319,13 @@ class OnDevice(MicroBatchGroup):
     def _merging(self, window: WindowGroup) -> Merging:
         return self._lane.merged([device_group(window).lanes[0]])  # once for one
 
-    def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
-        """Sends ranks which of the rows that they asked for no rank asked for in the window before."""
+    def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
         others = None if before is None else self._merging(before).merged
         window.on_device.find_final(self._merging(window).merged, others)
-        return self._post_final(window)
 
-    def make_room(self, window: WindowGroup) -> None:
-        """Makes room for rows and gradients."""
-        window.on_device.read_received(self.exchange.arena.rows, compute_dtype(self.exchange.group.dtype))
-
-    def _taken(self, window: WindowGroup, phase: int) -> Tensor:
-        memory, rows = window.on_device, self.exchange.arena.rows
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
         if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
-            memory.read_copies(rows, device_group(window).lanes[1].keys)
-        return memory.take_rows(rows, phase)
+            window.on_device.read_copies(device_group(window).lanes[1].keys)
 
     def post_gradients(self, window: WindowGroup, phase: int) -> Message:
         """Sends the gradients that are complete in a phase; those of copied rows in the last one."""

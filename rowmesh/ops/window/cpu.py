@@ -232,9 +232,20 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
 
     @kernel
     def backward(
-        grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size,
-        uses, phase, kept_begin, kept_end, sink,
-    ):  # fmt: skip
+        grad,
+        pointers,
+        cells,
+        weights,
+        uniques,
+        segment_offsets,
+        num_segments,
+        world_size,
+        uses,
+        phase,
+        kept_begin,
+        kept_end,
+        sink,
+    ):
         """`rowmesh.ops.pool.backward` for one micro-batch: only rows that it has, added to the sums of earlier ones.
 
         Sums of the requests outside [kept_begin, kept_end) begin afresh.

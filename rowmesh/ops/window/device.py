@@ -54,9 +54,13 @@ class DeviceWindow:
         self._gradients: Tensor | None = None
 
     def cut(
-        self, inverse: Tensor, num_found: Tensor, num_unique: int, dtype: torch.dtype,
+        self,
+        inverse: Tensor,
+        num_found: Tensor,
+        num_unique: int,
+        dtype: torch.dtype,
         parts: Sequence[tuple[Tensor, Bags]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Files the cells of every micro-batch, on the stream that routes: that which computes only pools and sums.
 
         Args:
@@ -109,13 +113,16 @@ class DeviceWindow:
 
     # What travels, by micro-batch
 
-    def open(self, uniques: Tensor, sent: list[int], asked: list[int]) -> None:
+    def open(self, uniques: Tensor, sent: list[int], asked: list[int], arena: Tensor, dtype: torch.dtype) -> None:
         """Takes what is asked for and of each rank.
 
         Args:
             uniques: int32 `[U]`: for which unique id each row is asked; those that travel first.
             sent, asked: rows that travel, of each rank.
+            arena: `[R, D]`, the rows of this rank.
+            dtype: of gradients.
         """
+        self._arena, self._dtype = arena, dtype
         self._all, self.sent, self.asked, self.num_unique = uniques, sent, asked, len(uniques)
         self._travelling = uniques[: sum(sent)]
 
@@ -169,7 +176,7 @@ class DeviceWindow:
         return [each[1] for each in self._orders if each is not None]
 
     def make_room(self, numbers: Iterator[int]) -> None:
-        """Makes room for all that this window will bring, where the arena of `like` is.
+        """Makes room for all that this window will bring; rows are read where they arrive.
 
         Args:
             numbers: the counts that `sort` returned, on the host; takes no more than those.
@@ -187,25 +194,26 @@ class DeviceWindow:
         order = self.gradients_out.entries
         self._keys = self._travelling if order is None else self._travelling.index_select(0, order)
 
-    def read_received(self, arena: Tensor, dtype: torch.dtype) -> None:
-        """Makes room for rows, where they are read as they arrive, and for gradients of a dtype."""
-        self.source = arena.new_empty(self.num_unique, arena.shape[1])
+        dim, num_asked = self._arena.shape[1], self._asked_slots.numel()
+        self._came = torch.empty(num_asked, dim, dtype=self._dtype, device=self._arena.device)
+        self.source, self.slots = self._arena.new_empty(self.num_unique, dim), self._reading()
+
+    def _reading(self) -> Tensor:
+        """Int32 `[U]`: which of the rows that come each unique id reads; copies stand behind those that travel."""
         places = _places(self.rows_in, len(self._travelling), self._all)
         copies = torch.arange(len(places), self.num_unique, dtype=places.dtype, device=places.device)
-        places = torch.cat([places, copies])  # which stand behind those that travel
-        self.slots = torch.empty_like(places).scatter_(0, self._all.to(torch.int64), places)
-        num_asked = self._asked_slots.numel()
-        self._came = torch.empty(num_asked, arena.shape[1], dtype=dtype, device=arena.device)
+        places = torch.cat([places, copies])
+        return torch.empty_like(places).scatter_(0, self._all.to(torch.int64), places)
 
-    def read_copies(self, arena: Tensor, slots: Tensor) -> None:
-        """Brings this rank's copies of rows to where pooling reads them: behind all rows that travel."""
-        self._gather(arena, slots, self.source[len(self._travelling) :])
+    def read_copies(self, slots: Tensor) -> None:
+        """Brings this rank's copies of rows to where pooling reads them."""
+        self._gather(self._arena, slots, self.source[len(self._travelling) :])
 
-    def take_rows(self, arena: Tensor, phase: int) -> Tensor:
+    def take_rows(self, phase: int) -> Tensor:
         """The rows that others need in a phase."""
         part, order = self.rows_out.part(phase), self.rows_out.entries
         slots = self._asked_slots[part] if order is None else self._asked_slots.index_select(0, order[part])
-        return self._gather(arena, slots)
+        return self._gather(self._arena, slots)
 
     def rows_into(self, phase: int) -> Tensor:
         """Where the rows of a phase go."""

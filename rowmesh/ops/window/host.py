@@ -50,7 +50,7 @@ class HostWindow:
         dim, dtype: of rows.
         num_segments: S.
         world_size, rank: W, and which one this is.
-        arena: address of this rank's rows, for prefetching.
+        arena: address of this rank's rows.
 
     Attributes:
         merger: the distinct slots that ranks ask for, once they are merged.
@@ -60,14 +60,12 @@ class HostWindow:
         is_fresh: whether gradients that travel are those of one micro-batch each: the paper's form.
     """
 
-    def __init__(
-        self, dim: int, dtype: torch.dtype, num_segments: int, world_size: int, rank: int, arena: int
-    ) -> None:  # fmt: skip
+    def __init__(self, dim: int, dtype: torch.dtype, num_segments: int, world_size: int, rank: int, arena: int) -> None:
         storage = STORAGE[dtype]
         self._shape = num_segments, world_size
         self.rank, self._element = rank, COMPUTE_BYTES[storage]
         self._row_bytes, self._gradient_bytes = dim * STORAGE_BYTES[storage], dim * self._element
-        self._kernels = cpu.kernels(dim, storage)
+        self._arena, self._kernels = arena, cpu.kernels(dim, storage)
         self.merger = Merger(num_segments, arena, self._row_bytes)
         self._counts = Scratch()  # uint32 [U]: how often each unique id occurs in a micro-batch
         self._pointers = Scratch()  # uint32 [N, U + 1]: where the cells of each unique id begin
@@ -234,10 +232,10 @@ class HostWindow:
             assert order.entries is not None
             cpu.place(order.entries.data_ptr(), order.count, numbers_of, scratch.buffer.address, num_bytes, addresses)
 
-    def take_rows(self, arena: Tensor, phase: int) -> Tensor:
+    def take_rows(self, phase: int) -> Tensor:
         """The rows that others need in a phase."""
         order, count = _entries(self.rows_out, phase)
-        self._kernels.take_rows(arena.data_ptr(), self.places, order, count, self._rows.buffer.address)
+        self._kernels.take_rows(self._arena, self.places, order, count, self._rows.buffer.address)
         return self._rows.buffer.tensor(torch.uint8, count, self._row_bytes)
 
     def rows_into(self, phase: int) -> Tensor:
