@@ -147,8 +147,8 @@ def test_final_bits_come_back(values, data):
     assert here.tolist() == [7] * ahead + [1 << FINAL if bit else 7 for bit in is_final] + [7] * 2
 
 
-@given(data=st.data(), num_features=st.integers(0, 4), part=st.integers(0, 30))
-def test_cells_and_uses_are_counted(data, num_features, part):
+@given(data=st.data(), num_features=st.integers(0, 4), phase=st.integers(0, MAX_PARTS))
+def test_cells_and_uses_are_counted(data, num_features, phase):
     num_unique = data.draw(st.integers(1, 9))
     inverse = u32(data.draw(st.lists(st.integers(0, num_unique - 1), max_size=60)))
     features, counted = np.zeros((num_features, DESCRIPTOR), np.int64), []
@@ -160,9 +160,9 @@ def test_cells_and_uses_are_counted(data, num_features, part):
         st.integers(0, 2**31 - 1), min_size=num_unique, max_size=num_unique
     )))  # fmt: skip
     before = uses.tolist()
-    ops.count_cells(at(features), num_features, at(inverse), part, at(counts), at(uses))
+    ops.count_cells(at(features), num_features, at(inverse), phase, at(counts), at(uses))
     assert counts.tolist() == [counted.count(u) for u in range(num_unique)]
-    assert uses.tolist() == [mask | ((u in counted) << part) for u, mask in enumerate(before)]
+    assert uses.tolist() == [mask | ((u in counted) << phase) for u, mask in enumerate(before)]
     uniques = u32(data.draw(st.permutations(range(num_unique))))
     out = Poisoned(torch.int32, num_unique)
     ops.order_uses(at(uses), at(uniques), num_unique, out.address)

@@ -265,10 +265,13 @@ class HostWindow:
             self._kernels.add_gradients(packed, order, count, masks, phase, self.merger.addresses)
 
     def read_in(self, phase: int) -> np.ndarray:
-        """Uint32: entries whose rows are read in a phase; those of this rank's own requests with the first part's."""
-        order, count = _entries(self.rows_out, phase)
-        own = np.arange(self._asked[self.rank], self._asked[self.rank + 1] if phase == 1 else self._asked[self.rank])
-        return np.concatenate([array_at(order, np.uint32, count), own.astype(np.uint32)])
+        """Uint32: entries whose rows are read in a phase; this rank's own with those of the first micro-batch."""
+        assert self.rows_out.entries is not None
+        read = self.rows_out.entries[self.rows_out.part(phase)].numpy().view(np.uint32)
+        if phase == cpu.FINAL + 1:
+            own = np.arange(self._asked[self.rank], self._asked[self.rank + 1], dtype=np.uint32)
+            read = np.concatenate([read, own])
+        return np.sort(read)
 
     def expected(self) -> np.ndarray:
         """Uint32 `[entries]`: the window that touched the row of each entry last."""
