@@ -124,18 +124,18 @@ class DeviceWindow:
         """
         self._arena, self._dtype = arena, dtype
         self._all, self.sent, self.asked, self.num_unique = uniques, sent, asked, len(uniques)
-        self._travelling = uniques[: sum(sent)]
+        self._moving = uniques[: sum(sent)]
 
     @property
     def copied(self) -> Tensor:
         """Int32: the unique ids whose rows every rank has a copy of."""
-        return self._all[len(self._travelling) :]
+        return self._all[len(self._moving) :]
 
     def uses(self, form: str) -> tuple[Tensor, None] | None:
         """Int32 `[n, 2]`: which micro-batches use each row that travels first and last; None where it makes no odds."""
         if form != "delta" or self._uses is None:
             return None
-        self._own_uses = self._uses.index_select(1, self._travelling)
+        self._own_uses = self._uses.index_select(1, self._moving)
         return self._own_uses.T.contiguous(), None
 
     def take_requests(self, slots: Tensor, uses: Tensor | None) -> None:
@@ -192,22 +192,21 @@ class DeviceWindow:
             orders.append(Order(found[0], by_phase))
         self.rows_in, self.rows_out, self.gradients_out, self.gradients_in = orders
         order = self.gradients_out.entries
-        self._keys = self._travelling if order is None else self._travelling.index_select(0, order)
-
+        self._keys = self._moving if order is None else self._moving.index_select(0, order)
         dim, num_asked = self._arena.shape[1], self._asked_slots.numel()
         self._came = torch.empty(num_asked, dim, dtype=self._dtype, device=self._arena.device)
         self.source, self.slots = self._arena.new_empty(self.num_unique, dim), self._reading()
 
     def _reading(self) -> Tensor:
         """Int32 `[U]`: which of the rows that come each unique id reads; copies stand behind those that travel."""
-        places = _places(self.rows_in, len(self._travelling), self._all)
+        places = _places(self.rows_in, len(self._moving), self._all)
         copies = torch.arange(len(places), self.num_unique, dtype=places.dtype, device=places.device)
         places = torch.cat([places, copies])
         return torch.empty_like(places).scatter_(0, self._all.to(torch.int64), places)
 
     def read_copies(self, slots: Tensor) -> None:
         """Brings this rank's copies of rows to where pooling reads them."""
-        self._gather(self._arena, slots, self.source[len(self._travelling) :])
+        self._gather(self._arena, slots, self.source[len(self._moving) :])
 
     def take_rows(self, phase: int) -> Tensor:
         """The rows that others need in a phase."""
