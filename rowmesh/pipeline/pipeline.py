@@ -77,6 +77,7 @@ class Pipeline(Generic[T]):
         >>> import torch
         >>> from rowmesh import EmbeddingOptimizer, TableSpec
         >>> from rowmesh.data import Batch
+        >>> from rowmesh.sparse import SparseBatch
         >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
         >>> optimizer = EmbeddingOptimizer(embeddings)
         >>> sparse = SparseBatch.from_bags({"item": [[7], [3], [7]]})
