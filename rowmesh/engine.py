@@ -22,14 +22,13 @@ from torch import Tensor
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CorePart
-from rowmesh.exchange.devices import check_windows, make_window_maker, windows_of
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_to_migrate
+from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route, RouteGroup, Router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
-from rowmesh.exchange.window import Form, Window, WindowLookUp
-from rowmesh.exchange.windows import Windows
+from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
 from rowmesh.mesh import Mesh
@@ -147,7 +146,7 @@ class Engine:
         self._fetching = threading.Lock()  # ranks number their fetches alike
         self._driver: Driver | None = None
         self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
-        self._window_maker = make_window_maker(options.device)
+        self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
         self._look_ups = count(1)  # numbers them for messages
@@ -299,11 +298,10 @@ class Engine:
         Raises:
             ConfigurationError: they cannot, on this device.
         """
-        is_on_device = self.options.device is not None
-        if is_on_device:
-            check_windows(self._device_name, form, verifies=verifies)
-        how = {"finds_final": finds_final, "verifies": verifies, "is_on_device": is_on_device}
-        made = [windows_of(each, form, **how) for each in self._all]
+        device = "cpu" if self.options.device is None else self._device_name
+        made = [
+            make_windows(each, form, finds_final=finds_final, verifies=verifies, device=device) for each in self._all
+        ]
         self._windows.update(made)
         return made
 
@@ -461,7 +459,7 @@ class Engine:
         self.shard_groups.close()
         self.plan = plan
         self._take(new)
-        self._window_maker = make_window_maker(self.options.device)  # the memory of windows knows where rows were
+        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
         self._num_pushes += 1  # rows that were fetched are stale
         self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows

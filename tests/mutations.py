@@ -189,14 +189,14 @@ MUTATIONS = [
         "window: a gradient goes before its last micro-batch",
         WINDOW,
         "            push = last\n",
-        "            push = last >> 1 if last > 1 else last\n",
+        "            push = last >> 1 if last > 2 else last\n",
         PIPELINE,
     ),
     Mutation(
         "window: gradients of a phase come twice",
-        f"{EXCHANGE}/phased_group.py",
-        "return int(travel.gradients_out[:phase].sum()) * self.exchange.gradient_bytes",
-        "return 0",
+        "rowmesh/ops/window/host.py",
+        "into = self._gradients.buffer.address + self.gradients_out.part(phase).start * self._gradient_bytes",
+        "into = self._gradients.buffer.address",
         PIPELINE,
     ),
     Mutation(
@@ -230,9 +230,9 @@ MUTATIONS = [
     ),
     Mutation(
         "device: rows of the wrong request",
-        f"{EXCHANGE}/device/phased.py",
-        "slots = requests[out] if packing.order is None else requests.index_select(0, packing.order[out])",
-        "slots = requests[out]",
+        "rowmesh/ops/window/device.py",
+        "slots = self._asked_slots[part] if order is None else self._asked_slots.index_select(0, order[part])",
+        "slots = self._asked_slots[part]",
         DEVICE,
     ),
     Mutation(
@@ -244,9 +244,9 @@ MUTATIONS = [
     ),
     Mutation(
         "device: a final row is stale",
-        f"{EXCHANGE}/device/phased.py",
-        "is_final = (places < 0)",
-        "is_final = (places < 1)",
+        "rowmesh/ops/window/device.py",
+        "by_slot = (places < 0)",
+        "by_slot = (places < 1)",
         DEVICE,
     ),
 ]

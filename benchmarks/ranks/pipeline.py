@@ -15,7 +15,7 @@ from benchmarks.tower import Tower
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.observe.memory import resident_bytes
-from rowmesh.pipeline import Flight, Part, Pipeline
+from rowmesh.pipeline import BatchInFlight, Part, Pipeline
 from rowmesh.sparse import take
 from rowmesh.tables import Tiers
 from rowmesh.train.gradients import SharedGradients
@@ -126,7 +126,7 @@ class Commands:
     def _received(self) -> int:
         return sum(counters.bytes_received for counters in self._embeddings.counters)
 
-    def _step(self, window: Flight[Item]) -> float:
+    def _step(self, window: BatchInFlight[Item]) -> float:
         """One step; returns the seconds of averaging the network's gradients."""
         self._gradients.zero()
         for part in window:

@@ -18,15 +18,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, cast
 
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.cores import CorePart
-from rowmesh.exchange.shard_group import ShardGroup
-from rowmesh.exchange.window import Form, WindowMaker
-from rowmesh.exchange.windows import Windows, make_windows
 from rowmesh.ops.gpu import require_triton
 
 logger = logging.getLogger("rowmesh")
@@ -61,45 +56,3 @@ def usable_device(device: str | torch.device) -> torch.device | None:
         f"device {str(device)!r} cannot be used: {built}; torch.cuda.is_available() is false. Install a CUDA build of "
         "torch (pytorch.org/get-started) that the machine's NVIDIA driver can run, or use device 'cpu'"
     )
-
-
-def make_window_maker(device: torch.device | None) -> WindowMaker:
-    """From routed batches to windows, for a pipeline."""
-    if device is None:
-        return WindowMaker()
-    from rowmesh.exchange.device.window import DeviceWindowMaker
-
-    return cast("WindowMaker", DeviceWindowMaker(device))
-
-
-def windows_of(
-    shard_group: ShardGroup | CorePart, form: Form, *, finds_final: bool, verifies: bool, is_on_device: bool
-) -> Windows:
-    """How the windows of a shard group travel: by micro-batch where its transport can, else whole. Collective."""
-    if not is_on_device:
-        return make_windows(shard_group, form, finds_final=finds_final, verifies=verifies)
-    from rowmesh.exchange.device.tiered_windows import TieredDeviceWindows
-    from rowmesh.exchange.device.windows import PhasedDeviceWindows, WholeDeviceWindows, whole_obstacle
-
-    group: Any = shard_group
-    made: Any
-    if group.mesh.world_size == 1 and any(exchange.is_tiered for exchange in group.exchanges):
-        made = TieredDeviceWindows(group)
-    elif obstacle := whole_obstacle(group):
-        made = WholeDeviceWindows(group, obstacle)
-    else:
-        made = PhasedDeviceWindows(group, form, finds_final=finds_final)
-    return made
-
-
-def check_windows(device: str, form: Form, *, verifies: bool) -> None:
-    """Raises ConfigurationError for what a pipeline cannot do on a device that was asked for by this name."""
-    found = (
-        (form == "naive", "exchange 'naive' (use 'delta' or 'unsplit')"),
-        (verifies, "verify (rows on a device have no versions)"),
-    )
-    if obstacles := [what for is_so, what in found if is_so]:
-        raise ConfigurationError(
-            f"a pipeline on device {device!r} cannot do this yet: {'; '.join(obstacles)}; change that, or use "
-            "device 'cpu'"
-        )

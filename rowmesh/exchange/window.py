@@ -1,8 +1,9 @@
 """Window: a batch whose micro-batches are looked up one by one while its rows are frozen.
 
 The batch is routed once. Its micro-batches are runs of samples, whose ids have the inverse of the whole batch: what a
-micro-batch needs beside is which rows it has, and where its outputs begin. The gradients of a row are summed over
-micro-batches in the outbox, in the order of the samples.
+micro-batch needs beside is which rows it has, and where its outputs begin. That is found when the window is made, by
+the thread, and on the stream, that routes. The gradients of a row are summed over micro-batches, in the order of the
+samples, in one place: on a CPU where they are sent from.
 
 Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 """
@@ -10,103 +11,170 @@ Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.layout import GroupLayout
 from rowmesh.exchange.pooling import Pooling
 from rowmesh.exchange.route import Route, RouteGroup
-from rowmesh.ops import pool as pool_ops
-from rowmesh.ops import window as ops
-from rowmesh.ops.memory import Scratch, held_bytes
-from rowmesh.ops.merge_update import Merger
-from rowmesh.ops.simd import STORAGE
+from rowmesh.mesh.channel import Message
+from rowmesh.ops.look_up.device import descriptors, places_in
+from rowmesh.ops.memory import held_bytes
+from rowmesh.ops.window import DeviceWindow, HostWindow
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables.dense import compute_dtype
+
+if TYPE_CHECKING:
+    from rowmesh.ops.pool.cuda import Bags
 
 Form = Literal["unsplit", "naive", "delta"]
 """How the rows of a window travel; see `rowmesh.pipeline.window`."""
+FIRST = 2
+"""The number of the first window; a row that no window touched has number 0."""
 
 
-class Space:
-    """Memory of one window of one group, beside the workspace of its route; reused from window to window."""
+@dataclass(frozen=True, eq=False)
+class DeviceMicroBatch:
+    """One micro-batch of one group on a device, as pooling sees it.
 
-    def __init__(self, num_segments: int, arena: int, row_bytes: int) -> None:
-        self.merger = Merger(num_segments, arena, row_bytes)
-        self.counts = Scratch()  # uint32 [U]: how often each unique id occurs in a micro-batch
-        self.pointers = Scratch()  # uint32 [N, U + 1]: where the cells of each unique id begin
-        self.cells = Scratch()  # uint32 [ids]: the cells, micro-batch after micro-batch
-        self.unordered = Scratch()  # uint32 [U]: uses by unique id
-        self.uses = Scratch()  # uint32 [U]: uses by request
-        self.fetches, self.pushes = Scratch(), Scratch()  # uint32 [U]: phases of each request
-        self.asked_uses = Scratch()  # uint32 [entries]: the same of the entries that this rank is the stop of
-        self.asked_fetches, self.asked_pushes = Scratch(), Scratch()
-        self.slots, self.expected = Scratch(), Scratch()  # uint32 [entries]: where rows are; what `verify` expects
-        self.before = Scratch()  # uint32 [distinct]: the window that touched each row last
-        self.bits, self.asked_bits = Scratch(), Scratch()  # which rows are final
-        self.rows = Scratch()  # rows that this rank sends in one phase
-        self.gradients = Scratch()  # gradients that this rank sends, phase after phase
-        self.arrived = Scratch()  # gradients that came in one phase
+    Attributes:
+        bags: how ids, which stand together, form bags.
+        recover: int32 `[n]`: the unique id that each id is.
+        window: knows what is read.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """All memory held."""
-        return held_bytes(self) + held_bytes(self.merger)
+    bags: Bags
+    recover: Tensor
+    window: DeviceWindow
+
+    def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
+        """Writes the group's columns of the output; `bags` has the weights."""
+        from rowmesh.ops.pool.cuda import pool
+
+        pool(self.window.source, self.recover, self.bags, output, self.window.slots)
 
 
 class WindowGroup:
     """One group's part of a window.
 
-    Attributes:
+    Args:
         group: of the route of the whole batch.
-        parts: the same for each micro-batch.
-        space: memory.
+        batch: it.
+        bounds: the first sample of each micro-batch, and B.
+        layouts: of each micro-batch.
+        memory: what its kernels read and write.
+
+    Attributes:
+        group, memory: as given.
+        parts: each micro-batch, as pooling sees it.
+        copied: gradients of rows that every rank has a copy of, on their way to their owners.
     """
 
-    def __init__(self, group: RouteGroup, layouts: Sequence[GroupLayout], space: Space) -> None:
-        self.group, self.space = group, space
-        self.parts = [RouteGroup(group.exchange, layout, group.look_up) for layout in layouts]
-        self._first_cells = list(accumulate((layout.num_ids for layout in layouts), initial=0))
-        self._is_fresh = False  # gradients of requests that travel begin afresh in every micro-batch
-        exchange, size = group.exchange, group.num_unique
-        group.look_up.send.reserve_gradients(size * exchange.gradient_bytes)
-        self._kernels = ops.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
-        self._file(size)
+    def __init__(
+        self,
+        group: RouteGroup,
+        batch: SparseBatch,
+        bounds: Sequence[int],
+        layouts: Sequence[GroupLayout],
+        memory: HostWindow | DeviceWindow,
+    ) -> None:
+        self.group, self.memory = group, memory
+        self.copied: list[Message] = []
+        self.parts: Sequence[RouteGroup]
+        if group.exchange.device is None:
+            assert isinstance(memory, HostWindow)
+            self.parts = _cut_on_host(group, memory, layouts)
+        else:
+            assert isinstance(memory, DeviceWindow)
+            self.parts = _cut_on_device(group, memory, batch, bounds, layouts)
 
-    def _file(self, size: int) -> None:
-        """Files the cells of every micro-batch, and which micro-batches have each row."""
-        space, workspace = self.space, self.group.look_up
-        pointers = space.pointers.reserve(4 * len(self.parts) * (size + 1))
-        cells = space.cells.reserve(4 * self._first_cells[-1])
-        unordered, counts = space.unordered.reserve(4 * size), space.counts.reserve(4 * size)
-        space.unordered.buffer.bytes[: 4 * size] = 0
-        for k, part in enumerate(self.parts):
-            space.counts.buffer.bytes[: 4 * size] = 0
-            where = (part.layout.address, part.layout.num_features, part.look_up.inverse)
-            ops.count_cells(*where, k, counts, unordered)
-            first = cells + 4 * self._first_cells[k]
-            pool_ops.file_cells(*where, counts, size, pointers + 4 * k * (size + 1), first)
-        ops.order_uses(unordered, workspace.uniques, size, space.uses.reserve(4 * size))
+    @property
+    def on_device(self) -> DeviceWindow:
+        """The memory, which is a device's."""
+        assert isinstance(self.memory, DeviceWindow)
+        return self.memory
 
-    def start_afresh(self) -> None:
-        """Makes gradients that travel those of one micro-batch each: the paper's form."""
-        self._is_fresh = True
+    @property
+    def on_host(self) -> HostWindow:
+        """The memory, which is the host's."""
+        assert isinstance(self.memory, HostWindow)
+        return self.memory
 
-    def backward(self, part: int, grad: Tensor) -> None:
-        """Adds the gradients of a micro-batch's rows to the sums in the outbox."""
-        group, space = self.parts[part], self.space
-        workspace, exchange, size = group.look_up, group.exchange, group.num_unique
-        pointers = space.pointers.buffer.address + 4 * part * (size + 1)
-        kept = (group.look_up.bounds[exchange.rank], group.look_up.bounds[exchange.rank + 1])
-        self._kernels.backward(
-            grad.data_ptr(), pointers, space.cells.buffer.address + 4 * self._first_cells[part],
-            workspace.file_weights(group.layout, pointers) if group.layout.is_weighted else 0,
-            workspace.uniques, workspace.send.lists.address, exchange.num_segments,
-            exchange.world_size, space.uses.buffer.address, part, *(kept if self._is_fresh else (0, size)),
-            workspace.send.gradients.address,
-        )  # fmt: skip
+    def read_fetched(self) -> None:
+        """Has micro-batches read what was fetched for the whole batch; on a CPU it is where they look for it."""
+        if self.group.exchange.device is not None:
+            look_up = self.group.look_up
+            slots = look_up.slots if look_up.order is None else places_in(look_up.order)
+            self.on_device.read(look_up.source, slots, look_up.num_unique)
+
+    def gather_gradients(self) -> None:
+        """Gives the whole batch the gradients of all micro-batches, to be pushed at once; on a CPU it has them."""
+        if self.group.exchange.device is not None:
+            gradients, order = self.on_device.gradients(), self.group.look_up.order
+            self.group.look_up.gradients = gradients if order is None else gradients.index_select(0, order)
+
+    def unpin(self) -> None:
+        """Its rows, which the current stream has read and nobody will update, may leave fast memory."""
+        self.group.unpin()
+
+
+def _cut_on_host(group: RouteGroup, memory: HostWindow, layouts: Sequence[GroupLayout]) -> list[RouteGroup]:
+    look_up = group.look_up
+    look_up.send.reserve_gradients(group.num_unique * group.exchange.gradient_bytes)
+    memory.cut(look_up, layouts)
+    return [RouteGroup(group.exchange, layout, look_up) for layout in layouts]
+
+
+def _cut_on_device(
+    group: RouteGroup,
+    memory: DeviceWindow,
+    batch: SparseBatch,
+    bounds: Sequence[int],
+    layouts: Sequence[GroupLayout],
+) -> list[RouteGroup]:
+    """Ids of each micro-batch are put together, feature after feature."""
+    bags, unique = group.look_up.bags, group.look_up.unique
+    assert bags is not None
+    if len(layouts) == 1:
+        parts, begins = [(unique.inverse, bags)], None
+    else:
+        begin = group.layout.features[0, 0]
+        pieces = [(layout.features[:, :2] - begin).tolist() for layout in layouts]
+        place = batch.features.index(group.exchange.group.features[0]) * batch.batch_size
+        first_bags = place + np.arange(group.layout.num_features) * batch.batch_size
+        parts = [
+            (_joined(unique.inverse, ids), _cut_bags(bags, layout, first_bags + first, ids))
+            for layout, first, ids in zip(layouts, bounds, pieces, strict=False)
+        ]
+        begins = [[first for first, _ in ids] for ids in pieces]
+    dtype = compute_dtype(group.exchange.group.dtype)
+    memory.cut(unique.inverse, unique.num_unique, group.num_unique, dtype, parts)
+    if begins is not None:
+        memory.note_uses(begins)
+    return [
+        RouteGroup(group.exchange, layout, DeviceMicroBatch(cut, recover, memory))
+        for layout, (recover, cut) in zip(layouts, parts, strict=True)
+    ]
+
+
+def _cut_bags(bags: Bags, layout: GroupLayout, first_bags: np.ndarray, ids: Sequence[Sequence[int]]) -> Bags:
+    """The bags of some samples, whose ids then stand together."""
+    weights = None if bags.weights is None else _joined(bags.weights, ids)
+    return bags.describe(descriptors(layout, first_bags), bags.features.device, bags.offsets, weights)
+
+
+def _joined(tensor: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Some pieces of a tensor, one after the other.
+
+    >>> _joined(torch.tensor([5, 6, 7, 8]), [(0, 1), (2, 4)]).tolist()
+    [5, 7, 8]
+    """
+    return torch.cat([tensor[begin:end] for begin, end in pieces])
 
 
 class Window:
@@ -116,15 +184,15 @@ class Window:
         route: of the whole batch.
         bounds: the first sample of each micro-batch, and B.
         groups: the parts of the route.
-        number: which window of the pipeline this is, from 2 on.
+        number: which window of the pipeline this is, from `FIRST` on.
         step_before: the step of the last window that has had one when this one opens, where there is one.
 
     Args:
         route: of the whole batch.
         bounds: the first sample of each micro-batch, and B.
         layouts: of each micro-batch, for every group.
-        spaces: memory of each group.
-        give_back: takes the memory, when nobody needs it any more.
+        memories: of each group.
+        give_back: takes the memories, when nothing needs them any more.
     """
 
     def __init__(
@@ -132,15 +200,13 @@ class Window:
         route: Route,
         bounds: Sequence[int],
         layouts: Sequence[Sequence[GroupLayout]],
-        spaces: list[Space],
-        give_back: Callable[[list[Space]], None],
+        memories: Sequence[HostWindow | DeviceWindow],
+        give_back: Callable[[], None],
     ) -> None:
-        self.route, self.number = route, 0
+        self.route, self.bounds, self.number, self._give_back = route, list(bounds), 0, give_back
         self.step_before: Step | None = None
-        self.bounds = list(bounds)
-        self._spaces, self._give_back = spaces, give_back
-        triples = zip(route.groups, layouts, spaces, strict=True)
-        self.groups = [WindowGroup(group, cut, space) for group, cut, space in triples]
+        triples = zip(route.groups, layouts, memories, strict=True)
+        self.groups = [WindowGroup(group, route.batch, bounds, cut, memory) for group, cut, memory in triples]
 
     @property
     def num_parts(self) -> int:
@@ -153,20 +219,20 @@ class Window:
         return pooling.forward([group.parts[part] for group in self.groups], self.route.batch, size)
 
     def backward(self, part: int, pooling: Pooling, gradients: Sequence[Tensor]) -> None:
-        """Adds the gradients of the rows of one micro-batch to the sums."""
+        """Adds the gradients of the rows of one micro-batch to the sums, given those of the outputs of `pool`."""
         for group, grad in zip(self.groups, pooling.by_group(gradients), strict=True):
-            group.backward(part, grad)
+            group.memory.add_gradients(part, grad)
 
     def __del__(self) -> None:
-        self._give_back(self._spaces)
+        self._give_back()
 
 
 class WindowMaker:
-    """Makes windows over reused memory."""
+    """Makes windows; on a CPU over memory that is kept from window to window."""
 
     def __init__(self) -> None:
-        self._idle: list[list[Space]] = []
-        self._made: list[list[Space]] = []
+        self._idle: list[list[HostWindow]] = []
+        self._made: list[list[HostWindow]] = []
 
     def __call__(self, route: Route, bounds: Sequence[int], layouts: Sequence[Sequence[GroupLayout]]) -> Window:
         """A window of a route that was just made.
@@ -176,17 +242,28 @@ class WindowMaker:
             bounds: the first sample of each micro-batch, and B.
             layouts: of each micro-batch, for every group.
         """
+        if route.groups[0].exchange.device is not None:
+            return Window(route, bounds, layouts, [DeviceWindow() for _ in route.groups], _keep)
         if not self._idle:
-            exchanges = [group.exchange for group in route.groups]
-            spaces = [Space(each.num_segments, each.arena.address, each.row_bytes) for each in exchanges]
-            self._idle.append(spaces)
-            self._made.append(spaces)
-        return Window(route, bounds, layouts, self._idle.pop(), self._idle.append)
+            self._made.append([_host_window(group) for group in route.groups])
+            self._idle.append(self._made[-1])
+        memories = self._idle.pop()
+        return Window(route, bounds, layouts, memories, lambda: self._idle.append(memories))
 
     @property
     def num_bytes(self) -> int:
         """Memory of all windows, under way or idle."""
-        return sum(space.num_bytes for spaces in self._made for space in spaces)
+        return sum(held_bytes(each) + held_bytes(each.merger) for memories in self._made for each in memories)
+
+
+def _host_window(group: RouteGroup) -> HostWindow:
+    exchange, tables = group.exchange, group.exchange.group
+    ranks = exchange.world_size, exchange.rank
+    return HostWindow(tables.dim, tables.dtype, exchange.num_segments, *ranks, exchange.arena.address)
+
+
+def _keep() -> None:
+    """Memory is torch's."""
 
 
 class WindowLookUp:
@@ -203,10 +280,3 @@ class WindowLookUp:
         """Adds the gradients of its rows to the sums."""
         self._window.backward(self._part, self._pooling, gradients)
         self._finished()
-
-
-def phase_counts(address: int, bounds: Sequence[int], own: int) -> np.ndarray:
-    """int64 `[32, members]`: the entries of each member that travel in each phase, given their masks."""
-    counts, ends = np.empty((ops.FINAL + 1, len(bounds) - 1), np.int64), np.array(bounds, np.int64)
-    ops.count_phases(address, ends.ctypes.data, len(bounds) - 1, own, ops.FINAL + 1, counts.ctypes.data)
-    return counts

@@ -18,6 +18,7 @@ Samples are clustered by `rowmesh.ops.cluster` and batches cut by `rowmesh.spars
 Sources: NestPipe §III–VI; EL-Rec §V.
 """
 
-from rowmesh.pipeline.pipeline import Flight, Part, Pipeline
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part
+from rowmesh.pipeline.pipeline import Pipeline
 
-__all__ = ["Flight", "Part", "Pipeline"]
+__all__ = ["BatchInFlight", "Part", "Pipeline"]

@@ -7,8 +7,8 @@
         sparse_optimizer.step()
         dense_optimizer.step()
 
-The model is that of the plain loop. A batch is read, routed and told to the owners of its rows `depth` batches ahead;
-rows that no rank changes any more come during the batch before; the others come, and gradients go, beside the
+The model is that of the plain loop. A batch is read and routed, and the owners of its rows learn of it, `depth` batches
+ahead; rows that no rank changes any more come during the batch before; the others come, and gradients go, beside the
 computation of the micro-batches.
 
 Source: NestPipe §III–VI; EL-Rec §V.
@@ -20,20 +20,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, Protocol, Self, TypeVar
-
-from torch import Tensor
+from typing import Generic, Self
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.engine import Driver
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.phased_group import FIRST
-from rowmesh.exchange.window import Form, Window
+from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
 from rowmesh.optim.rules import Rate
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.recorder import WAIT, Recorder
@@ -41,80 +39,8 @@ from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
-from rowmesh.sparse import SparseBatch
 
-
-class Samples(Protocol):
-    """What a loader gives: `rowmesh.data.Batch` is one."""
-
-    @property
-    def sparse(self) -> SparseBatch:
-        """The ids."""
-        ...
-
-    def take(self, samples: Tensor) -> Self:
-        """The given samples, in their order."""
-        ...
-
-
-T = TypeVar("T", bound=Samples)
 _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
-
-
-class Part:
-    """One micro-batch.
-
-    Attributes:
-        samples: which samples of the window's item.
-        embeddings: their vectors.
-    """
-
-    __slots__ = ("embeddings", "samples")
-
-    def __init__(self, samples: slice, embeddings: Embeddings) -> None:
-        self.samples, self.embeddings = samples, embeddings
-
-
-class Flight(Generic[T]):
-    """One batch under way; iterating gives its micro-batches, in order, each once.
-
-    Attributes:
-        item: what the loader gave, its samples in the order of the micro-batches.
-        order: where they were before (int64 `[B]`), or None where they are as they were.
-    """
-
-    def __init__(self, pipeline: Pipeline[T], batch: int, item: T) -> None:
-        self._pipeline, self.batch, self.item = pipeline, batch, item
-        self.order: Tensor | None = None
-        self.window: Window | None = None
-        self.lrs: Sequence[Rate] | None = None
-        self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
-        self._is_begun = False
-        self._num_computed = 0
-
-    def __iter__(self) -> Iterator[Part]:
-        if self._is_begun or self.window is None:
-            raise RowmeshError(f"the micro-batches of batch {self.batch} were given before; each is computed once")
-        self._is_begun, bounds = True, self.window.bounds
-        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
-            task = Task("compute", self.batch, part)
-            start = self._pipeline.await_rows(self, task)
-            yield Part(samples, self._pipeline.pool(self, part))
-            if self._num_computed != part + 1:
-                raise RowmeshError(
-                    f"micro-batch {part} of batch {self.batch} had no backward; call loss.backward() for each before "
-                    "the next one"
-                )
-            self._pipeline.record_compute(task, start)
-
-    def take_gradients(self, part: int) -> None:
-        """Says that the gradients of a micro-batch are there."""
-        self._num_computed = part + 1
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether all micro-batches are."""
-        return self.window is not None and self._num_computed == self.window.num_parts
 
 
 class Pipeline(Generic[T]):
@@ -152,6 +78,7 @@ class Pipeline(Generic[T]):
         >>> import torch
         >>> from rowmesh import EmbeddingOptimizer, TableSpec
         >>> from rowmesh.data import Batch
+        >>> from rowmesh.sparse import SparseBatch
         >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
         >>> optimizer = EmbeddingOptimizer(embeddings)
         >>> sparse = SparseBatch.from_bags({"item": [[7], [3], [7]]})
@@ -197,10 +124,10 @@ class Pipeline(Generic[T]):
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None
         self._thread = 0  # which one runs the loop
-        self._flights: dict[int, Flight[T]] = {}
-        self._current: Flight[T] | None = None  # the one that is computed
+        self._flights: dict[int, BatchInFlight[T]] = {}
+        self._current: BatchInFlight[T] | None = None  # the one that is computed
         self._steps: dict[int, Step] = {}  # by batch, until ranks have compared them
-        self._untold: RowmeshError | None = None  # what failed after a loop was left
+        self._late_error: RowmeshError | None = None  # what failed after a loop was left
         self._has_settled = False  # since the last turn was entered
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
@@ -215,7 +142,7 @@ class Pipeline(Generic[T]):
     @property
     def can_split(self) -> bool:
         """Whether the rows of all tables can travel by micro-batch."""
-        return all(windows.is_phased for windows in self._windows)
+        return all(windows.is_split for windows in self._windows)
 
     def take_exposed_share(self) -> float:
         """The share of the time that computation waited for rows, since this was asked last; begins the totals anew.
@@ -224,7 +151,7 @@ class Pipeline(Generic[T]):
         """
         return self.recorder.take().exposed_share
 
-    def windows(self, items: Iterable[T]) -> Iterator[Flight[T]]:
+    def windows(self, items: Iterable[T]) -> Iterator[BatchInFlight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
 
         Where tables are on a device, items may be there too; what they have is kept until the next batch is computed.
@@ -233,7 +160,7 @@ class Pipeline(Generic[T]):
             RowmeshError: a micro-batch had no backward, or a batch no step; another pipeline runs; or something failed
                 in another thread: names rank, stage and batch.
         """
-        self._tell()
+        self._raise_late_error()
         if self._runner is not None:
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
         runner = self._begin(items)
@@ -269,7 +196,7 @@ class Pipeline(Generic[T]):
         )  # fmt: skip
         return runner
 
-    def _turns(self, runner: Runner) -> Iterator[Flight[T]]:
+    def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:
         turn = -self.schedule.depth
         while True:
             if self._has_settled:  # and the program may have brought rows up to date, on its own stream
@@ -291,7 +218,7 @@ class Pipeline(Generic[T]):
                 self._note_dense(flight)
             turn += 1
 
-    def _note_dense(self, flight: Flight[T]) -> None:
+    def _note_dense(self, flight: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: what the driver does after it settles is not of the step."""
         if flight.stepped is not None:
             self.recorder.note(Task("dense", flight.batch), COMPUTE, flight.stepped, self.recorder.now())
@@ -347,7 +274,7 @@ class Pipeline(Generic[T]):
             RowmeshError: something failed that no loop has raised.
         """
         self._stop()
-        self._tell()
+        self._raise_late_error()
 
     def __enter__(self) -> Self:
         return self
@@ -355,7 +282,7 @@ class Pipeline(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop()
         if kind is None:
-            self._tell()
+            self._raise_late_error()
 
     def _stop(self) -> None:
         runner, self._runner = self._runner, None
@@ -365,7 +292,7 @@ class Pipeline(Generic[T]):
             self._make_room(runner)
         finally:
             self._engine.prepare_to_take_back()
-            self._untold = runner.close(self._engine.take_back)
+            self._late_error = runner.close(self._engine.take_back)
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
@@ -377,23 +304,23 @@ class Pipeline(Generic[T]):
         self._current, self._reader = None, iter(())
 
     def _make_room(self, runner: Runner) -> None:
-        """Lets go of the rows of a batch that has no step: what is under way may wait for their room."""
+        """Unpins the rows of a batch that has no step: what is under way may wait for their room."""
         flight, is_tiered = self._current, any(windows.is_tiered for windows in self._windows)
         if not is_tiered or flight is None or flight.window is None or flight.lrs is not None:
             return
         if runner.prepare_to_close(Task("rows", flight.batch, self.schedule.num_parts - 1)):
             for windows in self._windows:
-                windows.let_go(flight.window)
+                windows.unpin(flight.window)
 
-    def _tell(self) -> None:
+    def _raise_late_error(self) -> None:
         """Raises what failed when a loop was left."""
-        error, self._untold = self._untold, None
+        error, self._late_error = self._late_error, None
         if error is not None:
             raise error
 
     # What the driver asks for
 
-    def await_rows(self, flight: Flight[T], task: Task) -> Mark:
+    def await_rows(self, flight: BatchInFlight[T], task: Task) -> Mark:
         """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
 
         The stream of a device comes to the first mark when it has nothing else to do, and to the second when rows are
@@ -407,7 +334,7 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def pool(self, flight: Flight[T], part: int) -> Embeddings:
+    def pool(self, flight: BatchInFlight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
         window, task = flight.window, Task("compute", flight.batch, part)
         assert window
@@ -422,7 +349,7 @@ class Pipeline(Generic[T]):
 
         return self._engine.pool_part(window, part, finished)
 
-    def _runner_of(self, flight: Flight[T]) -> Runner:
+    def _runner_of(self, flight: BatchInFlight[T]) -> Runner:
         """What runs a batch."""
         if self._runner is None or flight is not self._current:
             raise RowmeshError(f"batch {flight.batch} is not under way any more: its loop was left")
@@ -453,7 +380,7 @@ class Pipeline(Generic[T]):
             self._end = task.batch
             return
         self._num_read += 1
-        self._flights[task.batch] = Flight(self, task.batch, item)
+        self._flights[task.batch] = BatchInFlight(self, task.batch, item)
 
     def _route(self, task: Task) -> None:
         if flight := self._flights.get(task.batch):

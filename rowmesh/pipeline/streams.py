@@ -52,7 +52,7 @@ is dropped. Three things are not the window's:
   program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
   that the program asked for before.
 - Gradients are allocated on the program's stream, which it may change between batches. Torch's allocator is told who
-  reads them (`DeviceWindowGroup.gradients`).
+  reads them (`DeviceWindow.gradients`).
 - Pinned memory is kept by torch until it is copied.
 
 At both ends of a loop, and before the program looks rows up, all streams meet (`meet`), and once more before the next

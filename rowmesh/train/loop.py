@@ -16,7 +16,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
 from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
-from rowmesh.pipeline import Flight
+from rowmesh.pipeline import BatchInFlight
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.drift import configured_drift
@@ -106,7 +106,7 @@ class Trainer:
         self._end_step()
         return total
 
-    def train_window(self, window: Flight[Batch]) -> float:
+    def train_window(self, window: BatchInFlight[Batch]) -> float:
         """One step by micro-batches; returns the same. Collective: every rank calls it."""
         batch, total = window.item, 0.0
         self._begin_step(batch)

@@ -12,7 +12,7 @@ from typing import Protocol
 from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.trace import Event, write_trace
-from rowmesh.pipeline import Flight, Pipeline
+from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose, work_of
 from rowmesh.pipeline.recorder import WAIT, Totals
 from rowmesh.pipeline.sizes import WindowWork
@@ -35,7 +35,7 @@ class Trains(Protocol):
         """One step; returns the sum of the losses of this rank that became known."""
         ...
 
-    def train_window(self, window: Flight[Batch]) -> float:
+    def train_window(self, window: BatchInFlight[Batch]) -> float:
         """One step by micro-batches; returns the same."""
         ...
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops import window as ops
 from rowmesh.ops.merge_update.cpu import END
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
-from rowmesh.ops.window import reference
+from rowmesh.ops.window import MAX_PARTS, reference
+from rowmesh.ops.window import cpu as ops
 from tests.support.memory import Poisoned
 
 DIMS = [1, 3, 17, 64, 130]
@@ -20,6 +20,7 @@ CASES = [(dim, torch.float32) for dim in DIMS] + [
     (dim, dtype) for dtype in (torch.float64, torch.bfloat16) for dim in (1, 17, 130)
 ]
 FINAL = ops.FINAL
+NUM_PHASES = MAX_PARTS + 1
 
 
 def u32(values):
@@ -36,8 +37,8 @@ def at(array):
 
 @st.composite
 def masks(draw, num_parts, max_size=40):
-    """Uses of rows: of at least one micro-batch each."""
-    return u32(draw(st.lists(st.integers(1, 2**num_parts - 1), max_size=max_size)))
+    """Uses of rows: of at least one micro-batch each, whose phase is one more than its number."""
+    return u32(draw(st.lists(st.integers(1, 2**num_parts - 1).map(lambda uses: 2 * uses), max_size=max_size)))
 
 
 @st.composite
@@ -49,7 +50,7 @@ def cut_masks(draw):
     return values, bounds, draw(st.integers(0, len(bounds) - 2))
 
 
-@given(data=st.data(), num_parts=st.integers(1, ops.MAX_PARTS), form=st.sampled_from([*ops.FORMS]))
+@given(data=st.data(), num_parts=st.integers(1, MAX_PARTS), form=st.sampled_from([*ops.FORMS]))
 def test_phases_are_the_reference(data, num_parts, form):
     uses = data.draw(masks(num_parts))
     fetches, pushes = (Poisoned(torch.int32, len(uses)) for _ in range(2))
@@ -73,20 +74,23 @@ def test_delta_moves_each_row_once(num_parts, data):
         assert mask < 2 * push
 
 
+def sort(values, bounds, own):
+    """The entries of all phases, sorted, and their sizes, by phase and member."""
+    where = at(values), at(bounds), len(bounds) - 1, own, NUM_PHASES
+    sizes, cursors = (np.full((NUM_PHASES, len(bounds) - 1), -7, np.int64) for _ in range(2))
+    ops.count_phases(*where, at(sizes))
+    order = Poisoned(torch.int32, int(sizes.sum()))
+    ops.sort_phases(*where, at(sizes), at(cursors), order.address)
+    return read_u32(order), sizes
+
+
 @given(cut=cut_masks())
 def test_entries_by_phase(cut):
     values, bounds, own = cut
-    num_members = len(bounds) - 1
-    out = Poisoned(torch.int64, FINAL + 1, num_members)
-    ops.count_phases(at(values), at(bounds), num_members, own, FINAL + 1, out.address)
-    expected = [
-        [
-            0 if member == own else int((values[bounds[member] : bounds[member + 1]] >> np.uint32(phase) & 1).sum())
-            for member in range(num_members)
-        ]
-        for phase in range(FINAL + 1)
-    ]
-    assert out.result().tolist() == expected
+    expected = reference.sort_phases(values.tolist(), bounds.tolist(), own, NUM_PHASES)
+    order, sizes = sort(*cut)
+    assert sizes.tolist() == [[len(entries) for entries in of_members] for of_members in expected]
+    assert order.tolist() == [e for of_members in expected for entries in of_members for e in entries]
 
 
 @st.composite
@@ -133,7 +137,7 @@ def test_final_bits_come_back(values, data):
     packed = Poisoned(torch.int8, -(-(end - begin) // 8))
     ops.pack_bits(at(there), begin, end, packed.address)
     bits = np.unpackbits(packed.result().numpy().view(np.uint8), bitorder="little")
-    is_final = [value >> FINAL for value in values[begin:end]]
+    is_final = [value >> FINAL & 1 for value in values[begin:end]]
     assert bits[: end - begin].tolist() == is_final
     assert not bits[end - begin :].any()
     ahead = data.draw(st.integers(0, 5))
@@ -143,8 +147,8 @@ def test_final_bits_come_back(values, data):
     assert here.tolist() == [7] * ahead + [1 << FINAL if bit else 7 for bit in is_final] + [7] * 2
 
 
-@given(data=st.data(), num_features=st.integers(0, 4), part=st.integers(0, 30))
-def test_cells_and_uses_are_counted(data, num_features, part):
+@given(data=st.data(), num_features=st.integers(0, 4), phase=st.integers(0, MAX_PARTS))
+def test_cells_and_uses_are_counted(data, num_features, phase):
     num_unique = data.draw(st.integers(1, 9))
     inverse = u32(data.draw(st.lists(st.integers(0, num_unique - 1), max_size=60)))
     features, counted = np.zeros((num_features, DESCRIPTOR), np.int64), []
@@ -156,71 +160,53 @@ def test_cells_and_uses_are_counted(data, num_features, part):
         st.integers(0, 2**31 - 1), min_size=num_unique, max_size=num_unique
     )))  # fmt: skip
     before = uses.tolist()
-    ops.count_cells(at(features), num_features, at(inverse), part, at(counts), at(uses))
+    ops.count_cells(at(features), num_features, at(inverse), phase, at(counts), at(uses))
     assert counts.tolist() == [counted.count(u) for u in range(num_unique)]
-    assert uses.tolist() == [mask | ((u in counted) << part) for u, mask in enumerate(before)]
+    assert uses.tolist() == [mask | ((u in counted) << phase) for u, mask in enumerate(before)]
     uniques = u32(data.draw(st.permutations(range(num_unique))))
     out = Poisoned(torch.int32, num_unique)
     ops.order_uses(at(uses), at(uniques), num_unique, out.address)
     assert read_u32(out).tolist() == uses[uniques].tolist()
 
 
-@given(cut=cut_masks(), phase=st.integers(0, FINAL), row_bytes=st.sampled_from([4, 34, 512]))
-def test_rows_of_a_phase_lie_packed(cut, phase, row_bytes):
-    values, bounds, own = cut
-    uniques = u32(np.random.default_rng(len(values)).permutation(len(values)))
-    out, rows, expected = Poisoned(torch.int64, len(values)), 10**12, [-7] * len(values)
-    ops.place_rows(
-        at(values), at(bounds), len(bounds) - 1, own, phase, at(uniques), rows, row_bytes, out.address
-    )  # fmt: skip
-    for member, (begin, end) in enumerate(pairwise(bounds.tolist())):
-        for p in range(begin, end):
-            if member != own and values[p] >> np.uint32(phase) & 1:
-                expected[uniques[p]] = rows
-                rows += row_bytes
+@given(cut=cut_masks(), row_bytes=st.sampled_from([4, 34, 512]), renumbers=st.booleans())
+def test_what_travels_is_read_where_it_arrives_first(cut, row_bytes, renumbers):
+    order, count = sort(*cut)[0], len(cut[0])
+    uniques = u32(np.random.default_rng(count).permutation(count))
+    out, base, expected = Poisoned(torch.int64, count), 10**12, [-7] * count
+    numbers = uniques if renumbers else np.arange(count)
+    ops.place(at(order), len(order), at(uniques) if renumbers else 0, base, row_bytes, out.address)
+    for place, e in reversed([*enumerate(order.tolist())]):
+        expected[numbers[e]] = base + place * row_bytes
     assert out.result().tolist() == expected
-
-
-def chosen(values, bounds, own, phase):
-    """The entries of other members that travel in a phase."""
-    return [
-        e
-        for member, (begin, end) in enumerate(pairwise(bounds.tolist()))
-        for e in range(begin, end)
-        if member != own and values[e] >> np.uint32(phase) & 1
-    ]
 
 
 def check_packing(dim, dtype, cut, phase, generator):
     values, bounds, own = cut
     kernels, compute = ops.kernels(dim, STORAGE[dtype]), COMPUTE_DTYPE[STORAGE[dtype]]
-    picked = chosen(values, bounds, own, phase)
+    of_phase = reference.sort_phases(values.tolist(), bounds.tolist(), own, NUM_PHASES)[phase]
+    picked = [e for entries in of_phase for e in entries]
     arena = torch.randn(11, dim, generator=generator).to(dtype)
-    slots = torch.randint(11, (len(values),), generator=generator, dtype=torch.int32)
-    where = at(values), at(bounds), len(bounds) - 1, own, phase
+    slots, order = torch.randint(11, (len(values),), generator=generator, dtype=torch.int32), u32(picked)
     out = Poisoned(dtype, len(picked), dim)
-    kernels.take_rows(arena.data_ptr(), slots.data_ptr(), *where, out.address)
+    kernels.take_rows(arena.data_ptr(), slots.data_ptr(), at(order), len(order), out.address)
     assert torch.equal(out.result(), arena[slots[picked].long()])
     gradients = torch.randn(len(values), dim, generator=generator).to(compute)
     packed = Poisoned(compute, len(picked), dim)
-    kernels.take_gradients(gradients.data_ptr(), *where, packed.address)
+    kernels.take_gradients(gradients.data_ptr(), at(order), len(order), packed.address)
     assert torch.equal(packed.result(), gradients[picked])
-    check_adding(kernels, packed.result().contiguous(), gradients, cut, phase)
+    check_adding(kernels, packed.result().contiguous(), gradients, values, picked, phase)
 
 
-def check_adding(kernels, packed, gradients, cut, phase):
-    """Entries that came in an earlier phase are added to, others written, the rest left alone."""
-    values, bounds, own = cut
-    picked, into = chosen(values, bounds, own, phase), Poisoned(gradients.dtype, *gradients.shape)
+def check_adding(kernels, packed, gradients, values, picked, phase):
+    """Entries that came in an earlier phase are added to, the rest left alone."""
+    expected, order = gradients.flip(0).contiguous(), u32(picked)
+    into = expected.clone()
+    addresses = into.data_ptr() + np.arange(len(values)) * into.shape[1] * into.itemsize
+    kernels.add_gradients(packed.data_ptr(), at(order), len(order), at(values), phase, at(addresses))
     earlier = [e for e in picked if values[e] & np.uint32((1 << phase) - 1)]
-    into.tensor[earlier] = gradients.flip(0)[earlier]
-    kernels.add_gradients(
-        packed.data_ptr(), at(values), at(bounds), len(bounds) - 1, own, phase, into.address
-    )  # fmt: skip
-    expected = torch.full_like(gradients, float("nan"))
-    expected[picked] = gradients[picked]
-    expected[earlier] = gradients.flip(0)[earlier] + gradients[earlier]
-    torch.testing.assert_close(into.result(), expected, rtol=0, atol=0, equal_nan=True)
+    expected[earlier] += gradients[earlier]
+    assert torch.equal(into, expected)
 
 
 @pytest.mark.parametrize("dim, dtype", CASES)
@@ -233,7 +219,7 @@ def test_rows_and_gradients_of_a_phase(dim, dtype):
 
 
 @settings(max_examples=60)
-@given(cut=cut_masks(), phase=st.integers(0, FINAL), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(cut=cut_masks(), phase=st.integers(0, MAX_PARTS), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_any_entries_of_a_phase(cut, phase, dtype):
     check_packing(17, dtype, cut, phase, torch.Generator().manual_seed(phase))
 

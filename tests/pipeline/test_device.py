@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange.device.phased import FINAL, DevicePhasedGroup
+from rowmesh.exchange.micro_batch_group import OnDevice
 from rowmesh.mesh import Mesh
+from rowmesh.ops.window import FINAL
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
@@ -225,13 +226,13 @@ def test_a_stream_that_does_not_wait_is_found():
 def count_final(mesh, scenario):
     """Rows that came before their window opened, and all that came, of this rank."""
     found = []
-    post = DevicePhasedGroup.post_rows
+    post = OnDevice.post_rows
 
-    def noted(self, travel, phase):
-        found.append((phase, sum(travel.rows_in.sizes[phase])))
-        return post(self, travel, phase)
+    def noted(self, window, phase):
+        found.append((phase, sum(window.memory.rows_in.sizes[phase])))
+        return post(self, window, phase)
 
-    with mock.patch.object(DevicePhasedGroup, "post_rows", noted):
+    with mock.patch.object(OnDevice, "post_rows", noted):
         on_device(mesh, scenario, {"depth": 1, "micro_batches": 2})
     return sum(count for phase, count in found if phase == FINAL), sum(count for _, count in found)
 

@@ -23,8 +23,8 @@ from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.mesh import Mesh
-from rowmesh.ops import window as ops
 from rowmesh.ops.memory import Buffer, Memory, Scratch, array_at
+from rowmesh.ops.window import FINAL
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipeline_module
@@ -68,7 +68,7 @@ def poisoned_memory() -> Iterator[None]:
 
     def poison(window: Window) -> None:
         for group in window.groups:
-            for owner in (group.space, group.space.merger, group.group.workspace):
+            for owner in (group.memory, group.memory.merger, group.group.workspace):
                 _fill(owner)
             outbox = group.group.workspace.outbox
             memories: tuple[Memory, ...] = (outbox.lists, outbox.gradients)
@@ -122,7 +122,7 @@ def all_are_final(before: int, heads: int, nexts: int, num_merged: int, number: 
     for head in array_at(heads, np.uint32, num_merged):
         entry = int(head)
         while entry != 0xFFFFFFFF:
-            array_at(fetches + 4 * entry, np.uint32, 1)[0] = 1 << ops.FINAL
+            array_at(fetches + 4 * entry, np.uint32, 1)[0] = 1 << FINAL
             entry = int(array_at(nexts + 4 * entry, np.uint32, 1)[0])
 
 
@@ -138,7 +138,7 @@ def without_waiting(*args: Any, **options: Any) -> Schedule:
 
 
 _BROKEN = {
-    "forwarding": lambda: mock.patch("rowmesh.exchange.phased_group.ops.mark_final", all_are_final),
+    "forwarding": lambda: mock.patch("rowmesh.ops.window.cpu.mark_final", all_are_final),
     "waiting": lambda: mock.patch.object(pipeline_module, "make_schedule", without_waiting),
 }
 

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rowmesh.exchange.device.window import DeviceWindow
+from rowmesh.exchange.window import Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.streams import DeviceStreams
@@ -160,7 +160,7 @@ class LateDeviceStreams(DeviceStreams):
     def _drop(self, batch):
         for thing in self._kept.get(batch, ()):
             self.made.num_late += 1
-            if isinstance(thing, DeviceWindow):
+            if isinstance(thing, Window):
                 spoil(thing)
             else:
                 thing.labels.fill_(float("nan"))
@@ -171,9 +171,10 @@ def spoil(window):
     """Writes over what a window has on the device."""
     for group in window.groups:
         arena = getattr(group.group.exchange.arena, "rows", None)  # cores are no rows
-        tensors = [group.slots, group._gradients, *([] if group.source is arena else [group.source])]
-        for part in group.parts:
-            tensors += [part.recover, part.filed.cells, part.filed.pointers]
+        memory = group.memory
+        tensors = [memory.slots, memory._gradients, *([] if memory.source is arena else [memory.source])]
+        for part, filed in zip(group.parts, memory.filed, strict=True):
+            tensors += [part.recover, filed.cells, filed.pointers]
         for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 

@@ -18,7 +18,7 @@ from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
-from rowmesh.pipeline import Flight, Pipeline
+from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
@@ -175,7 +175,7 @@ class _Job:
             batch = self._scenario.local_batch(later, 0, self._mesh.rank)
             yield Item(batch.sparse, batch.labels)
 
-    def _train_window(self, window: Flight[Item]) -> None:
+    def _train_window(self, window: BatchInFlight[Item]) -> None:
         self._zero()
         found, loss = [], torch.zeros((), dtype=self._scenario.dtype)
         for part in window:

@@ -103,7 +103,7 @@ class HostLookUp:
         self.reply_offsets = np.zeros(of.world_size + 1, np.int64)
         self.reply_address: int = self.reply_offsets.ctypes.data
         self.received, self.relayed, self.requests, self.replies = Scratch(), Scratch(), Scratch(), Scratch()
-        self._factors = Scratch()  # [N]: the factor of each id, where sums are weighted
+        self.factors = Scratch()  # [N]: the factor of each id, where sums are weighted
         self._weights = Scratch()  # [ids of the group]: the factors in the order of the cells
         self.num_ids = -1
         self.make_room(0)
@@ -165,7 +165,7 @@ class HostLookUp:
     def _weigh(self, layout: GroupLayout, weights: Tensor | None) -> int:
         """The factor of each id; returns their address."""
         dtype = self._of.dtype
-        factors = self._factors.reserve(dtype.itemsize * self._batch_ids)
+        factors = self.factors.reserve(dtype.itemsize * self._batch_ids)
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             weights = weights.float()
         ops.id_weights(
@@ -207,7 +207,7 @@ class HostLookUp:
             pointers,
             self.num_unique,
             self._cursors,
-            self._factors.buffer.address,
+            self.factors.buffer.address,
             element,
             filed,
         )

@@ -1,37 +1,11 @@
-"""Window: which rows of a batch travel with which of its micro-batches, and moving them."""
+"""Window: which rows of a batch travel with which of its micro-batches, and moving them.
 
-from rowmesh.ops.window.cpu import (
-    FINAL,
-    FORMS,
-    MAX_PARTS,
-    choose_phases,
-    count_cells,
-    count_phases,
-    kernels,
-    mark_final,
-    note_touched,
-    order_uses,
-    pack_bits,
-    place_own,
-    place_rows,
-    spread,
-    unpack_bits,
-)
+What a window has of one group is a `HostWindow` or a `DeviceWindow`, with methods of the same names.
+"""
 
-__all__ = [
-    "FINAL",
-    "FORMS",
-    "MAX_PARTS",
-    "choose_phases",
-    "count_cells",
-    "count_phases",
-    "kernels",
-    "mark_final",
-    "note_touched",
-    "order_uses",
-    "pack_bits",
-    "place_own",
-    "place_rows",
-    "spread",
-    "unpack_bits",
-]
+from rowmesh.ops.window.cpu import FINAL, FORMS, MAX_PARTS, place_own
+from rowmesh.ops.window.device import DeviceWindow
+from rowmesh.ops.window.host import HostWindow
+from rowmesh.ops.window.order import Order
+
+__all__ = ["FINAL", "FORMS", "MAX_PARTS", "DeviceWindow", "HostWindow", "Order", "place_own"]

@@ -1,9 +1,9 @@
 """The kernels of a frozen window, on a CPU.
 
-The rows of a batch are numbered twice: as the requests of the rank that looks them up (its outbox: by stop and
-segment), and as entries at a stop, rank after rank. Each has a mask of the phases in which it travels, uint32: bit k
-for micro-batch k, and bit FINAL for what travels before the window opens. What travels in one phase lies packed, in
-the order of the entries.
+The rows of a batch are numbered twice: as the requests of the rank that looks them up (in its send buffer: by owner
+and segment), and as entries at their owner, rank after rank. Each has a mask of the phases in which it travels, uint32:
+bit FINAL for what travels before the window opens, and bit k + 1 for micro-batch k. What travels in one phase lies
+packed, in the order of the entries: `sort_phases` finds that order once, when the window opens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rowmesh.ops.simd import (
 
 UNSPLIT, NAIVE, DELTA = 0, 1, 2
 FORMS = {"unsplit": UNSPLIT, "naive": NAIVE, "delta": DELTA}
-FINAL = 31  # the phase of rows that are final before the window opens
-MAX_PARTS = FINAL
+FINAL = 0  # the phase of rows that are final before the window opens; that of micro-batch k is k + 1
+MAX_PARTS = 31
 
 
 @kernel
-def count_cells(features, num_features, inverse, part, counts, uses):
-    """Counts how often each unique id occurs in a micro-batch, and adds the micro-batch to the uses of those that do.
+def count_cells(features, num_features, inverse, phase, counts, uses):
+    """Counts how often each unique id occurs in a micro-batch, and adds its phase to the uses of those that do.
 
     Counts must be 0 before.
     """
@@ -48,7 +48,7 @@ def count_cells(features, num_features, inverse, part, counts, uses):
         for i in range(load_i64(feature + _BEGIN), load_i64(feature + _END)):
             u = load_u32(inverse + 4 * i)
             store_u32(counts + 4 * u, load_u32(counts + 4 * u) + 1)
-            store_u32(uses + 4 * u, load_u32(uses + 4 * u) | (1 << part))
+            store_u32(uses + 4 * u, load_u32(uses + 4 * u) | (1 << phase))
 
 
 @kernel
@@ -61,7 +61,7 @@ def order_uses(uses, uniques, count, out):
 @kernel
 def choose_phases(uses, count, form, num_parts, fetches, pushes):
     """When each row is fetched, and when its gradient is pushed."""
-    last = 1 << (num_parts - 1)
+    last = 1 << num_parts
     for p in range(count):
         mask = load_u32(uses + 4 * p)
         fetch, push = mask, mask
@@ -71,7 +71,7 @@ def choose_phases(uses, count, form, num_parts, fetches, pushes):
             while push & mask == 0:
                 push >>= 1
         elif form == UNSPLIT:
-            fetch, push = 1, last
+            fetch, push = 2, last
         store_u32(fetches + 4 * p, fetch)
         store_u32(pushes + 4 * p, push)
 
@@ -90,6 +90,31 @@ def count_phases(masks, bounds, num_members, own, num_phases, out):
                 if mask & 1:
                     cell = out + 8 * (phase * num_members + member)
                     store_i64(cell, load_i64(cell) + 1)
+                mask >>= 1
+                phase += 1
+
+
+@kernel
+def sort_phases(masks, bounds, num_members, own, num_phases, sizes, cursors, order):
+    """`order` (uint32) = entries of other members by phase, then by member, in their order; in every phase they have.
+
+    `sizes` (int64 `[phases, members]`) are those of `count_phases`; `cursors` has as much room.
+    """
+    total = 0
+    for cell in range(num_phases * num_members):
+        store_i64(cursors + 8 * cell, total)
+        total += load_i64(sizes + 8 * cell)
+    for member in range(num_members):
+        if member == own:
+            continue
+        for e in range(load_i64(bounds + 8 * member), load_i64(bounds + 8 * member + 8)):
+            mask, phase = load_u32(masks + 4 * e), 0
+            while mask:
+                if mask & 1:
+                    cursor = cursors + 8 * (phase * num_members + member)
+                    at = load_i64(cursor)
+                    store_u32(order + 4 * at, e)
+                    store_i64(cursor, at + 1)
                 mask >>= 1
                 phase += 1
 
@@ -158,15 +183,15 @@ def unpack_bits(packed, begin, end, masks):
 
 
 @kernel
-def place_rows(masks, bounds, num_members, own, phase, uniques, rows, row_bytes, addresses):
-    """Says where the rows of a phase are: packed from `rows` on, as addresses of their unique ids."""
-    for member in range(num_members):
-        if member == own:
-            continue
-        for p in range(load_i64(bounds + 8 * member), load_i64(bounds + 8 * member + 8)):
-            if load_u32(masks + 4 * p) >> phase & 1:
-                store_i64(addresses + 8 * load_u32(uniques + 4 * p), rows)
-                rows += row_bytes
+def place(order, count, numbers, base, row_bytes, addresses):
+    """Says where what travels is, packed from `base` on: in `addresses[numbers[e]]` for entry e; 0: `addresses[e]`.
+
+    Of what travels in several phases, where it is first.
+    """
+    for i in range(count - 1, -1, -1):
+        e = load_u32(order + 4 * i)
+        at = load_u32(numbers + 4 * e) if numbers else e
+        store_i64(addresses + 8 * at, base + i * row_bytes)
 
 
 @functools.cache
@@ -179,62 +204,60 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
     OUT_BYTES = dim * ELEMENT
 
     @kernel
-    def take_rows(arena, slots, masks, bounds, num_members, own, phase, out):
-        """Packs the rows of the entries of a phase."""
-        for member in range(num_members):
-            if member == own:
-                continue
-            end = load_i64(bounds + 8 * member + 8)
-            for e in range(load_i64(bounds + 8 * member), end):
-                prefetch(arena + load_u32(slots + 4 * min(e + AHEAD, end - 1)) * ROW_BYTES, ROW_BYTES)
-                if load_u32(masks + 4 * e) >> phase & 1:
-                    store_row(out, load_row(arena + load_u32(slots + 4 * e) * ROW_BYTES, DIM, STORAGE), STORAGE)
-                    out += ROW_BYTES
+    def take_rows(arena, slots, order, count, out):
+        """Packs the rows of some entries: `out[i] = arena[slots[order[i]]]`."""
+        for i in range(count):
+            ahead = load_u32(order + 4 * min(i + AHEAD, count - 1))
+            prefetch(arena + load_u32(slots + 4 * ahead) * ROW_BYTES, ROW_BYTES)
+            slot = load_u32(slots + 4 * load_u32(order + 4 * i))
+            store_row(out + i * ROW_BYTES, load_row(arena + slot * ROW_BYTES, DIM, STORAGE), STORAGE)
 
     @kernel
-    def take_gradients(gradients, masks, bounds, num_members, own, phase, out):
-        """Packs the gradients of the requests of a phase."""
-        for member in range(num_members):
-            if member == own:
-                continue
-            for p in range(load_i64(bounds + 8 * member), load_i64(bounds + 8 * member + 8)):
-                if load_u32(masks + 4 * p) >> phase & 1:
-                    store_row(out, load_row(gradients + p * OUT_BYTES, DIM, OUT), OUT)
-                    out += OUT_BYTES
+    def take_gradients(gradients, order, count, out):
+        """Packs the gradients of some requests: `out[i] = gradients[order[i]]`."""
+        for i in range(count):
+            row = load_row(gradients + load_u32(order + 4 * i) * OUT_BYTES, DIM, OUT)
+            store_row(out + i * OUT_BYTES, row, OUT)
 
     @kernel
-    def add_gradients(packed, masks, bounds, num_members, own, phase, gradients):
-        """Unpacks the gradients of a phase into those of the entries; adds to what an earlier phase brought."""
+    def add_gradients(packed, order, count, masks, phase, addresses):
+        """Adds the gradients of a phase to what an earlier one brought, which is at the addresses of its entries."""
         earlier = (1 << phase) - 1
-        for member in range(num_members):
-            if member == own:
-                continue
-            for e in range(load_i64(bounds + 8 * member), load_i64(bounds + 8 * member + 8)):
-                mask = load_u32(masks + 4 * e)
-                if mask >> phase & 1:
-                    row = load_row(packed, DIM, OUT)
-                    if mask & earlier:
-                        row = add(load_row(gradients + e * OUT_BYTES, DIM, OUT), row)
-                    store_row(gradients + e * OUT_BYTES, row, OUT)
-                    packed += OUT_BYTES
+        for i in range(count):
+            e = load_u32(order + 4 * i)
+            if load_u32(masks + 4 * e) & earlier:
+                address = load_i64(addresses + 8 * e)
+                row = add(load_row(address, DIM, OUT), load_row(packed + i * OUT_BYTES, DIM, OUT))
+                store_row(address, row, OUT)
 
     @kernel
     def backward(
-        grad, pointers, cells, weights, uniques, segment_offsets, num_segments, world_size,
-        uses, part, kept_begin, kept_end, sink,
-    ):  # fmt: skip
+        grad,
+        pointers,
+        cells,
+        weights,
+        uniques,
+        segment_offsets,
+        num_segments,
+        world_size,
+        uses,
+        phase,
+        kept_begin,
+        kept_end,
+        sink,
+    ):
         """`rowmesh.ops.pool.backward` for one micro-batch: only rows that it has, added to the sums of earlier ones.
 
         Sums of the requests outside [kept_begin, kept_end) begin afresh.
         """
-        earlier = (1 << part) - 1
+        earlier = (1 << phase) - 1
         last = load_u32(pointers + 4 * load_i64(segment_offsets + 8 * (world_size * (num_segments + 1) - 1))) - 1
         for s in range(num_segments):
             for owner in range(world_size):
                 bounds = segment_offsets + 8 * (owner * (num_segments + 1) + s)
                 for p in range(load_i64(bounds), load_i64(bounds + 8)):
                     mask = load_u32(uses + 4 * p)
-                    if mask >> part & 1 == 0:
+                    if mask >> phase & 1 == 0:
                         continue
                     u = load_u32(uniques + 4 * p)
                     j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)

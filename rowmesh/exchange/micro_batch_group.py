@@ -1,0 +1,336 @@
+"""What travels of one group by micro-batch: the messages are the same on every device, merging and updating differ.
+
+What travels in a phase stands together at both ends, in the order of the ranks: requests sorted by phase, stably. So a
+message is one piece of memory, pooling finds rows where they arrived, and on a CPU the update finds gradients so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.collective import Incoming, merged_requests
+from rowmesh.exchange.copies import Copies
+from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.device_collective import DeviceGroup
+from rowmesh.exchange.device_lanes import Merging, Requests
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.window import FIRST, Form, WindowGroup
+from rowmesh.mesh.channel import Channel, Message
+from rowmesh.ops.memory import array_at
+from rowmesh.ops.window import FINAL
+from rowmesh.optim.rules import Update
+from rowmesh.tables.dense import compute_dtype
+
+
+class MicroBatchGroup:
+    """One group's messages.
+
+    Args:
+        exchange: the group's.
+        rows: channel of keys and rows.
+        gradients: channel of gradients.
+        form: how rows travel.
+
+    Attributes:
+        is_tiered: whether rows must be brought into fast memory before they are read.
+        has_copies: whether copied rows have messages of their own.
+        num_sizes: numbers of the handshake.
+    """
+
+    has_copies, num_sizes = False, 0
+
+    def __init__(self, exchange: GroupExchange, rows: Channel, gradients: Channel, form: Form) -> None:
+        self._rows, self._gradients, self._form = rows, gradients, form
+        self._counters, self.is_tiered = exchange.counters, exchange.is_tiered
+        self._doing = f"exchanging group {exchange.group.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside that of windows."""
+        return 0
+
+    def begin(self) -> None:
+        """All windows so far are updated, or will never be."""
+
+    def write_sizes(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Fills in what the handshake says of requests, int64 `[W, num_sizes]`."""
+
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Takes the same of all ranks."""
+        raise NotImplementedError
+
+    def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor | None]:
+        """The slots that this rank asks for, int32 `[U]`, and where those go that it is asked for."""
+        raise NotImplementedError
+
+    def post_keys(self, window: WindowGroup) -> list[Message]:
+        """Sends owners which rows are needed, and by which micro-batches."""
+        memory, keys = window.memory, [self._keys(window)]
+        if (uses := memory.uses(self._form)) is not None:
+            keys.append(uses)
+        return [self._post(self._rows, out, memory.sent, memory.asked, into) for out, into in keys]
+
+    def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
+        """Merges what ranks ask for, once it is here."""
+        raise NotImplementedError
+
+    def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
+        """Has the merged rows stay where they are, and finds which are final."""
+
+    def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
+        """Finds which rows the window before does not touch, where `hold` does not."""
+
+    def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
+        """Sends ranks which of the rows that they asked for the window before does not touch."""
+        self._find_final(window, before)
+        out, sizes_out, sizes_in, into = window.memory.final()
+        return self._post(self._rows, out, sizes_out, sizes_in, into)
+
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
+        """Rows of a phase are about to be read."""
+
+    def post_rows(self, window: WindowGroup, phase: int) -> Message:
+        """Sends the rows that others need in a phase, and receives those that are needed here."""
+        self._begin_phase(window, phase)
+        memory = window.memory
+        sizes = memory.rows_out.sizes[phase], memory.rows_in.sizes[phase]
+        return self._post(self._rows, memory.take_rows(phase), *sizes, memory.rows_into(phase))
+
+    def post_gradients(self, window: WindowGroup, phase: int) -> Message:
+        """Sends the packed gradients of a phase, and receives those of others."""
+        memory = window.memory
+        sizes = memory.gradients_out.sizes[phase], memory.gradients_in.sizes[phase]
+        packed = memory.packed_gradients(phase)
+        return self._post(self._gradients, packed, *sizes, memory.gradients_into(phase))
+
+    def requests(self, window: WindowGroup) -> list[Requests]:
+        """What was asked, lane by lane, where there are lanes."""
+        return []
+
+    def update(self, window: WindowGroup, update: Update, number: int) -> None:
+        """Updates the rows that ranks asked for."""
+        raise NotImplementedError
+
+    def _post(
+        self, channel: Channel, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], into: Tensor | None
+    ) -> Message:
+        return channel.post(out, sizes_out, sizes_in, self._counters, self._doing, into)
+
+
+class OnHost(MicroBatchGroup):
+    """On a CPU: a number for every row says which window asked for it last. Own rows are read in place.
+
+    Args:
+        exchange, rows, gradients, form: as for `MicroBatchGroup`.
+        ranks_per_node: G, of the mesh: gradients are summed node by node.
+        common: counts what serves all groups.
+        verifies: whether every row that is read must have been changed last by the window that touched it last.
+    """
+
+    def __init__(
+        self,
+        exchange: GroupExchange,
+        rows: Channel,
+        gradients: Channel,
+        ranks_per_node: int,
+        form: Form,
+        common: CommonCounters,
+        *,
+        verifies: bool,
+    ) -> None:
+        super().__init__(exchange, rows, gradients, form)
+        self.exchange = exchange
+        self._ranks_per_node, self._verifies, self.num_sizes = ranks_per_node, verifies, 2 * exchange.num_segments + 1
+        self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
+        self._copies = Copies(exchange, common) if exchange.copies else None
+        num_slots = exchange.arena.num_slots
+        # The last window that asked for the row in each place. A row that moves to another place was touched by no
+        # window in sight, which would have kept it where it was.
+        self._touched = np.zeros(num_slots if verifies else exchange.num_places, np.uint32)
+        self._versions = np.zeros(num_slots if verifies else 0, np.uint32)  # the last one that changed it
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside that of windows."""
+        copies = 0 if self._copies is None else self._copies.num_bytes
+        return copies + self._touched.nbytes + self._versions.nbytes
+
+    def begin(self) -> None:
+        """All windows so far are updated, or will never be."""
+        if self._verifies:
+            self._touched[:] = self._versions
+
+    def write_sizes(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Fills in where the requests for each rank and segment begin, then for how many ids they are."""
+        send, split = window.group.look_up.send, self.exchange.num_segments + 1
+        sizes[:, :split], sizes[:, split:] = send.segment_offsets, send.accesses
+
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """Takes the same of all ranks."""
+        group, split = window.group, self.exchange.num_segments + 1
+        group.incoming = Incoming(sizes[:, :split], sizes[:, split:], self.exchange.num_segments)
+        window.on_host.open(np.array(group.look_up.bounds), group.incoming.bounds)
+
+    def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
+        group, num_asked = window.group, window.on_host.num_asked
+        send, requests = group.look_up.send, group.look_up.requests
+        requests.reserve(4 * num_asked)
+        keys = send.lists.tensor(torch.int32, group.num_unique, offset=send.slots_offset)
+        return keys, requests.buffer.tensor(torch.int32, num_asked)
+
+    def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
+        """Merges what ranks ask for; where their gradients will be is known when what travels is sorted."""
+        for message in messages:
+            message.wait()
+        group, exchange, memory = window.group, self.exchange, window.on_host
+        incoming = group.incoming
+        merged_requests(exchange, [group], self._ranks_per_node, memory.merger)
+        memory.choose(self._form)
+        if self._copies is not None:  # segments of copied rows come last in each list
+            first, offsets = self._num_fetched, incoming.offsets
+            ahead = incoming.bounds[:-1] - offsets[:, 0]
+            memory.leave_out(group.look_up.send.segment_offsets[:, first], offsets[:, first] + ahead)
+
+    def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
+        """Brings the merged rows into the arena, and finds which are final."""
+        group, memory, merger = window.group, window.on_host, window.on_host.merger
+        pinned, places = self.exchange.pin(merger, may_wait), merger.merged_slots
+        group.pin(pinned)
+        memory.places = group.look_up.requests.buffer.address
+        if pinned is not None:
+            places = pinned.cache_slots.ctypes.data
+            memory.spread_places(places)
+            self.exchange.place_own(group, merger, int(group.incoming.bounds[self.exchange.rank]))
+        if finds_final or self._verifies:
+            memory.note_touched(merger.merged_slots if self._verifies else places, self._touched, number)
+        if finds_final:
+            memory.mark_final(number, int(merger.merged_offsets[self._num_fetched]))
+
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
+        if self._verifies:
+            self._check_versions(window, phase)
+
+    def update(self, window: WindowGroup, update: Update, number: int) -> None:
+        """Updates the rows that ranks asked for, and their copies."""
+        group, merger = window.group, window.on_host.merger
+        pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
+        if pinned is not None:  # takes no turn: a batch that waits for their cache slots may have it
+            pinned.apply(merger, update.lr, update.scaling, update.step)
+        else:
+            self.exchange.apply(merger, update, (0, copied))
+        self.exchange.counters.count_tables(group.incoming.accesses.sum(0), merger.merged_offsets)
+        if self._copies is not None:
+            self._copies.share(merger, (copied, merger.num_merged), self._gradients, update)
+        if pinned is not None:
+            pinned.unpin(changed=True)
+        if self._verifies:
+            self._versions[merger.slots] = number
+
+    def _check_versions(self, window: WindowGroup, phase: int) -> None:
+        """Raises RowmeshError where a row that is about to be read is not the one that steps in turn would read.
+
+        Rows of this rank's own requests are read in place, from the first micro-batch on.
+        """
+        memory, group = window.on_host, window.group
+        if phase == FINAL + 1 and group.pinned is not None:  # when no update can be under way
+            group.pinned.check()
+        slots = array_at(group.look_up.requests.buffer.address, np.uint32, memory.num_asked)
+        read, expected = memory.read_in(phase), memory.expected()
+        wrong = read[self._versions[slots[read]] != expected[read]]
+        if len(wrong):
+            slot = int(slots[wrong[0]])
+            raise RowmeshError(
+                f"{self._name(slot)} was read as batch {int(self._versions[slot]) - FIRST} left it, and batch "
+                f"{int(expected[wrong[0]]) - FIRST} changes it after that ({len(wrong)} such rows of {len(read)})"
+            )
+
+    def _name(self, slot: int) -> str:
+        """The row in a slot."""
+        for number, table in enumerate(self.exchange.group.tables):
+            for piece in self.exchange.address_map.held(number):
+                if slot in piece.slots:
+                    return f"row {piece.rows[piece.slots.index(slot)]} of table {table.name!r}"
+        return f"slot {slot}"
+
+
+class OnDevice(MicroBatchGroup):
+    """On a device: the owner keeps the distinct slots of the window before, sorted, to find which rows are final.
+
+    Rows that every rank has a copy of are read in place when their window opens. Their gradients go to the owners after
+    the last micro-batch, and the update is that of the plain step: owners send sums to all ranks.
+
+    Args:
+        messages: of the plain step.
+        channel: between the devices.
+        form: how rows travel, "delta" or "unsplit".
+    """
+
+    def __init__(self, messages: DeviceGroup, channel: Channel, form: Form) -> None:
+        super().__init__(messages.exchange, channel, channel, form)
+        self.exchange = messages.exchange
+        self._lane, *copies = messages.lanes
+        self._copies = copies[0] if copies else None
+        self.has_copies = self._copies is not None
+
+    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
+        """The transport has exchanged them."""
+        group = window.group
+        arena, dtype = self.exchange.arena.rows, compute_dtype(self.exchange.group.dtype)
+        window.on_device.open(group.look_up.uniques, group.lanes[0].sent, group.lanes[0].asked, arena, dtype)
+
+    def _keys(self, window: WindowGroup) -> tuple[Tensor, None]:
+        return window.group.lanes[0].keys, None
+
+    def post_keys(self, window: WindowGroup) -> list[Message]:
+        """Sends owners which rows are needed, by which micro-batches, and which copies are read."""
+        posted = super().post_keys(window)
+        if self._copies is not None:
+            posted.append(self._copies.post_keys(window.group.lanes[1]))
+        return posted
+
+    def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
+        """Merges what ranks ask for; how many copied rows they read is on its way to the host."""
+        group, copied = window.group, messages[-1]
+        keys = messages[:-1] if self._copies is not None else messages
+        group.lanes[0].slots, *uses = (message.wait() for message in keys)
+        window.on_device.take_requests(group.lanes[0].slots, uses[0] if uses else None)
+        self._merging(window)
+        if self._copies is not None:
+            self._copies.take_keys(group.lanes[1], copied)
+            self._copies.merged([group.lanes[1]])
+
+    def _merging(self, window: WindowGroup) -> Merging:
+        return self._lane.merged([window.group.lanes[0]])  # once for one
+
+    def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
+        others = None if before is None else self._merging(before).merged
+        window.on_device.find_final(self._merging(window).merged, others)
+
+    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
+        if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
+            window.on_device.read_copies(window.group.lanes[1].keys)
+
+    def post_gradients(self, window: WindowGroup, phase: int) -> Message:
+        """Sends the gradients that are complete in a phase; those of copied rows in the last one."""
+        if self._copies is not None and phase == len(window.parts):
+            sums = window.on_device.copied_gradients()
+            window.copied = self._copies.post_gradients([window.group.lanes[1]], [sums])
+        return super().post_gradients(window, phase)
+
+    def requests(self, window: WindowGroup) -> list[Requests]:
+        """What was asked, lane by lane."""
+        return window.group.lanes
+
+    def update(self, window: WindowGroup, update: Update, number: int) -> None:
+        """Updates the rows that ranks asked for, gradients in the order of the ranks; and copied rows alike."""
+        group, merging = window.group, self._merging(window)
+        self._lane.apply(merging, window.on_device.came(), update)
+        self._lane.count(group.lanes[:1], merging)
+        if self._copies is not None:
+            requests = group.lanes[1:]
+            self._copies.push(requests, self._copies.merged(requests), window.copied, update)

@@ -1,0 +1,91 @@
+"""A batch in flight, and its micro-batches, as the loop over a pipeline gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from rowmesh.embeddings import Embeddings
+from rowmesh.errors import RowmeshError
+from rowmesh.exchange.window import Window
+from rowmesh.ops.streams import Mark
+from rowmesh.optim.rules import Rate
+from rowmesh.pipeline.schedule import Task
+from rowmesh.sparse import SparseBatch
+
+if TYPE_CHECKING:
+    from rowmesh.pipeline.pipeline import Pipeline
+
+
+class Samples(Protocol):
+    """What a loader gives: `rowmesh.data.Batch` is one."""
+
+    @property
+    def sparse(self) -> SparseBatch:
+        """The ids."""
+        ...
+
+    def take(self, samples: Tensor) -> Self:
+        """The given samples, in their order."""
+        ...
+
+
+T = TypeVar("T", bound=Samples)
+
+
+class Part:
+    """One micro-batch.
+
+    Attributes:
+        samples: which samples of the window's item.
+        embeddings: their vectors.
+    """
+
+    __slots__ = ("embeddings", "samples")
+
+    def __init__(self, samples: slice, embeddings: Embeddings) -> None:
+        self.samples, self.embeddings = samples, embeddings
+
+
+class BatchInFlight(Generic[T]):
+    """One batch under way; iterating gives its micro-batches, in order, each once.
+
+    Attributes:
+        item: what the loader gave, its samples in the order of the micro-batches.
+        order: where they were before (int64 `[B]`), or None where they are as they were.
+    """
+
+    def __init__(self, pipeline: Pipeline[T], batch: int, item: T) -> None:
+        self._pipeline, self.batch, self.item = pipeline, batch, item
+        self.order: Tensor | None = None
+        self.window: Window | None = None
+        self.lrs: Sequence[Rate] | None = None
+        self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
+        self._is_begun = False
+        self._num_computed = 0
+
+    def __iter__(self) -> Iterator[Part]:
+        if self._is_begun or self.window is None:
+            raise RowmeshError(f"the micro-batches of batch {self.batch} were given before; each is computed once")
+        self._is_begun, bounds = True, self.window.bounds
+        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
+            task = Task("compute", self.batch, part)
+            start = self._pipeline.await_rows(self, task)
+            yield Part(samples, self._pipeline.pool(self, part))
+            if self._num_computed != part + 1:
+                raise RowmeshError(
+                    f"micro-batch {part} of batch {self.batch} had no backward; call loss.backward() for each before "
+                    "the next one"
+                )
+            self._pipeline.record_compute(task, start)
+
+    def take_gradients(self, part: int) -> None:
+        """Says that the gradients of a micro-batch are there."""
+        self._num_computed = part + 1
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all micro-batches are."""
+        return self.window is not None and self._num_computed == self.window.num_parts
