@@ -4,13 +4,12 @@ import threading
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from rowmesh.errors import PeerError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.messages import Parts, post_parts
 from rowmesh.mesh.channel import Channel
 from tests.support.ranks import RankPool
 
@@ -32,13 +31,12 @@ def exchange(channel, mesh, number, sizes):
     """Sends each member its number, as often as `sizes` says by sender and receiver; checks what comes."""
     counters = CommonCounters()
     mine, theirs = sizes[mesh.rank], [row[mesh.rank] for row in sizes]
-    out = np.full(sum(mine) + 1, 10 * mesh.rank + number % 10, np.uint8)
-    into = np.full(max(sum(theirs), 1), 255, np.uint8)
-    bounds = [[0, *np.cumsum(each).tolist()] for each in (mine, theirs)]
-    post_parts(channel, Parts(out, 0, bounds[0], 1), Parts(into, 0, bounds[1], 1), counters, "testing").wait()
-    for member, (begin, count) in enumerate(zip(bounds[1], theirs, strict=False)):
+    out = torch.full((sum(mine),), 10 * mesh.rank + number % 10, dtype=torch.uint8)
+    into = torch.full((sum(theirs),), 255, dtype=torch.uint8)
+    channel.post(out, mine, theirs, counters, "testing", into, copies_own=False).wait()
+    for member, came in enumerate(into.split(theirs)):
         if member != mesh.rank:
-            assert into[begin : begin + count].tolist() == [10 * member + number % 10] * count
+            assert came.tolist() == [10 * member + number % 10] * theirs[member]
 
 
 def exchange_often(mesh, delay_s):

@@ -174,7 +174,7 @@ def spoil(window):
         memory = group.memory
         tensors = [memory.slots, memory._gradients, *([] if memory.source is arena else [memory.source])]
         for part, filed in zip(group.parts, memory.filed, strict=True):
-            tensors += [part.recover, filed.cells, filed.pointers]
+            tensors += [part.look_up.recover, filed.cells, filed.pointers]
         for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
