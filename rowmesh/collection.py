@@ -15,13 +15,13 @@ from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.counters import CommonCounters, GroupCounters
-from rowmesh.exchange.devices import usable_device
 from rowmesh.exchange.handshake import agree_on_tables
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.shard_group import ShardOptions
 from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate

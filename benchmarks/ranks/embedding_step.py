@@ -15,11 +15,12 @@ from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.group import Sources
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
+from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
@@ -33,7 +34,7 @@ PHASES = [
     (EmbeddingCollection, "push", "push"),
     (Barrier, "wait", "barrier"),
     (Sources, "merge", "merge"),
-    (Sources, "apply", "update"),
+    (GroupExchange, "update", "update"),
     (OneSidedTransport, "push", "push"),
     (CollectiveTransport, "_exchange_counts", "counts"),
     (CollectiveGroup, "post_keys", "keys"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.group import GroupExchange, Sources
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import Route, Routed, RouteGroup, RoutePart
 from rowmesh.exchange.transport import Meanwhile, Transport
@@ -31,6 +31,7 @@ from rowmesh.mesh.waiting import barrier
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.simd import STORAGE
 from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS, REPLIES
@@ -218,7 +219,7 @@ class CollectiveGroup:
         self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._doing = f"exchanging group {exchange.group.name}"
         self._merged: RouteGroup | None = None  # whose requests the merger holds
-        self._sources = Sources(exchange)
+        self._sources = exchange.sources()
         self._row_addresses = Scratch()
 
     @property
@@ -328,8 +329,8 @@ class CollectiveGroup:
         for message in gradients:
             message.wait()
         self._merged = None
-        self._sources.apply(update, self._num_direct)
-        self._sources.count()
+        self.exchange.update(self._sources, update, self._num_direct)
+        self.exchange.count_merged(self._sources)
         if self._relay:
             self._relay.push(update)
             self._share_relayed(self._relay, update)
@@ -369,11 +370,11 @@ def merged_requests(
         ranks_per_node: G: gradients are summed node by node.
         merger: holds what is merged; default: the group's own.
     """
-    size, sources = exchange.gradient_bytes, Sources(exchange, merger)
+    size, sources = exchange.gradient_bytes, exchange.sources(merger)
     for rank in range(exchange.world_size):
         for group in groups:
             if rank == exchange.rank:
-                sources.add_own(group)
+                exchange.add_own(sources, group)
                 continue
             look_up, incoming = group.look_up, group.incoming
             # Entries are counted over all ranks here, requests from each sender's own beginning.

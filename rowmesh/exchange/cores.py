@@ -1,8 +1,9 @@
 """CorePart: the tensor-train tables of a collection, whose cores every rank holds.
 
 Nothing travels to look rows up: each rank computes those of its own distinct ids from the cores. Their gradients become
-gradients of the cores, which all ranks add up in one fused vector for all tables (`rowmesh.exchange.core_sums`); then
-every rank makes the same update. Plans and replicas do not concern them.
+gradients of the cores, which all ranks add up in one fused vector for all tables (`rowmesh.mesh.ordered_sums`): they
+are dense, since a batch reads most slices, at 1 M rows about a hundred of each core. Then every rank makes the same
+update. Plans and replicas do not concern them.
 
 On a device all that is long stays there; the host waits for nothing but what [Note: what the host waits for] in
 `rowmesh.ops.look_up.device` says.
@@ -12,6 +13,7 @@ Source: EL-Rec §III (look-up, gradients, fused update) and §V (cores on every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.core_sums import USE, CollectiveSums, CoreLayout, CoreSums, SharedSums
 from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, check_rates
@@ -31,12 +32,16 @@ from rowmesh.exchange.transport import LateChecks, check_everywhere, count_uniqu
 from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
-from rowmesh.ops.memory import array_at
+from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
+from rowmesh.ops.memory import array_at, round_up
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.placement.address_map import MAX_KEY
 from rowmesh.tables import TableGroup
 from rowmesh.tables.cores import CoreArena, Cores
+
+USE = "cores"  # what the process group of sums is for
+_TABLE_ALIGNMENT = 16  # elements: a cache line of float32
 
 
 class CoreGroup:
@@ -158,7 +163,7 @@ class CorePart:
         self.exchanges: list[GroupExchange] = []
         self._groups: list[CoreGroup] = []
         self._tables, self._common = [groups[index] for index in indices], common
-        self._sums: CoreSums | None = None
+        self._sums: OrderedSums | None = None
         self._channel: Channel | None = None
         if device is None:
             return
@@ -191,7 +196,7 @@ class CorePart:
             hosts = Channel.between_hosts(self.mesh)
             self._handshake = Handshake(self.mesh, hosts, 2, self._common)
 
-    def _make_sums(self, size: int, dtype: torch.dtype) -> CoreSums | None:
+    def _make_sums(self, size: int, dtype: torch.dtype) -> OrderedSums | None:
         """What adds vectors of so many elements up; None where one rank is alone."""
         if self.transport_name == "local":
             return None
@@ -202,7 +207,8 @@ class CorePart:
             # A group of its own: other threads may send those of the network meanwhile.
             group = self.mesh.subgroup([range(self.mesh.world_size)], USE)
             channel = Channel(self.mesh, group, self.mesh.rank, self.mesh.world_size)
-        return CollectiveSums(self.mesh, channel, size, dtype, self._common, self._device)
+        what = "gradients of cores"
+        return CollectiveSums(self.mesh, channel, size, dtype, self._common, self._device, what)
 
     def cores(self, table: str) -> Cores:
         """The cores of one of the tables, by its name."""
@@ -289,7 +295,7 @@ class CorePart:
 
     def _update_together(
         self,
-        sums: CoreSums,
+        sums: OrderedSums,
         pushed: Sequence[Sequence[RouteGroup]],
         numbers: Sequence[tuple[float, ...]],
         step: Step,
@@ -349,3 +355,64 @@ def virtual_addresses(group: TableGroup) -> AddressMap:
             "told apart; give some of them another optimizer or initializer, which makes a group of their own"
         )
     return AddressMap(Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
+
+
+class CoreLayout:
+    """Where the gradients of each table are in the fused vector, and which slices a rank read.
+
+    Args:
+        tables: in the order of the vector.
+
+    Attributes:
+        size: elements of the vector.
+    """
+
+    def __init__(self, tables: Sequence[Cores]) -> None:
+        self.size = 0
+        self._gradients = {cores.table: [self._place(tuple(core.shape)) for core in cores.cores] for cores in tables}
+        self._touched = {cores.table: [self._place((len(core),)) for core in cores.cores] for cores in tables}
+        self._digest = self.size
+        self.size += _TABLE_ALIGNMENT
+        self._views: dict[int, dict[str, tuple[list[Tensor], list[Tensor]]]] = {}
+
+    def _place(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        begin = self.size
+        self.size += round_up(math.prod(shape), _TABLE_ALIGNMENT)
+        return begin, shape
+
+    def views(self, vector: Tensor) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+        """Of each table the gradients of its cores, and for each core an element a slice, not 0 where a rank read it.
+
+        Views of a vector are kept: vectors come again and again.
+        """
+        if vector.data_ptr() not in self._views:
+            self._views[vector.data_ptr()] = {
+                table: (_cut(vector, places), _cut(vector, self._touched[table]))
+                for table, places in self._gradients.items()
+            }
+        return self._views[vector.data_ptr()]
+
+    def write_digest(self, vector: Tensor, digest: int) -> None:
+        """Lays out 32 bits so that from sums over ranks it can be told whether all had the same: four bits each, x
+        and x², whose sums over W ranks are (Σx)² = W · Σx² only where all x are equal. Small numbers are added exactly.
+        """
+        parts = [digest >> shift & 15 for shift in range(0, 32, 4)]
+        values = torch.tensor([*parts, *(part * part for part in parts)], dtype=vector.dtype, device="cpu")
+        vector[self._digest : self._digest + _TABLE_ALIGNMENT] = values
+
+    def has_one_digest(self, total: Tensor, world_size: int) -> bool:
+        """Whether all ranks wrote the same.
+
+        >>> layout = CoreLayout([])
+        >>> vectors = torch.zeros(3, layout.size)
+        >>> for vector, digest in zip(vectors, (7, 7, 6)):
+        ...     layout.write_digest(vector, digest)
+        >>> layout.has_one_digest(vectors[:2].sum(0), 2), layout.has_one_digest(vectors.sum(0), 3)
+        (True, False)
+        """
+        sums = total[self._digest : self._digest + _TABLE_ALIGNMENT].tolist()
+        return all(x * x == world_size * squares for x, squares in zip(sums[:8], sums[8:], strict=True))
+
+
+def _cut(vector: Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
+    return [vector[begin : begin + math.prod(shape)].view(shape) for begin, shape in places]

@@ -19,12 +19,13 @@ from torch import Tensor
 from rowmesh.errors import IdRangeError, NoRoomError
 from rowmesh.exchange.counters import GroupCounters, SlotTables
 from rowmesh.exchange.route import RouteGroup, refused_ids, table_bounds
-from rowmesh.exchange.slot_finder import SlotFinder, UniqueIds
 from rowmesh.faults import reach
 from rowmesh.ops.look_up import HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
+from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
 from rowmesh.ops.memory import Buffer, Memory, held_bytes
 from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
+from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.transfer import upload
@@ -131,7 +132,9 @@ class GroupExchange:
         # One rank counts rows that all have, where they have no owners.
         self._slot_tables = SlotTables(address_map, device, without={"replicated"} if is_apart and self.rank else ())
         if self.is_tiered:
-            self._find_slots = SlotFinder(self.group, address_map)
+            numbered = [(number, table) for number, table in enumerate(self.group.tables) for _ in table.features]
+            outside = [(n, 0 if table.out_of_range == "error" else table.out_of_range) for n, table in numbered]
+            self._find_slots = SlotFinder(address_map.num_rows, outside, address_map.header(0, 0))
             self._unique_slots = UniqueIds([self.arena.num_slots], [0])
         device_map = DeviceMap.make(
             device,
@@ -241,7 +244,7 @@ class GroupExchange:
         if not self.is_tiered or self.world_size > 1:
             return
         look_up = group.look_up
-        look_up.wanted = self._find_slots(batch, group.layout)
+        look_up.wanted = self._find_slots(batch.ids.numpy(), group.layout)
         look_up.num_unique = len(look_up.wanted)
         if self.comes_early:
             with contextlib.suppress(NoRoomError):
@@ -270,8 +273,8 @@ class GroupExchange:
         if not self.is_tiered:
             return
         if self.device is None:
-            sources = Sources(self)
-            sources.add_own(group)
+            sources = self.sources()
+            self.add_own(sources, group)
             sources.merge()
             group.pin(self.pin(self.merger))
             self.place_own(group, self.merger, 0)
@@ -364,6 +367,28 @@ class GroupExchange:
         else:
             self.arena.apply(merged, update.lr, update.scaling, update.step, part)
 
+    def sources(self, merger: Merger | None = None) -> Sources:
+        """Lists of requests to be merged on the host, by default by the group's merger."""
+        return Sources(merger or self.merger, self.gradient_bytes, self.num_segments)
+
+    def add_own(self, sources: Sources, group: RouteGroup) -> None:
+        """Adds the requests that this rank makes of itself."""
+        send, rank = group.look_up.send, self.rank
+        sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
+
+    def update(self, sources: Sources, update: Update, num_segments: int | None = None) -> None:
+        """Updates merged rows, of the first segments where a number is given."""
+        merger = sources.merger
+        part = None if num_segments is None else (0, int(merger.merged_offsets[num_segments]))
+        self.apply(merger, update, part)
+
+    def count_merged(self, sources: Sources, num_segments: int | None = None) -> None:
+        """Counts what was asked of this rank, of the first segments where a number is given."""
+        offsets = sources.merger.merged_offsets
+        if num_segments is not None:
+            offsets = np.minimum(offsets, offsets[num_segments])
+        self.counters.count_tables(sources.accesses, offsets)
+
     def count_alone(self, group: RouteGroup) -> None:
         """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
         self.counters.add_accesses(self.accesses(group))
@@ -387,67 +412,3 @@ class GroupExchange:
             self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
         else:
             self._slot_tables.count(merged, self.counters)
-
-
-class Sources:
-    """The lists of requests that a rank merges, in the order of the ranks.
-
-    Args:
-        exchange: the group's.
-        merger: holds what is merged; default: the group's own.
-    """
-
-    __slots__ = ("_exchange", "_keep", "_lists", "_merger", "_node_ends", "accesses", "num_entries")
-
-    def __init__(self, exchange: GroupExchange, merger: Merger | None = None) -> None:
-        self._exchange = exchange
-        self._merger = merger or exchange.merger
-        self._lists: list[tuple[int, int, int]] = []
-        self._node_ends: list[int] = []
-        self._keep: list[np.ndarray] = []
-        self.num_entries = 0
-        self.accesses = np.zeros(exchange.num_segments, np.int64)
-
-    def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray | None) -> None:
-        """One rank's requests: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
-        self._lists.append((slots, offsets.ctypes.data, gradients))
-        self.num_entries += int(offsets[-1]) - int(offsets[0])
-        if accesses is not None:
-            self.accesses += accesses
-
-    def add_own(self, group: RouteGroup) -> None:
-        """The requests this rank makes of itself."""
-        send, rank = group.look_up.send, group.exchange.rank
-        self.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
-
-    def add_copied(self, slots: int, offsets: np.ndarray, gradients: int) -> None:
-        """What one rank asks of owners elsewhere about rows that have a copy here; `offsets` int64 `[W, S′ + 1]`."""
-        clipped = np.maximum(offsets, offsets[:, self._exchange.copies.start, None])
-        sizes = clipped[:, -1] - clipped[:, 0]
-        sizes[self._exchange.rank] = 0
-        begin, stride = clipped.ctypes.data, clipped.strides[0]
-        self._lists += [(slots, begin + stride * stop, gradients) for stop in np.flatnonzero(sizes).tolist()]
-        self._keep.append(clipped)
-        self.num_entries += int(sizes.sum())
-
-    def end_node(self) -> None:
-        """What is added next comes from the next node."""
-        self._node_ends.append(self.num_entries)
-
-    def merge(self) -> None:
-        """Finds the distinct slots."""
-        self._merger(self._lists, self._exchange.gradient_bytes, self.num_entries, self._node_ends)
-
-    def apply(self, update: Update, num_segments: int | None = None) -> None:
-        """Updates the merged rows, of the first segments where a number is given."""
-        part = None
-        if num_segments is not None:
-            part = (0, int(self._merger.merged_offsets[num_segments]))
-        self._exchange.apply(self._merger, update, part)
-
-    def count(self, num_segments: int | None = None) -> None:
-        """Counts what was asked of this rank, of the first segments where a number is given."""
-        offsets = self._merger.merged_offsets
-        if num_segments is not None:
-            offsets = np.minimum(offsets, offsets[num_segments])
-        self._exchange.counters.count_tables(self.accesses, offsets)

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.errors import PeerError, RowmeshError
-from rowmesh.exchange.group import GroupExchange, Sources
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.exchange.transport import Meanwhile, Transport
@@ -23,6 +23,7 @@ from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
 from rowmesh.ops.look_up import HostLookUps, slots_offset
+from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 
@@ -117,7 +118,7 @@ class OneSidedTransport(Transport):
         self._check(step)
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
-            sources = Sources(exchange)
+            sources = exchange.sources()
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
@@ -126,9 +127,9 @@ class OneSidedTransport(Transport):
                     self._add_peer(sources, rank, index)
             if sources.num_entries:
                 sources.merge()
-                sources.apply(update)
+                exchange.update(sources, update)
                 # All ranks update all copies; one of them counts those rows.
-                sources.count(None if self._mesh.rank == 0 else exchange.copies.start)
+                exchange.count_merged(sources, None if self._mesh.rank == 0 else exchange.copies.start)
         self._barrier.wait()
 
     def _announce(self, routes: Sequence[Routed], step: Step) -> None:
@@ -165,10 +166,13 @@ class OneSidedTransport(Transport):
             )
 
     def _add_own(self, sources: Sources, group: RouteGroup) -> None:
-        sources.add_own(group)
-        if group.exchange.copies:
+        exchange = group.exchange
+        exchange.add_own(sources, group)
+        if exchange.copies:
             send = group.look_up.send
-            sources.add_copied(send.slots_address, send.segment_offsets, send.gradients.address)
+            first = exchange.copies.start
+            gradients = send.gradients.address
+            sources.add_copied(send.slots_address, send.segment_offsets, gradients, first, exchange.rank)
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]
@@ -187,7 +191,8 @@ class OneSidedTransport(Transport):
             before = sources.num_entries
             sources.add(mapped.slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
             if exchange.copies:
-                sources.add_copied(mapped.slots, mapped.all_offsets, mapped.gradients.address)
+                first, gradients = exchange.copies.start, mapped.gradients.address
+                sources.add_copied(mapped.slots, mapped.all_offsets, gradients, first, exchange.rank)
             requests = sources.num_entries - before
             exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
 

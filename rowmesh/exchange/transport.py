@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rowmesh.errors import IdRangeError, PeerError
 from rowmesh.exchange.counters import CommonCounters
-from rowmesh.exchange.group import GroupExchange, Sources
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import Routed, RouteGroup
 from rowmesh.mesh import Mesh
@@ -131,13 +131,13 @@ class LocalTransport(Transport):
                 self._update_on_device(exchange, groups, update)
 
     def _update(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
-        sources = Sources(exchange)
+        sources = exchange.sources()
         for group in groups:
-            sources.add_own(group)
+            exchange.add_own(sources, group)
         if sources.num_entries:
             sources.merge()
-            sources.apply(update)
-            sources.count()
+            exchange.update(sources, update)
+            exchange.count_merged(sources)
 
     def _update_on_device(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
         from rowmesh.ops.merge_update.cuda import merge, singles

@@ -1,99 +1,30 @@
-"""Sums of core gradients: one fused vector for all tensor-train tables, added up in the order of the ranks.
+"""Ordered sums: equally long vectors of all ranks are added up in the order of the ranks.
 
-Every rank gets the same bits, so that cores stay equal without ever being compared, and transports differ in speed
-alone. Two ways lead there, chosen by size:
+Every rank gets the same bits, so that what is updated by them stays equal without ever being compared, and transports
+differ in speed alone. A library's all-reduce would promise neither the order nor equal bits. Two ways, by size:
 
-    gathered    every rank gets the gradients of all others, and adds: one round, (W − 1) · n received
-    scattered   every rank adds its share of all gradients, and gathers the shares: two rounds, 2 · (W − 1) / W · n
-
-A library's all-reduce would promise neither the order nor equal bits. Gradients of cores are dense, since a batch reads
-most slices: at 1 M rows about a hundred of each core.
+    gathered    every rank gets the vectors of all others, and adds: one round, (W − 1) · n received
+    scattered   every rank adds its share of all vectors, and gathers the shares: two rounds, 2 · (W − 1) / W · n
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
-from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.channel import Channel, MessageCounters
 from rowmesh.mesh.shared_memory import share
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import round_up
-from rowmesh.tables.cores import Cores
 
 SCATTERED_BYTES = 256 << 10  # from here on, with three ranks or more, a second round costs less than what it saves
 _ALIGNMENT = 64  # elements; also makes parts of equal size of any number of ranks that divides it
-_TABLE_ALIGNMENT = 16  # elements: a cache line of float32
 _FLAG_BYTES = 64
-USE = "cores"  # what the process group is for
-
-
-class CoreLayout:
-    """Where the gradients of each table are in the fused vector, and which slices a rank read.
-
-    Args:
-        tables: in the order of the vector.
-
-    Attributes:
-        size: elements of the vector.
-    """
-
-    def __init__(self, tables: Sequence[Cores]) -> None:
-        self.size = 0
-        self._gradients = {cores.table: [self._place(tuple(core.shape)) for core in cores.cores] for cores in tables}
-        self._touched = {cores.table: [self._place((len(core),)) for core in cores.cores] for cores in tables}
-        self._digest = self.size
-        self.size += _TABLE_ALIGNMENT
-        self._views: dict[int, dict[str, tuple[list[Tensor], list[Tensor]]]] = {}
-
-    def _place(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        begin = self.size
-        self.size += round_up(math.prod(shape), _TABLE_ALIGNMENT)
-        return begin, shape
-
-    def views(self, vector: Tensor) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Of each table the gradients of its cores, and for each core an element a slice, not 0 where a rank read it.
-
-        Views of a vector are kept: vectors come again and again.
-        """
-        if vector.data_ptr() not in self._views:
-            self._views[vector.data_ptr()] = {
-                table: (_cut(vector, places), _cut(vector, self._touched[table]))
-                for table, places in self._gradients.items()
-            }
-        return self._views[vector.data_ptr()]
-
-    def write_digest(self, vector: Tensor, digest: int) -> None:
-        """Lays out 32 bits so that from sums over ranks it can be told whether all had the same: four bits each, x
-        and x², whose sums over W ranks are (Σx)² = W · Σx² only where all x are equal. Small numbers are added exactly.
-        """
-        parts = [digest >> shift & 15 for shift in range(0, 32, 4)]
-        values = torch.tensor([*parts, *(part * part for part in parts)], dtype=vector.dtype, device="cpu")
-        vector[self._digest : self._digest + _TABLE_ALIGNMENT] = values
-
-    def has_one_digest(self, total: Tensor, world_size: int) -> bool:
-        """Whether all ranks wrote the same.
-
-        >>> layout = CoreLayout([])
-        >>> vectors = torch.zeros(3, layout.size)
-        >>> for vector, digest in zip(vectors, (7, 7, 6)):
-        ...     layout.write_digest(vector, digest)
-        >>> layout.has_one_digest(vectors[:2].sum(0), 2), layout.has_one_digest(vectors.sum(0), 3)
-        (True, False)
-        """
-        sums = total[self._digest : self._digest + _TABLE_ALIGNMENT].tolist()
-        return all(x * x == world_size * squares for x, squares in zip(sums[:8], sums[8:], strict=True))
-
-
-def _cut(vector: Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
-    return [vector[begin : begin + math.prod(shape)].view(shape) for begin, shape in places]
 
 
 def is_scattered(num_bytes: int, world_size: int) -> bool:
@@ -119,6 +50,7 @@ class CollectiveSums:
         dtype: of the elements.
         common: counts the messages.
         device: where vectors are; None: the host's memory.
+        what: vectors are, for messages of errors.
     """
 
     def __init__(
@@ -127,10 +59,11 @@ class CollectiveSums:
         channel: Channel,
         count: int,
         dtype: torch.dtype,
-        common: CommonCounters,
+        common: MessageCounters,
         device: torch.device | None = None,
+        what: str = "vectors",
     ) -> None:
-        self._mesh, self._channel, self._common = mesh, channel, common
+        self._mesh, self._channel, self._common, self._what = mesh, channel, common, what
         size, where = round_up(count, _ALIGNMENT * mesh.world_size), device or torch.device("cpu")
         self._own, self._total = (torch.zeros(size, dtype=dtype, device=where) for _ in range(2))
         self._is_scattered = is_scattered(self._own.nbytes, mesh.world_size)
@@ -144,13 +77,13 @@ class CollectiveSums:
     def finish(self) -> Tensor:
         """The sum of all vectors; one round of messages, or two."""
         if not self._is_scattered:
-            self._channel.gather(self._own, self._everyone, self._common, "summing gradients of cores")
+            self._channel.gather(self._own, self._everyone, self._common, f"summing {self._what}")
             return add_in_order(self._everyone, self._total)
         parts = self._own.view(self._mesh.world_size, -1)
-        received = self._channel.exchange_equal(parts, self._common, "scattering gradients of cores")
+        received = self._channel.exchange_equal(parts, self._common, f"scattering {self._what}")
         sums = add_in_order(received, self._everyone[0])
         totals = self._total.view(self._mesh.world_size, -1)
-        self._channel.gather(sums, totals, self._common, "gathering sums of core gradients")
+        self._channel.gather(sums, totals, self._common, f"gathering sums of {self._what}")
         return self._total
 
     @property
@@ -227,7 +160,7 @@ class SharedSums:
         self._buffers[self._mesh.rank].close()
 
 
-CoreSums = CollectiveSums | SharedSums
+OrderedSums = CollectiveSums | SharedSums
 
 
 def add_in_order(vectors: Sequence[Tensor] | Tensor, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Slot finder: finds on the host, with the CPU's kernels, which slots of a cached group a batch on a device needs.
+"""Slots that a batch on a device needs of a cached group, found on the host, with the CPU's kernels.
 
 Rows of a cached group are read from their store by the host. On one rank it has the ids, so that rows are on their way
 while the device still computes; on several, owners learn from messages what is asked of them.
@@ -14,9 +14,6 @@ from rowmesh.ops.memory import Scratch, array_at
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import locate
 from rowmesh.ops.segment_unique.cpu import SegmentHash
-from rowmesh.placement import AddressMap
-from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableGroup
 
 
 class UniqueIds:
@@ -72,44 +69,38 @@ class SlotFinder:
     """Finds the slots that a batch needs of one group, where this rank has them all.
 
     Args:
-        group: the tables.
-        address_map: of their rows.
+        num_rows: of each table.
+        features: of each feature the number of its table, and the row that ids outside of it are made.
+        header: the words of the group's address map that `rowmesh.ops.route` reads.
     """
 
-    def __init__(self, group: TableGroup, address_map: AddressMap) -> None:
-        self._map, self._header = address_map, address_map.header(0, 0)
-        self._tables = [table for table in group.tables for _ in table.features]  # of each feature
-        numbers = [number for number, table in enumerate(group.tables) for _ in table.features]
-        self._unique = UniqueIds(address_map.num_rows, numbers)
+    def __init__(self, num_rows: Sequence[int], features: Sequence[tuple[int, int]], header: np.ndarray) -> None:
+        self._num_rows, self._features, self._header = num_rows, features, header
+        self._unique = UniqueIds(num_rows, [table for table, _ in features])
 
-    def __call__(self, batch: SparseBatch, layout: GroupLayout) -> np.ndarray:
+    def __call__(self, ids: np.ndarray, layout: GroupLayout) -> np.ndarray:
         """The slots, uint32 `[U]`, in the order in which the device numbers unique ids."""
-        ids = batch.ids.numpy()
         unique, _, offsets = self._unique(ids, layout.features)
         if self._has_others(unique, offsets):
             unique, _, offsets = self._unique(self._bounded(ids, layout), layout.features)
         owners, slots = np.empty(len(unique), np.uint32), np.empty(len(unique), np.uint32)
-        for table in range(self._map.num_tables):
+        for table in range(len(self._num_rows)):
             begin, end = offsets[table : table + 2].tolist()
-            at = (array.ctypes.data + array.itemsize * begin for array in (unique, owners, slots))
-            address, *outs = at
+            address, *outs = (array.ctypes.data + array.itemsize * begin for array in (unique, owners, slots))
             locate(self._header.ctypes.data, table, address, end - begin, *outs)
         return slots
 
     def _has_others(self, unique: np.ndarray, offsets: np.ndarray) -> bool:
         """Whether some ids are no rows of their tables."""
-        parts = np.split(unique, offsets[1:-1])
-        return any(
-            len(part) and (part.min() < 0 or part.max() >= num_rows)
-            for part, num_rows in zip(parts, self._map.num_rows, strict=True)
-        )
+        parts = zip(np.split(unique, offsets[1:-1]), self._num_rows, strict=True)
+        return any(len(part) and (part.min() < 0 or part.max() >= num_rows) for part, num_rows in parts)
 
     def _bounded(self, ids: np.ndarray, layout: GroupLayout) -> np.ndarray:
         """Ids with those outside their table made what the device makes of them; counting is its business."""
-        bounded = ids.copy()
-        for table, (begin, end) in zip(self._tables, layout.features[:, :2].tolist(), strict=True):
+        bounded, bounds = ids.copy(), layout.features[:, :2].tolist()
+        for (table, substitute), (begin, end) in zip(self._features, bounds, strict=True):
             part = bounded[begin:end]
-            part[(part < 0) | (part >= table.num_rows)] = 0 if table.out_of_range == "error" else table.out_of_range
+            part[(part < 0) | (part >= self._num_rows[table])] = substitute
         return bounded
 
     @property

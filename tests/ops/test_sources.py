@@ -1,21 +1,13 @@
 """Sources: the requests that a rank merges, in the order in which they are added."""
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from rowmesh.exchange.group import Sources
-
-
-def an_exchange(merged, copies=range(2, 2)):
-    return SimpleNamespace(
-        num_segments=2, rank=1, copies=copies, gradient_bytes=12, merger=lambda *arguments: merged.append(arguments)
-    )
+from rowmesh.ops.merge_update.sources import Sources
 
 
 def test_sources_add_up():
     merged = []
-    sources = Sources(an_exchange(merged))
+    sources = Sources(lambda *arguments: merged.append(arguments), gradient_bytes=12, num_segments=2)
     first, second = np.array([10, 12, 15]), np.array([0, 0, 4])
     sources.add(1000, first, 2000, np.array([2, 3]))
     sources.end_node()
@@ -30,7 +22,7 @@ def test_sources_add_up():
 
 def test_copies_are_read_from_what_goes_to_others():
     """Of requests to other owners, those about rows with a copy here; what comes to this rank is added by itself."""
-    sources = Sources(an_exchange([], copies=range(1, 2)))
-    sources.add_copied(1000, np.array([[0, 3, 5], [5, 6, 7], [7, 9, 9]]), 2000)
+    sources = Sources(lambda *_: None, gradient_bytes=12, num_segments=2)
+    sources.add_copied(1000, np.array([[0, 3, 5], [5, 6, 7], [7, 9, 9]]), 2000, first=1, rank=1)
     assert sources.num_entries == 2
     assert sources.accesses.tolist() == [0, 0]
