@@ -48,7 +48,7 @@ RANKS = "tests/exchange tests/test_collection.py"
 REPLICAS = "tests/test_two_dimensional.py"
 PIPELINE = "tests/pipeline/test_pipeline.py tests/pipeline/test_mistakes.py tests/ops/test_window.py"
 TIERS = "tests/tables tests/pipeline/test_tiers.py"
-CORES = "tests/exchange tests/test_tensor_train_tables.py"
+CORES = "tests/mesh/test_ordered_sums.py tests/exchange tests/test_tensor_train_tables.py"
 DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.py"
 
 GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/cpu.py"
@@ -89,23 +89,23 @@ MUTATIONS = [
     ),
     Mutation(
         "merge: nodes are not summed apart",
-        f"{EXCHANGE}/collective_group.py",
-        "                sources.end_node()\n",
-        "                pass\n",
+        f"{EXCHANGE}/collective.py",
+        "            sources.end_node()\n",
+        "            pass\n",
         PLANS,
     ),
     Mutation(
         "push: gradients of one rank are dropped",
-        f"{EXCHANGE}/transport.py",
+        "rowmesh/ops/merge_update/sources.py",
         "        self._lists.append((slots, offsets.ctypes.data, gradients))\n",
         "        if len(self._lists) != 1:\n            self._lists.append((slots, offsets.ctypes.data, gradients))\n",
         PLAIN,
     ),
     Mutation(
         "one-sided: gradients of a copy are dropped",
-        f"{EXCHANGE}/transport.py",
-        "for stop in np.flatnonzero(sizes).tolist()]",
-        "for stop in np.flatnonzero(sizes).tolist()[1:]]",
+        "rowmesh/ops/merge_update/sources.py",
+        "for owner in np.flatnonzero(sizes).tolist()]",
+        "for owner in np.flatnonzero(sizes).tolist()[1:]]",
         PLANS,
     ),
     Mutation(
@@ -116,7 +116,7 @@ MUTATIONS = [
         RANKS,
     ),
     Mutation(
-        "one-sided: an outbox that moved is read where it was",
+        "one-sided: a send buffer that moved is read where it was",
         f"{EXCHANGE}/one_sided.py",
         "if mapped is None or mapped.generation != generation:",
         "if mapped is None:",
@@ -124,29 +124,29 @@ MUTATIONS = [
     ),
     Mutation(
         "copies: the sums of one member are not applied",
-        f"{EXCHANGE}/replicas.py",
+        f"{EXCHANGE}/copies.py",
         "        for sums in everyone:\n",
         "        for sums in everyone[1:]:\n",
         PLANS,
     ),
     Mutation(
         "copies: what is passed on is applied twice",
-        f"{EXCHANGE}/replicas.py",
+        f"{EXCHANGE}/copies.py",
         "if member != channel.member:",
         "if True:",
         PLANS,
     ),
     Mutation(
         "two hops: rows of a node begin one later",
-        f"{EXCHANGE}/relay.py",
+        f"{EXCHANGE}/copies.py",
         "into = replies + reply_bounds[node] * exchange.row_bytes",
         "into = replies + max(reply_bounds[node] - 1, 0) * exchange.row_bytes",
         PLANS,
     ),
     Mutation(
         "two hops: forwarding is skipped",
-        f"{EXCHANGE}/collective_group.py",
-        "            self._replicas.pass_on(received, self._node, update)\n",
+        f"{EXCHANGE}/collective.py",
+        "            self._copies.pass_on(received, self._within, update)\n",
         "            pass\n",
         PLANS,
     ),
@@ -223,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cores: sums leave one rank out",
-        f"{EXCHANGE}/core_sums.py",
+        "rowmesh/mesh/ordered_sums.py",
         "    for vector in vectors[2:]:\n",
         "    for vector in vectors[3:]:\n",
         CORES,
@@ -237,7 +237,7 @@ MUTATIONS = [
     ),
     Mutation(
         "device: routes are merged in another order",
-        f"{EXCHANGE}/device/lane.py",
+        f"{EXCHANGE}/device_lanes.py",
         "return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])",
         "return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank[::-1]])",
         DEVICE,
