@@ -168,21 +168,22 @@ def refuse(mesh, transport):
         collection.engine.discard_pending()
     attempt(a_plan(mesh.rank))
     attempt(Plan.dealt([TableShape.of(table) for table in behaviour.TABLES], 4))
-    allocate = collection.engine.shard_groups.stored[0].transport.allocate
+    kind = type(collection.engine.shard_groups.stored[0].transport)
+    rows_for = kind.rows_for
     if mesh.rank == 1:
-        type(collection.engine.shard_groups.stored[0].transport).allocate = out_of_memory
+        kind.rows_for = out_of_memory
     try:
         attempt(a_plan(0))
     finally:
-        type(collection.engine.shard_groups.stored[0].transport).allocate = allocate.__func__
+        kind.rows_for = rows_for
     behaviour.one_step(collection, optimizer, behaviour.batch_of(mesh.rank, 1))
     rows = behaviour.rows_of(collection)
     collection.close()
     return errors, rows
 
 
-def out_of_memory(self, num_bytes):
-    raise MemoryError(f"no {num_bytes} bytes")
+def out_of_memory(self, group, num_slots, rank):
+    raise MemoryError(f"no {num_slots[rank] * group.dim * group.dtype.itemsize} bytes")
 
 
 def train_a_step(mesh, transport):

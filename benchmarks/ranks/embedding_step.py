@@ -13,10 +13,12 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.engine import Engine
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
+from rowmesh.exchange.pooling import Pooling
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
@@ -25,13 +27,13 @@ from rowmesh.placement import Plan
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [
-    (EmbeddingCollection, "route", "route"),
+    (Engine, "_route", "route"),
     (HostLookUps, "find", "find"),
-    (EmbeddingCollection, "fetch", "fetch"),
-    (EmbeddingCollection, "pool", "pool"),
+    (Engine, "_fetch", "fetch"),
+    (Engine, "_pool", "pool"),
     (HostLookUp, "compress", "compress"),
-    (EmbeddingCollection, "_take_gradients", "backward"),
-    (EmbeddingCollection, "push", "push"),
+    (Pooling, "backward", "backward"),
+    (Engine, "push", "push"),
     (Barrier, "wait", "barrier"),
     (Sources, "merge", "merge"),
     (GroupExchange, "update", "update"),
