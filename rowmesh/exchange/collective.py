@@ -365,7 +365,7 @@ def merged_requests(
 
     Args:
         exchange: the group's.
-        groups: of the routes, with what other ranks asked.
+        groups: of the routes, with the requests of other ranks.
         ranks_per_node: G: gradients are summed node by node.
         merger: holds what is merged; default: the group's own.
     """

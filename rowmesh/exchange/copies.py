@@ -6,7 +6,7 @@ of rows that a rank did not touch. `Copies` is the second half, an all-gather: t
 ranks that hold a copy, and each applies the same update to the same state, so that copies stay equal to the bit.
 
 For a row that goes in two hops, every rank asks the *leader* of its own node, the rank that has the owner's place
-there. Leaders merge what their node asked, so that one request, one row and one summed gradient cross between two
+there. Leaders merge the requests of their node, so that one request, one row and one summed gradient cross between two
 nodes, however many ranks of a node want the row (`Relay`). Sums keep their tree: the leader adds the gradients of its
 node in the order of the ranks, the owner adds the sums of the nodes in their order, as it does with gradients that come
 straight to it (`rowmesh.ops.merge_update`).

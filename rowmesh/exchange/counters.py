@@ -58,8 +58,8 @@ class GroupCounters:
         unique_ids: of these, distinct within their batch and table.
         all_to_all_rounds: collective rounds for this group alone (`CommonCounters` has those for all groups).
         bytes_sent, bytes_received: to and from other ranks: slots, rows and gradients, whether they are sent or read.
-        all_gathers: collective calls that keep copies of rows equal, among all ranks, a node, or the ranks with the same place
-            in their nodes.
+        all_gathers: collective calls that keep copies of rows equal, among all ranks, a node, or the ranks with the
+            same place in their nodes.
         synchronization: the same of synchronizing replicas, where tables have replicas.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
