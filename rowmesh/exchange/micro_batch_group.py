@@ -113,7 +113,7 @@ class MicroBatchGroup:
         return []
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for."""
+        """Updates the requested rows."""
         raise NotImplementedError
 
     def _post(
@@ -216,7 +216,7 @@ class OnHost(MicroBatchGroup):
             self._check_versions(window, phase)
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for, and their copies."""
+        """Updates the requested rows, and their copies."""
         group, merger = window.group, window.on_host.merger
         pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
         if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
@@ -327,7 +327,7 @@ class OnDevice(MicroBatchGroup):
         return window.group.lanes
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for, gradients in the order of the ranks; and copied rows alike."""
+        """Updates the requested rows, gradients in the order of the ranks; and copied rows alike."""
         group, merging = window.group, self._merging(window)
         self._lane.apply(merging, window.on_device.came(), update)
         self._lane.count(group.lanes[:1], merging)

@@ -140,7 +140,7 @@ class ShardGroup:
         """Makes room for the rows that this rank holds.
 
         Raises:
-            ConfigurationError: a rank would hold more rows than can be told apart.
+            ConfigurationError: a rank would hold more rows than slots have numbers.
             MemoryError, OSError: there is no room.
         """
         plan = self.plan if self.device is None else one_hop(self.plan)
@@ -324,7 +324,7 @@ class ShardGroups:
             outcome: the end of the message.
 
         Raises:
-            ConfigurationError: on all ranks alike, where one would hold more rows than can be told apart, or cannot
+            ConfigurationError: on all ranks alike, where one would hold more rows than slots have numbers, or cannot
                 make the file of a tiered table; names it.
             MemoryError: on all ranks alike, where one has no room; names it.
         """
@@ -409,7 +409,7 @@ class ShardGroups:
 
 
 def one_hop(plan: Plan) -> Plan:
-    """The plan with all rows asked for in one hop, which devices take everywhere: it holds them at the same places."""
+    """The plan with all rows in one hop, as devices run it; it holds rows at the same places."""
     tables = []
     for table in plan.tables:
         ranges = tuple(replace(part, two_hop=False) for part in table.ranges)

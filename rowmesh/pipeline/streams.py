@@ -51,7 +51,7 @@ is dropped. Three things are not the window's:
 
 - What a loader gives may be on the device, copied there on the worker's stream, since that is where loaders run. The
   program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
-  that the program asked for before.
+  work that the program launched before.
 - Gradients are allocated on the program's stream, which it may change between batches. `DeviceWindow.gradients`
   registers the stream that reads them with torch's allocator.
 - Pinned memory is kept by torch until it is copied.
