@@ -45,8 +45,8 @@ class EmbeddingCollection(nn.Module):
     Under `torch.no_grad()` any number of threads may look up at once; on one rank also while another thread trains:
     each finds rows as they are between two steps. On several ranks threads look up between two steps only, equally
     often on every rank. What they look up of tiered tables must fit into fast memory together. One thread at a time
-    trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up. On a GPU all is
-    asked of the current stream.
+    trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up. On a GPU all work
+    is launched on the current stream.
 
     Args:
         tables: what to store.
@@ -54,10 +54,10 @@ class EmbeddingCollection(nn.Module):
         seed: of the initial values, which are the same for every number of ranks.
         transport: how rows travel: "one_sided" (ranks of one host read each other's memory), "collective"
             (torch.distributed), or "auto": one-sided where that is possible; between GPUs collective.
-        plan: which ranks hold each row (`rowmesh plan` makes one); default: dealt over all ranks. Any plan trains the
+        plan: which ranks hold each row (`rowmesh plan` makes one); default: cyclic over all ranks. Any plan trains the
             same model. Tensor-train tables are in none: every rank has their cores.
-        replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks, between which no
-            row travels to be looked up; one number, or one for each table by name. It must divide the number of ranks.
+        replicas: without a plan: how many replicas of each table to keep, on as many groups of ranks; a look-up reads
+            rows within its group; one number, or one for each table by name. It must divide the number of ranks.
         synchronization: how replicas are kept together; "exact" trains the same model as one replica does.
         tiers: how much of tiered tables is in fast memory, and where the rest is.
         device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU); equal to rounding. Batches stay in
@@ -65,7 +65,7 @@ class EmbeddingCollection(nn.Module):
 
     Raises:
         ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, ranks
-            disagree about any of these, or the device cannot be used, or not for this; says what can be.
+            disagree about any of these, or the device cannot be used, or not for this; says what to do.
         MemoryError: a rank has no room for its rows.
 
     Example:
@@ -164,7 +164,7 @@ class EmbeddingCollection(nn.Module):
         return self.engine.route(batch)
 
     def fetch(self, route: Route) -> Rows:
-        """Brings the rows of a route within reach; collective."""
+        """Makes the rows of a route readable; collective."""
         return self.engine.fetch(route)
 
     def pool(self, rows: Rows) -> Embeddings:
@@ -226,7 +226,7 @@ class EmbeddingCollection(nn.Module):
             RowmeshError: a batch is under way on some rank; names it. The old plan goes on, as with the next two.
             ConfigurationError: the plan is for other tables, ranks or replicas, or ranks have different ones.
             MemoryError: a rank has no room for the rows of both plans.
-            IdRangeError: on a device, an earlier batch that nobody looked at had ids that are no rows.
+            IdRangeError: on a device, an earlier batch that was not checked yet had ids that are no rows.
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
 
         Example:

@@ -61,7 +61,7 @@ class Driver(NamedTuple):
     Attributes:
         step: takes the learning rates of a step.
         wait: returns when the steps so far are done and no thread uses the tables.
-        cancelled: when it is set, nobody waits for rows of other ranks any more.
+        cancelled: when it is set, waits for rows of other ranks end.
     """
 
     step: Callable[[Sequence[Rate]], None]
@@ -187,7 +187,7 @@ class Engine:
             return self._route(batch, (next(self._look_ups), self.step_count))
 
     def fetch(self, route: Route) -> Rows:
-        """Brings the rows of a route within reach. Collective."""
+        """Makes the rows of a route readable. Collective."""
         self.flush_replicas()
         with self.gate.reading:
             self.wait()
@@ -242,7 +242,7 @@ class Engine:
         return self.outputs(_LookUp(self, route), route.groups, batch, slice(0, batch.batch_size))
 
     def flush_replicas(self) -> None:
-        """Brings rows up to date that a look-up would change otherwise, while others read them. Collective."""
+        """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
         if any(each.needs_flush for each in self._replicated):
             with self.gate.writing:
                 self.wait()
@@ -413,7 +413,7 @@ class Engine:
 
     def _find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
         self.wait()
-        with self.gate.writing:  # what replicas sent may be on its way
+        with self.gate.writing:  # messages of other replicas may be on their way
             return self.shard_groups.find(table)
 
     def barrier(self) -> None:
@@ -428,7 +428,7 @@ class Engine:
             raise self._is_driven("rows migrate")
         with self.gate.writing:
             began = time.perf_counter()
-            self.shard_groups.barrier()  # whose devices may hold batches that they have not looked at
+            self.shard_groups.barrier()  # devices may hold batches that no host has checked
             agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))
             self._check_migration(plan)
             self._synchronize()
@@ -466,7 +466,7 @@ class Engine:
         return mine
 
     def _take(self, shard_groups: ShardGroups) -> None:
-        """Works with these from now on; lists that every step needs are made here, once."""
+        """Uses these shard groups from now on; makes the lists that every step needs, once."""
         self.shard_groups, self.exchanges = shard_groups, shard_groups.exchanges
         self._all, self._stored, self._computed = shard_groups.all, shard_groups.stored, shard_groups.computed
         self._replicated = [each for each in shard_groups.stored if each.replicas > 1]

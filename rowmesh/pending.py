@@ -1,8 +1,8 @@
 """Pending: routes whose backward has run and that no push has taken yet, and which threads drive them.
 
 A look-up, its backward and its step may be in different threads, one after the other. Where two threads train at once,
-the step of one would take the gradients of the other, or change rows that the other has read and not stepped: it is
-refused, for nothing would tell that such a model is not that of the plain loop.
+the step of one would take the gradients of the other, or change rows that the other has read and not stepped. This is
+an error, since the model would silently differ from that of the plain loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pending:
             self.num_added += 1
 
     def refuse(self) -> None:
-        """Forgets them when the next one comes: they are not finite, and no step takes them."""
+        """Forgets all routes when the next one comes: their gradients are not finite, and no step takes them."""
         with self._lock:
             self._is_refused = True
 

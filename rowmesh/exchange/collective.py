@@ -2,7 +2,7 @@
 
 A step has one round for the counts of all groups, for each group one for the keys, one for the rows and one for the
 gradients, however many tables the group has, and before the gradients one in which ranks compare what they push. The
-messages of one group travel while those of another are made. What a rank asks of itself never leaves it.
+messages of one group travel while those of another are made. A rank's requests to itself never leave it.
 
 A rank merges the requests that others send it, replies with the rows, and later gets their gradients in the same order.
 Of most rows it is the owner; of rows that go in two hops it is the node leader, which relays.
@@ -40,7 +40,7 @@ _KEY_BYTES = 4
 
 
 def bounds_of(sizes: np.ndarray) -> np.ndarray:
-    """Where each part begins, int64, and where the last one ends.
+    """Where each piece begins, int64, and where the last one ends.
 
     >>> bounds_of(np.array([3, 0, 4])).tolist()
     [0, 3, 3, 7]
@@ -49,7 +49,7 @@ def bounds_of(sizes: np.ndarray) -> np.ndarray:
 
 
 def sizes_of(bounds: Sequence[int]) -> list[int]:
-    """The size of each part.
+    """The size of each piece.
 
     >>> sizes_of([0, 3, 3, 7])
     [3, 0, 4]
@@ -58,7 +58,7 @@ def sizes_of(bounds: Sequence[int]) -> list[int]:
 
 
 class Incoming:
-    """What other ranks asked of this one for one group of one route.
+    """The requests of other ranks to this one, for one group of one route.
 
     Attributes:
         offsets: int64 `[W, S′ + 1]`, of every rank's requests, in that rank's numbering.
@@ -111,7 +111,7 @@ class CollectiveTransport(Transport):
         self.barrier()
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
-        """Tells the owners which rows are needed and receives them."""
+        """Sends requests to the owners and receives their rows."""
         self._num_fetches += 1
         self._exchange_counts(route.groups)
         pairs = list(zip(self._groups, route.groups, strict=True))
@@ -158,9 +158,9 @@ class CollectiveTransport(Transport):
         return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
 
     def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
-        """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
+        """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
 
-        Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
+        Owners know the requests of the look-ups, but not which of them each rank pushes. It happens seldom.
         """
         aligned, indices = [*routes], range(len(self._exchanges))
         while len(aligned) < most:
@@ -240,11 +240,11 @@ class CollectiveGroup:
             self._between, self._within = between, within
 
     def expect(self, group: RouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
-        """Takes what ranks say that they will ask."""
+        """Takes the counts of the requests that will come."""
         group.incoming = Incoming(offsets, accesses, self._num_replying)
 
     def post_keys(self, group: RouteGroup) -> Message:
-        """Tells owners and node leaders which rows are needed."""
+        """Sends requests to owners and node leaders."""
         look_up, incoming, exchange = group.look_up, group.incoming, self.exchange
         send, count = look_up.send, incoming.num_entries
         send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
@@ -255,7 +255,7 @@ class CollectiveGroup:
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
 
     def post_rows(self, group: RouteGroup, keys: Message) -> Message:
-        """Merges what was asked, once it is here, and replies; relayed rows are fetched before."""
+        """Merges the requests, once they are here, and replies; relayed rows are fetched before."""
         keys.wait()
         self._merge([group])
         look_up, row_bytes = group.look_up, self.exchange.row_bytes
@@ -366,7 +366,7 @@ def merged_requests(
 
     Args:
         exchange: the group's.
-        groups: of the routes, with what other ranks asked.
+        groups: of the routes, with the requests of other ranks.
         ranks_per_node: G: gradients are summed node by node.
         merger: holds what is merged; default: the group's own.
     """

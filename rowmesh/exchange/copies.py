@@ -6,7 +6,7 @@ of rows that a rank did not touch. `Copies` is the second half, an all-gather: t
 ranks that hold a copy, and each applies the same update to the same state, so that copies stay equal to the bit.
 
 For a row that goes in two hops, every rank asks the *leader* of its own node, the rank that has the owner's place
-there. Leaders merge what their node asked, so that one request, one row and one summed gradient cross between two
+there. Leaders merge the requests of their node, so that one request, one row and one summed gradient cross between two
 nodes, however many ranks of a node want the row (`Relay`). Sums keep their tree: the leader adds the gradients of its
 node in the order of the ranks, the owner adds the sums of the nodes in their order, as it does with gradients that come
 straight to it (`rowmesh.ops.merge_update`).
@@ -104,7 +104,7 @@ class Copies:
         return everyone
 
     def pass_on(self, received: list[Sums], channel: Channel, update: Update) -> None:
-        """Tells the members of another channel what `share` brought; each passes on what the others do not know."""
+        """Sends the members of another channel what `share` returned; all members do, and apply what they receive."""
         counts = self._counts(sum(sums.count for sums in received), channel)
         mine = self._room(counts, channel)
         torch.cat([sums.gradients for sums in received], out=mine.gradients)
@@ -121,7 +121,7 @@ class Copies:
         return counts.flatten().tolist()
 
     def _room(self, counts: list[int], channel: Channel) -> Sums:
-        """Where this rank's sums go; messages are as long as the longest, and nobody reads what is behind the sums."""
+        """Where this rank's sums go; messages are as long as the longest, and bytes behind the sums are unused."""
         num_bytes = self._message_bytes(counts)
         self._message.reserve(num_bytes)
         return self._cut(self._message.buffer.tensor(torch.uint8, num_bytes), counts[channel.member])
@@ -154,7 +154,7 @@ class Copies:
 
 
 class Relay:
-    """What this rank relays for one group, and what other leaders ask of it.
+    """The second hop of one group: what this rank relays, and the requests that other leaders send it.
 
     Args:
         exchange: the group's.
@@ -203,11 +203,11 @@ class Relay:
         return first, end
 
     def request(self, relayed: Scratch | None) -> None:
-        """Tells the owners which rows this node needs; after the requests of the node were merged.
+        """Sends the owners the requests of this node, once they are merged.
 
         Args:
-            relayed: where `fetch` will put the rows of other nodes; None where nobody will fetch. This rank may be one
-                of those that asked, and reads them there, so it belongs to the route.
+            relayed: where `fetch` will put the rows of other nodes; None where no `fetch` follows. It belongs to the
+                route, since this rank may have requested some of them itself, and reads them there.
         """
         exchange, between, merger = self._exchange, self._between, self._exchange.merger
         first, num_fetched = self._segments.start, self._num_fetched
@@ -246,7 +246,7 @@ class Relay:
         return [*self._offsets[:, 0].tolist(), int(self._offsets[-1, -1])]
 
     def fetch(self, relayed: Scratch) -> None:
-        """Brings the rows of other nodes here; those that have a copy here need not travel."""
+        """Fetches rows from other nodes, except those with a copy here."""
         exchange, between, bounds = self._exchange, self._between, self._incoming_bounds
         wanted = self._incoming[:, self._num_fetched] - self._incoming[:, 0]
         wanted[between.member] = 0
@@ -298,5 +298,5 @@ class Relay:
 
 
 def _bounds_of(sizes: np.ndarray) -> list[int]:
-    """Where each part begins, and where the last one ends."""
+    """Where each piece begins, and where the last one ends."""
     return [0, *np.cumsum(sizes).tolist()]

@@ -15,8 +15,8 @@ from rowmesh.placement import AddressMap
 
 @dataclass
 class CommonCounters:
-    """Totals of the messages that are no keys, rows or gradients, on one rank: how many of those will come, and what
-    ranks tell each other before an update. All 0 where no messages are sent (one-sided on CPUs, or one rank).
+    """Totals of the messages that are no keys, rows or gradients, on one rank: counts of those, and what ranks compare
+    before an update. All 0 where no messages are sent (one-sided on CPUs, or one rank).
 
     Attributes:
         all_to_all_rounds: collective rounds.
@@ -32,11 +32,11 @@ class CommonCounters:
 
 @dataclass
 class SyncCounters(CommonCounters):
-    """Totals of keeping the replicas of one group together, on one rank; of the first group, also of saying how much
-    comes.
+    """Totals of synchronizing the replicas of one group, on one rank; those of the first group include the counts of
+    all groups.
 
     Attributes:
-        rows: rows told to other replicas.
+        rows: rows sent to other replicas.
     """
 
     rows: int = 0
@@ -58,13 +58,14 @@ class GroupCounters:
         unique_ids: of these, distinct within their batch and table.
         all_to_all_rounds: collective rounds for this group alone (`CommonCounters` has those for all groups).
         bytes_sent, bytes_received: to and from other ranks: slots, rows and gradients, whether they are sent or read.
-        all_gathers: collective calls that keep copies of rows equal, among all ranks, a column of them, or a node.
-        synchronization: the same of keeping replicas together, where tables have replicas.
+        all_gathers: collective calls that keep copies of rows equal, among all ranks, a node, or the ranks with the
+            same place in their nodes.
+        synchronization: the same of synchronizing replicas, where tables have replicas.
         out_of_range: feature → ids outside its table.
         tables: the group's tables.
         device: where distinct rows are counted; None: by the host.
         distinct: int64 `[S]` on the device: distinct rows of each table that were counted there, on the stream that
-            updates rows. Nobody waits for them until they are read.
+            updates rows; waited for when they are read.
     """
 
     group: str
@@ -88,7 +89,7 @@ class GroupCounters:
 
     @property
     def table_accesses(self) -> dict[str, int]:
-        """Table → ids of all ranks that were asked of this rank; counted at updates."""
+        """Table → ids of all ranks that were requested from this rank; counted at updates."""
         return dict(zip(self.tables, self._accesses.tolist(), strict=True))
 
     @property
@@ -102,7 +103,7 @@ class GroupCounters:
         self.out_of_range[feature] = self.out_of_range.get(feature, 0) + count
 
     def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
-        """Adds what was asked of this rank in one update: ids by segment `[S′]`, offsets of distinct rows `[S′ + 1]`.
+        """Adds the requests to this rank in one update: ids by segment `[S′]`, offsets of distinct rows `[S′ + 1]`.
 
         Segments are tables, once for each kind of rows.
         """
@@ -111,7 +112,7 @@ class GroupCounters:
         self._distinct += (offsets[1:] - offsets[:-1]).reshape(-1, num_tables).sum(0)
 
     def add_accesses(self, accesses: np.ndarray) -> None:
-        """Adds ids that were asked of this rank, by segment."""
+        """Adds ids that were requested from this rank, by segment."""
         self._accesses += accesses.reshape(-1, len(self.tables)).sum(0)
 
     def add_distinct(self, distinct: np.ndarray) -> None:
@@ -120,7 +121,7 @@ class GroupCounters:
 
 
 class SlotTables:
-    """Of which table each slot of a rank is.
+    """The table of each slot of a rank.
 
     Args:
         address_map: of the group.

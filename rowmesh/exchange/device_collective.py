@@ -1,10 +1,10 @@
 """Collective transport of devices: what `rowmesh.exchange.collective` does, over tensors on devices.
 
 A batch has one round for the counts of all groups, after which one copy brings them to the host, for each group one
-round for the keys, one for the rows and one for the gradients, and as many for rows with copies. The ranks' hosts
-compare beside that, over gloo, what they are about to do: a rank that does something else is named on all of them, and
-no device waits for it. Fetched rows and copies of this rank's own are brought together, so that pooling reads all at
-one place; copies are gathered while the others travel. Rows planned for two hops go in one.
+round for the keys, one for the rows and one for the gradients, and as many for rows with copies. Beside that the hosts
+compare over gloo what they are about to do: if a rank does something else, all raise and name it, and no device waits
+for it. Fetched rows and this rank's own copies are written into one buffer, which pooling reads; copies are gathered
+while the other rows travel. Rows planned for two hops go in one.
 
 Source: FusedRec §3, Algorithm 1, lines 4–6.
 """
@@ -64,7 +64,7 @@ class DeviceCollective(Transport):
         self.barrier()
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
-        """Tells the owners which rows are needed and receives them.
+        """Sends requests to the owners and receives their rows.
 
         Raises:
             IdRangeError: a batch of this rank has ids that are no rows.
@@ -123,7 +123,7 @@ class DeviceCollective(Transport):
             lane.push(each, merging, work, update)
 
     def _by_lane(self, routes: Sequence[Routed]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
-        """What routes asked for, and the gradients of it; of each lane a list, one item a route."""
+        """Requests and gradients of routes; for each lane a list, one item a route."""
         requests: list[list[Requests]] = [[] for _ in self._lanes]
         gradients: list[list[Tensor]] = [[] for _ in self._lanes]
         for route in routes:
@@ -137,7 +137,7 @@ class DeviceCollective(Transport):
     def _compare(self, routes: Sequence[Routed], requests: Sequence[list[Requests]], step: Step) -> tuple[int, bool]:
         """The most routes that a rank pushes, and whether all ranks push the same ones.
 
-        Where that is one route, what ranks told of copies beside it is right.
+        If all push one and the same route, the counts of copied rows in this message are right.
         """
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
@@ -157,7 +157,7 @@ class DeviceCollective(Transport):
         return [each.count for lane, each in zip(self._lanes, merged, strict=True) if lane in self._copies]
 
     def count_copies(self, requests: Sequence[Requests]) -> None:
-        """Learns how many sums each rank will send, of what was asked for and merged, lane by lane."""
+        """Learns how many sums each rank will send, given the merged requests lane by lane."""
         self._count_copies(self._merged([[each] for each in requests]))
 
     def _count_copies(self, merged: Sequence[Merging]) -> None:
@@ -170,9 +170,9 @@ class DeviceCollective(Transport):
             lane.counts = of_ranks
 
     def _ask_again(self, requests: Sequence[list[Requests]], gradients: Sequence[list[Tensor]], most: int) -> None:
-        """Brings routes that not all ranks push in line: ranks without one ask for nothing, the others once more.
+        """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
 
-        Owners know the requests of the look-ups, but not those of the ranks that push alone: seldom, and never twice.
+        Owners know the requests of the look-ups, but not which of them each rank pushes. It happens seldom.
         """
         for lane, each, sums in zip(self._lanes, requests, gradients, strict=True):
             missing = most - len(each)
@@ -227,7 +227,7 @@ class DeviceGroup:
             self.lanes.append(CopiesLane(*how))
 
     def expect(self, group: RouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
-        """Takes what this rank asks and is asked for, keys and ids by rank and segment: int64 `[W, 2, S′]` each."""
+        """Takes the sizes of the requests to and from each rank, keys and ids by segment: int64 `[W, 2, S′]` each."""
         address_map, num_tables = self.exchange.address_map, len(self.exchange.group.tables)
         cuts = [address_map.segments({kind}).start for kind in self.exchange.lane_kinds[1:]]
         by_lane = [np.split(numbers, cuts, 2) for numbers in (sent, asked)]
@@ -245,7 +245,7 @@ class DeviceGroup:
         ]
 
     def _lane_by_lane(self, group: RouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Keys lane by lane, which were sorted by rank, and for which unique id each is."""
+        """Keys, sorted by rank before, lane by lane; and the unique id of each."""
         keys, uniques = group.look_up.found.keys[: group.num_unique], group.look_up.found.uniques[: group.num_unique]
         if len(sizes) > 1:
             by_rank = [size for of_rank in zip(*sizes, strict=True) for size in of_rank]
@@ -255,15 +255,15 @@ class DeviceGroup:
         return keys, uniques
 
     def post_keys(self, group: RouteGroup) -> Message:
-        """Tells the owners which rows are needed."""
+        """Sends requests to the owners."""
         return self.lanes[0].post_keys(group.lanes[0])
 
     def post_copied_keys(self, group: RouteGroup) -> list[Message]:
-        """Tells those who add gradients up which rows with copies are needed."""
+        """Sends requests for rows with copies to the ranks that will add up their gradients."""
         return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
 
     def post_rows(self, group: RouteGroup, keys: Message) -> Message:
-        """Replies, once it is here, to what was asked."""
+        """Replies to the requests, once they are here."""
         self.lanes[0].take_keys(group.lanes[0], keys)
         table = self.exchange.arena.rows
         group.look_up.source = table.new_empty(group.num_unique, table.shape[1])
@@ -273,7 +273,7 @@ class DeviceGroup:
         )
 
     def read_copies(self, group: RouteGroup, keys: Sequence[Message]) -> list[Message]:
-        """Brings rows with copies to those that are under way: those of this rank at once, the others by messages."""
+        """Puts rows with copies beside the other fetched rows: own copies at once, those of other ranks by messages."""
         messages, table, counters = [], self.exchange.arena.rows, self.exchange.counters
         _, *places = group.look_up.source.split([len(each.keys) for each in group.lanes])
         for lane, each, message, into in zip(self.lanes[1:], group.lanes[1:], keys, places, strict=True):
@@ -286,24 +286,24 @@ class DeviceGroup:
         return messages
 
     def merge_requests(self, group: RouteGroup) -> None:
-        """Merges what was asked, for the update; may run while rows travel."""
+        """Merges the requests, for the update; may run while rows travel."""
         for lane, each in zip(self.lanes, group.lanes, strict=True):
             lane.merged([each])
 
     def take_rows(self, group: RouteGroup, rows: Sequence[Message]) -> None:
-        """Makes what came what is pooled."""
+        """Waits for rows, which pooling then reads."""
         for message in rows:
             message.wait()
         group.look_up.slots = None
 
     def pushed(self, group: RouteGroup) -> list[tuple[Requests, Tensor]]:
-        """What a route asked for, and the gradients of it, lane by lane."""
+        """Requests and gradients of a route, lane by lane."""
         gradients = group.look_up.summed.split([len(each.keys) for each in group.lanes])
         return list(zip(group.lanes, gradients, strict=True))
 
 
 def _by_lane(numbers: Sequence[int], num_lanes: int) -> list[int]:
-    """What stands rank by rank, of each rank lane by lane, lane by lane.
+    """Numbers that stand rank by rank, and for each rank lane by lane, in the order of the lanes.
 
     >>> _by_lane([1, 2, 3, 4], 2)
     [1, 3, 2, 4]

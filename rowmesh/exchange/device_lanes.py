@@ -1,11 +1,11 @@
 """Lanes of a device's collective transport: keys from the ranks that ask to the owners of rows, and gradients for them.
 
-Rows of one kind share a lane: all that owners do with them is the same. Rows that owners send go in one lane, those
+Rows of one kind share a lane: owners treat them alike. Rows that owners send go in one lane, those
 with a copy on every rank (`CopiesLane`) or on every node (`NodeLane`) in others. Copies are kept equal by a sparse
 all-reduce of the gradients of touched rows, as `rowmesh.exchange.copies` does it: the owner of a row merges the
 gradients of all ranks and sends the sums to all, and each applies the same update to the same state, so that copies
-stay equal to the bit. How many rows an owner has sums of is merged while rows of the look-up travel, and was copied to
-the host long before the update needs it.
+stay equal to the bit. The owner counts its sums when it merges requests, while rows of the look-up travel; the count is
+on the host long before the update needs it.
 
 Ranks that have the same place in their nodes hold the same rows of those with one copy a node. Each adds up the
 gradients of its own node and sends the sums to all others of them, which add them in the order of the nodes: the tree
@@ -44,7 +44,7 @@ class Merging:
     """Requests of all ranks, merged.
 
     Attributes:
-        merged: them.
+        merged: the handle.
         num: how many distinct slots there are, on its way to the host; None where the host need not know.
     """
 
@@ -60,17 +60,17 @@ class Merging:
 
 @dataclass
 class Requests:
-    """What one route of this rank asks of the owners, and what this rank was asked in the same round.
+    """The requests of one route to the owners, and those that this rank received in the same round.
 
     Attributes:
         keys: int32 `[U]`, sorted by owner.
         sent: how many are for each rank.
         asked: how many came from each rank.
-        slots: int32 `[M]`: them, once they came.
+        slots: int32 `[M]`: the slots that came, once they are here.
         ids_sent, ids_asked: int64 `[W, S]`: how many ids of each table they are for, to and from each rank; empty
-            where that is not told.
-        merging: them, once they were merged.
-        held: keeps their rows in fast memory, where they could leave it; `slots` are cache slots then.
+            where these are not sent.
+        merging: the merged requests, once they are merged.
+        held: keeps their rows in fast memory, where they could be evicted; `slots` are cache slots then.
     """
 
     keys: Tensor
@@ -92,7 +92,7 @@ class Lane:
         ranks_per_node: G: gradients are summed node by node.
 
     Attributes:
-        replies: whether rows are sent to those who ask.
+        replies: whether rows are sent to the ranks that request them.
     """
 
     replies = True
@@ -110,29 +110,29 @@ class Lane:
         return self.exchange.replicated is not None
 
     def nothing(self) -> Requests:
-        """Of a rank that has no route where others have one."""
+        """Empty requests: for a rank that has no route where others have one."""
         none = [0] * self._everyone.size
         keys = torch.empty(0, dtype=torch.int32, device=self.exchange.device)
         no_ids = np.zeros((self._everyone.size, len(self.exchange.group.tables)), np.int64)
         return Requests(keys, none, none, keys, no_ids, no_ids)
 
     def no_gradients(self) -> Tensor:
-        """For it."""
+        """The gradients for `nothing`."""
         group = self.exchange.group
         return torch.empty(0, group.dim, dtype=compute_dtype(group.dtype), device=self.exchange.device)
 
     def post_keys(self, requests: Requests) -> Message:
-        """Tells owners which rows are needed."""
+        """Sends requests to the owners."""
         return self._everyone.post(requests.keys, requests.sent, requests.asked, self.exchange.counters, self._doing)
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
-        """Takes what ranks ask for, once it is here, and makes sure that the rows are."""
+        """Takes the requests of all ranks, once they are here, and pins their rows."""
         if requests.held is not None:
             requests.held.unpin()
         requests.slots, requests.held = self.exchange.pin_asked(keys.wait())
 
     def merged(self, requests: Sequence[Requests]) -> Merging:
-        """What was asked for several routes, merged in the order of the ranks, route after route; once for one."""
+        """Merges the requests of routes, in the order of the ranks, route after route; of one route only once."""
         if len(requests) == 1 and requests[0].merging is not None:
             return requests[0].merging
         asked = [each.asked for each in requests]
@@ -155,19 +155,19 @@ class Lane:
     def push(
         self, requests: Sequence[Requests], merging: Merging, gradients: Sequence[Message], update: Update
     ) -> None:
-        """Updates what was asked once the gradients are here."""
+        """Updates the requested rows, once the gradients are here."""
         came = by_rank([message.wait() for message in gradients], [each.asked for each in requests])
         self.apply(merging, came, update)
         self.count(requests, merging)
         self.exchange.unpin_updated([each.held for each in requests])
 
     def count(self, requests: Sequence[Requests], merging: Merging) -> None:
-        """Counts what ranks asked of this one and is updated now."""
+        """Counts the requests of all ranks whose rows are updated now."""
         ids = np.sum([each.ids_asked.sum(0) for each in requests], axis=0)
         self.exchange.count(ids, merging.merged, [each.held for each in requests])
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
-        """Updates what was asked by gradients in the order of the ranks."""
+        """Updates the requested rows by gradients in the order of the ranks."""
         num = merging.count if self.needs_num else None
         self.exchange.apply(merging.merged.with_gradients(gradients), update, num=num)
 
@@ -191,7 +191,7 @@ def by_rank(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
 
 
 class CopiesLane(Lane):
-    """The requests for rows that every rank has: they get no answer, and tell the owner for what gradients will be.
+    """The requests for rows that every rank has: they get no reply; the owner needs them to merge gradients.
 
     Attributes:
         counts: rows of which each rank will send sums at this push.
@@ -209,7 +209,7 @@ class CopiesLane(Lane):
 
     @property
     def needs_num(self) -> bool:
-        """Messages are as long as the rows are many."""
+        """True: the length of a message is the number of rows."""
         return True
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
@@ -222,7 +222,7 @@ class CopiesLane(Lane):
     def _share(
         self, merging: Merging, gradients: Tensor, channel: Channel, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What all members of a channel have sums of, in messages as long as the longest.
+        """Gathers the sums of all members of a channel, in messages as long as the longest.
 
         Returns:
             Slots and sums of all members, one after the other, and which of them are valid.
@@ -238,13 +238,13 @@ class CopiesLane(Lane):
         return all_slots, all_sums, entries
 
     def _listed(self, slots: Tensor, entries: Tensor) -> DeviceMerged:
-        """One gradient each for the slots of some entries."""
+        """Merged requests with one gradient for the slot of each entry."""
         count = torch.full((1,), entries.numel(), dtype=torch.int32, device=slots.device)
         return replace(self._singles(slots[entries].to(torch.int64), count), order=entries)
 
 
 def spread(begins: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Int64: the numbers from each beginning on, so many of each.
+    """Consecutive numbers from each beginning on, as many as its size; int64.
 
     >>> spread([5, 0], [2, 3], torch.device("cpu")).tolist()
     [5, 6, 0, 1, 2]
@@ -273,7 +273,7 @@ class NodeLane(CopiesLane):
         self._between = between
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
-        """Takes what ranks of this node ask for, once it is here."""
+        """Takes the requests of the ranks of this node, once they are here."""
         requests.slots = _slots_of(keys.wait(), self.exchange.address_map.key_stride)
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
@@ -287,7 +287,7 @@ class NodeLane(CopiesLane):
 
 
 def _slots_of(keys: Tensor, stride: int) -> Tensor:
-    """Slots of keys, which also say on which node the owner is, for node leaders that ask it.
+    """Slots of keys; a key also names the owner's node, which relaying leaders need on CPUs.
 
     >>> _slots_of(torch.tensor([7, 107, -1], dtype=torch.int32), 100).tolist()  # the last one is 2³² − 1
     [7, 7, 95]

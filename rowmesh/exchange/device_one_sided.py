@@ -6,28 +6,28 @@ a row that all ranks have each reads its own copy; gradients of such rows stand 
 every rank reads them: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
 
 [Note: who may read what when]
-All of a rank's work on its device is on one stream, in the order of the calls; a barrier of the devices stands between
-what all ranks asked for before it and what they ask for after it. So, of all ranks::
+All of a rank's work on its device is on one stream, in the order of the calls; a barrier of the devices separates the
+work that all ranks launched before it from the work after it. So, on all ranks::
 
     fetch     rows of all arenas are read
     push      own send buffer is written
               ── barrier: no rank reads rows any more, all send buffers are complete
               all send buffers are read, own rows are updated
               ── barrier: rows are updated, no rank reads send buffers any more
-    flush     own rows are brought together with those of other replicas
+    flush     own rows are synchronized with those of other replicas
     fetch     ── barrier, only after `flush`: rows are as they are to be
               rows of all arenas are read …
 
-What replicas send each other changes rows between a push and the `flush` that all ranks come by before they do
-anything else: no rank reads rows since the second barrier of that push. Where replicas are made equal between two
-steps, after look-ups that no push followed, ranks come by `DeviceOneSided.barrier` first, where hosts wait for all
-devices. A push after `flush` needs no barrier but its own: it reads send buffers, and changes own rows after what
-changed them before. Messages between replicas are waited for by the stream that all this is on.
+Messages of other replicas change rows between a push and the `flush` that all ranks call before anything else: no rank
+reads rows after the second barrier of that push. Where replicas are made equal between two steps, after look-ups
+without a push, ranks first pass `DeviceOneSided.barrier`, where hosts wait for all devices. A push after `flush` needs
+only its own barriers: it reads send buffers, and changes own rows after earlier changes, on the same stream. That
+stream also waits for messages between replicas.
 
-A device's barrier does not name the rank that does not come. Therefore the hosts compare before every fetch and push
-what they are about to do, as `rowmesh.exchange.device_collective` does, and no barrier is asked for before that; the
-same message says where what is in the send buffer, which the host knows by then: sizes were copied to it while the
-batch was computed.
+A device's barrier does not name the rank that is missing. Therefore the hosts compare before every fetch and push what
+they are about to do, as `rowmesh.exchange.device_collective` does, and launch no barrier before that. The same message
+has the layout of the send buffer, which the host knows by then: sizes were copied to it while the batch was
+computed.
 
 Source: OPER §5.1 (direct reads of remote rows).
 """
@@ -147,16 +147,16 @@ class DeviceOneSided(Transport):
         self._pass_barrier()
 
     def publish(self) -> None:
-        """Own rows changed otherwise than by a push, and those of all ranks: the next look-up finds them."""
+        """Notes that rows of all ranks changed other than by a push; the next look-up waits for all of them."""
         self._has_changed = True
 
     def _pass_barrier(self) -> None:
-        """The hosts know that all come."""
+        """Launches a barrier of the devices, once the hosts know that all ranks do."""
         self._memory.barrier()
         self._has_changed = False
 
     def _look(self) -> IdRangeError | None:
-        """Learns the sizes of batches that were looked up; returns what is wrong with one."""
+        """Learns the sizes of batches that were looked up; returns the error of one that is refused."""
         try:
             self._late.read()
         except IdRangeError as error:
@@ -164,7 +164,7 @@ class DeviceOneSided(Transport):
         return None
 
     def _open(self, operation: int, error: IdRangeError | None, step: Step | None = None) -> np.ndarray:
-        """Exchanges what ranks tell each other before they do something; raises on all where a batch is refused."""
+        """Exchanges the handshake of an operation; raises on all ranks where a batch is refused."""
         self._handshake.numbers[:, _REFUSED] = error is not None
         theirs = self._handshake(operation, step)
         if error is not None:
@@ -184,7 +184,7 @@ class DeviceOneSided(Transport):
         group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
 
     def _make_room(self, entries: Sequence[int]) -> None:
-        """Makes send buffers larger where a rank needs it, on all ranks alike, which all know what each needs."""
+        """Grows send buffers on all ranks where one rank needs it; all know what each needs."""
         growing = [pair for pair in zip(self._groups, entries, strict=True) if pair[1] > pair[0].capacity]
         if not growing:
             return
@@ -205,7 +205,7 @@ class DeviceOneSided(Transport):
             group.open()
 
     def barrier(self) -> None:
-        """Waits for all ranks, and for what their devices do; says what is wrong with batches no rank looked at yet."""
+        """Waits for all ranks and their devices; raises where a batch that no host has checked yet is refused."""
         error = self._look()
         self._wait_for_device()
         refused = gather_objects(self._mesh, error is not None, "waiting at a barrier")
@@ -299,7 +299,7 @@ class _Group:
             own_gradients.copy_(by_rank(in_order, sizes))
 
     def where(self, groups: Sequence[RouteGroup]) -> np.ndarray:
-        """What each rank is told of the send buffer that has some routes: int64 `[W, 4 + S]`."""
+        """The layout of the send buffer of some routes, as each rank needs it: int64 `[W, 4 + S]`."""
         sizes = [
             sum(group.lanes[0].sent[destination] for group in groups)
             for destination in range(self._exchange.num_destinations)
@@ -312,10 +312,10 @@ class _Group:
         return np.hstack([_where(sizes, self._mesh.world_size), ids])
 
     def update(self, found: np.ndarray, most: int, update: Update) -> None:
-        """Merges what every rank laid out for this one, and for all, in their order, and updates.
+        """Merges what every rank laid out for this one and for all, in rank order, and updates.
 
         Args:
-            found: int64 `[W, 4 + S]`: where that is, as each rank told.
+            found: int64 `[W, 4 + S]`: the layouts that the ranks sent.
             most: routes that a rank pushed, at most.
             update: how.
         """
@@ -354,7 +354,7 @@ def _numbers(group: RouteGroup) -> Tensor:
 
 
 def _where(sizes: Sequence[int], world_size: int) -> np.ndarray:
-    """What each rank is told of a send buffer with so many entries for each, and then for all of them: int64 `[W, 4]`.
+    """The layout of a send buffer, given the number of entries for each rank and for all of them: int64 `[W, 4]`.
 
     >>> _where([3, 0, 2], 2).tolist()
     [[0, 3, 5, 2], [3, 0, 5, 2]]

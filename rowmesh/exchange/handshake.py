@@ -1,6 +1,6 @@
 """Handshake: what ranks compare before they act, so that all raise, and name the rank that differs.
 
-Before every fetch and push ranks tell each other which one it is, and before an update a digest of its learning rates:
+Before every fetch and push ranks compare which one it is, and before an update a digest of its learning rates:
 with unequal ones rows would learn at the rate of the rank that owns them, and copies would drift apart. The digest
 travels beside the number of the operation, in a message that is sent anyway; only where digests differ do ranks send
 each other the rates.
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def digest(self) -> int:
-        """Of the rates, 32 bits; made only where there are others to compare it with."""
+        """Digest of the rates, 32 bits; computed only where there are others to compare it with."""
         return zlib.crc32(pack(f"{2 * len(self.rates)}d", *chain.from_iterable(self.rates)), self._before)
 
     def after(self, digest: int) -> Step:
@@ -75,7 +75,7 @@ def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
     """Raises on all ranks of a mesh, before anything is updated, where they would update by different numbers.
 
     Args:
-        mesh: those that have told each other their digests.
+        mesh: the ranks that have exchanged digests.
         digests: of all of them, in their order.
         step: of this rank; None where there is none yet.
 
@@ -110,7 +110,7 @@ def _text(rate: Rate | None) -> str:
 
 class Handshake:
     """A row of numbers to every rank: which fetch (above 0) or push (below 0) this is, at which learning rates, then
-    whatever else.
+    numbers of the caller.
 
     Args:
         mesh: the ranks.
@@ -141,7 +141,7 @@ class Handshake:
 
         Raises:
             ConfigurationError: ranks have different learning rates.
-            PeerError: a rank does something else; all ranks learn it here, so nobody is left waiting.
+            PeerError: a rank does something else; all ranks raise here, so none is left waiting.
         """
         self.numbers[:, 0] = joined(operation, step)
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()

@@ -1,6 +1,6 @@
 """Micro-batch: how the windows of a shard group travel: by micro-batch where its transport can, else whole.
 
-    open → final → fetch, part by part → push, part by part → update
+    open → final → fetch, one by one → push, one by one → update
 
     open    how much comes, which rows (keys), and which micro-batches use them
     final   rows that the window before does not touch: they do not change any more
@@ -95,16 +95,16 @@ def whole_obstacle(part: ShardGroup | CorePart, form: Form, *, verifies: bool, d
 class WholeExchange:
     """Rows come with the first micro-batch, gradients go after the last one: for any transport, plan and table.
 
-    Those of one rank do not travel: they are read and updated in place. Rows of tiered tables on one device are brought
-    into its memory before, in the order of the batches (`retrieve`), by the host; copies have streams of their own. The
-    stream of communication waits for them when a batch's turn comes (`fetch`), hence so does the one that computes; its
-    update comes after all that was read of the batch, so that rows which are unpinned by then are not read any more.
+    Those of one rank do not travel: they are read and updated in place. On one device the host copies rows of tiered
+    tables into the device's memory ahead, in the order of the batches (`retrieve`), on streams of their own. The stream
+    of communication waits for these copies when the batch's turn comes (`fetch`), and so does the one that computes.
+    The batch's update comes after all its reads, so rows that are unpinned by then are not read any more.
 
     Attributes:
         is_split: whether rows travel by micro-batch.
-        is_tiered: whether rows are brought into fast memory before they are fetched.
-        is_on_device: whether what is done is asked of a device, and may be done later.
-        reason: why so.
+        is_tiered: whether rows are prefetched into fast memory before they are fetched.
+        is_on_device: whether work is launched on a device, and may be done later.
+        reason: how rows travel, and why.
     """
 
     is_split = False
@@ -122,7 +122,7 @@ class WholeExchange:
         self._fetched: Window | None = None  # and not updated
 
     def begin(self, number: int) -> None:
-        """Takes the number of the first of some windows: what came before is updated."""
+        """Takes the number of the first window of a run; all earlier windows are updated."""
         self._updated = number - 1
         for exchange in self._tiered:
             exchange.comes_early = False  # from now on rows come in the order of the batches
@@ -134,7 +134,7 @@ class WholeExchange:
         """There is no window where other ranks may have one. No-op: waiting peers time out with `PeerError`."""
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
-        """Brings rows into fast memory; `may_wait` tells whether updates of other windows may still make room."""
+        """Prefetches rows into fast memory; `may_wait` says whether updates of other windows may still make room."""
         for exchange, group in zip(self._tiered, self._mine(window), strict=False):
             exchange.retrieve(group.group, may_wait)
 
@@ -178,7 +178,7 @@ class WholeExchange:
             group.unpin()
 
     def end(self) -> None:
-        """Forgets what was opened and never updated, though the program may keep the batch."""
+        """Unpins the rows of a window that was opened and never updated."""
         if self._fetched is not None:
             self.unpin(self._fetched)
             self._fetched = None
@@ -192,8 +192,8 @@ class WholeExchange:
 class MicroBatchExchange:
     """Rows and gradients travel by micro-batch. Making one is collective.
 
-    Where tables have replicas no row is final before its window opens: only the other replica groups know what they
-    touch.
+    Where tables have replicas no row is final before its window opens: this replica group does not know which rows the
+    others touch.
 
     Args:
         part: the shard group; on a device, of several ranks.
@@ -249,7 +249,7 @@ class MicroBatchExchange:
         """Sends owners what is needed, and by which micro-batches. Collective; a device's host waits for sizes.
 
         Raises:
-            PeerError: a rank brings another batch, or, on a device, one with ids that are no rows.
+            PeerError: a rank opens another batch, or, on a device, one with ids that are no rows.
             IdRangeError: this rank does.
         """
         self._exchange_counts(window)
@@ -263,7 +263,7 @@ class MicroBatchExchange:
             self._sort(window)
 
     def _exchange_counts(self, window: Window) -> None:
-        """How much each rank asks of this one, for every group."""
+        """Learns how many requests each rank sends this one, for every group."""
         pairs, sizes = self._pairs(window), self._handshake.numpy()
         for (each, group), columns in zip(pairs, self._columns, strict=True):
             each.write_sizes(group, sizes[:, columns])
@@ -283,7 +283,7 @@ class MicroBatchExchange:
     def pass_over(self) -> None:
         """There is no window where other ranks may have one.
 
-        Devices tell each other, or some would wait amid messages; between hosts, waiting peers time out.
+        Between devices ranks compare this, or some would wait amid messages; between hosts, waiting peers time out.
 
         Raises:
             PeerError: a rank has one.
@@ -292,7 +292,7 @@ class MicroBatchExchange:
             self._compare(NO_WINDOW)
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
-        """Brings rows that were asked for into fast memory; `may_wait` as for `WholeExchange.retrieve`."""
+        """Prefetches requested rows into fast memory; `may_wait` as for `WholeExchange.retrieve`."""
         for each, group in self._pairs(window):
             if each.is_tiered:
                 each.hold(group, window.number, may_wait, finds_final=self._finds_final)

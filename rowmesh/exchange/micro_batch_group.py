@@ -37,7 +37,7 @@ class MicroBatchGroup:
         form: how rows travel.
 
     Attributes:
-        is_tiered: whether rows must be brought into fast memory before they are read.
+        is_tiered: whether rows must be put into fast memory before they are read.
         has_copies: whether copied rows have messages of their own.
         num_sizes: numbers of the handshake.
     """
@@ -58,18 +58,18 @@ class MicroBatchGroup:
         """All windows so far are updated, or will never be."""
 
     def write_sizes(self, window: WindowGroup, sizes: np.ndarray) -> None:
-        """Fills in what the handshake says of requests, int64 `[W, num_sizes]`."""
+        """Writes the sizes of requests into the handshake, int64 `[W, num_sizes]`."""
 
     def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
         """Takes the same of all ranks."""
         raise NotImplementedError
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor | None]:
-        """The slots that this rank asks for, int32 `[U]`, and where those go that it is asked for."""
+        """The slots that this rank requests, int32 `[U]`, and room for those that other ranks request."""
         raise NotImplementedError
 
     def post_keys(self, window: WindowGroup) -> list[Message]:
-        """Sends owners which rows are needed, and by which micro-batches."""
+        """Sends requests to the owners, with the micro-batches that use each row."""
         memory, keys = window.memory, [self._keys(window)]
         if (uses := memory.uses(self._form)) is not None:
             keys.append(uses)
@@ -80,13 +80,13 @@ class MicroBatchGroup:
         raise NotImplementedError
 
     def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
-        """Has the merged rows stay where they are, and finds which are final."""
+        """Pins the merged rows, and finds which are final."""
 
     def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
         """Finds which rows the window before does not touch, where `hold` does not."""
 
     def post_final(self, window: WindowGroup, before: WindowGroup | None) -> Message:
-        """Sends ranks which of the rows that they asked for the window before does not touch."""
+        """Sends ranks which of their requested rows the window before does not touch."""
         self._find_final(window, before)
         out, sizes_out, sizes_in, into = window.memory.final()
         return self._post(self._rows, out, sizes_out, sizes_in, into)
@@ -109,11 +109,11 @@ class MicroBatchGroup:
         return self._post(self._gradients, packed, *sizes, memory.gradients_into(phase))
 
     def requests(self, window: WindowGroup) -> list[Requests]:
-        """What was asked, lane by lane, where there are lanes."""
+        """The requests, lane by lane, where there are lanes."""
         return []
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for."""
+        """Updates the requested rows."""
         raise NotImplementedError
 
     def _post(
@@ -123,7 +123,7 @@ class MicroBatchGroup:
 
 
 class OnHost(MicroBatchGroup):
-    """On a CPU: a number for every row says which window asked for it last. Own rows are read in place.
+    """On a CPU: a number for every row says which window requested it last. Own rows are read in place.
 
     Args:
         exchange, rows, gradients, form: as for `MicroBatchGroup`.
@@ -149,8 +149,8 @@ class OnHost(MicroBatchGroup):
         self._num_fetched = exchange.copies.start  # segments of rows that travel; every rank has the others itself
         self._copies = Copies(exchange, common) if exchange.copies else None
         num_slots = exchange.arena.num_slots
-        # The last window that asked for the row in each place. A row that moves to another place was touched by no
-        # window in sight, which would have kept it where it was.
+        # The last window that requested the row in each place. A row moves to another place only where no window in
+        # sight touched it, since that window would have pinned it.
         self._touched = np.zeros(num_slots if verifies else exchange.num_places, np.uint32)
         self._versions = np.zeros(num_slots if verifies else 0, np.uint32)  # the last one that changed it
 
@@ -197,7 +197,7 @@ class OnHost(MicroBatchGroup):
             memory.leave_out(group.look_up.send.segment_offsets[:, first], offsets[:, first] + ahead)
 
     def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
-        """Brings the merged rows into the arena, and finds which are final."""
+        """Pins the merged rows in the arena, and finds which are final."""
         group, memory, merger = window.group, window.on_host, window.on_host.merger
         pinned, places = self.exchange.pin(merger, may_wait), merger.merged_slots
         group.pin(pinned)
@@ -216,10 +216,10 @@ class OnHost(MicroBatchGroup):
             self._check_versions(window, phase)
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for, and their copies."""
+        """Updates the requested rows, and their copies."""
         group, merger = window.group, window.on_host.merger
         pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
-        if pinned is not None:  # takes no turn: a batch that waits for their cache slots may have it
+        if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
             pinned.apply(merger, update.lr, update.scaling, update.step)
         else:
             self.exchange.apply(merger, update, (0, copied))
@@ -287,7 +287,7 @@ class OnDevice(MicroBatchGroup):
         return window.group.lanes[0].keys, None
 
     def post_keys(self, window: WindowGroup) -> list[Message]:
-        """Sends owners which rows are needed, by which micro-batches, and which copies are read."""
+        """Sends requests to the owners, with the micro-batches that use each row, and which copies are read."""
         posted = super().post_keys(window)
         if self._copies is not None:
             posted.append(self._copies.post_keys(window.group.lanes[1]))
@@ -323,11 +323,11 @@ class OnDevice(MicroBatchGroup):
         return super().post_gradients(window, phase)
 
     def requests(self, window: WindowGroup) -> list[Requests]:
-        """What was asked, lane by lane."""
+        """The requests, lane by lane."""
         return window.group.lanes
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the rows that ranks asked for, gradients in the order of the ranks; and copied rows alike."""
+        """Updates the requested rows, gradients in the order of the ranks; and copied rows alike."""
         group, merging = window.group, self._merging(window)
         self._lane.apply(merging, window.on_device.came(), update)
         self._lane.count(group.lanes[:1], merging)

@@ -1,6 +1,6 @@
 """Migration: rows and their optimizer state move from where one plan holds them to where another does.
 
-Who sends what follows from the two plans by arithmetic, on every rank alike, so that nothing but rows is sent. A rank
+Every rank finds from the two plans, by arithmetic, which rank sends which rows, so only rows are sent. A rank
 that holds a row under both plans copies it within its memory; any other gets it from its owner under the old plan.
 Rows travel in windows of neighbouring rows, as many as a bound on memory allows, table by table: an all-to-all for the
 values and one for each state.
@@ -130,7 +130,7 @@ def move_rows(
     What it needs beside the arenas is about `chunk_bytes`, or a few rows where that is more.
 
     Args:
-        old: exchanges whose rows nobody changes meanwhile.
+        old: exchanges whose rows do not change meanwhile.
         new: exchanges of the same groups in the same order.
         mesh: the ranks.
         chunk_bytes: memory for buffers.
@@ -155,7 +155,7 @@ def move_rows(
 
 @dataclass(frozen=True)
 class _Share:
-    """How much memory a row takes on the rank that has most to do with it."""
+    """How much memory a row takes on the rank that needs most for it."""
 
     old: AddressMap
     new: AddressMap

@@ -111,7 +111,7 @@ class OneSidedTransport(Transport):
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Announces the send buffers, waits, merges what all ranks laid out for this one, updates, waits."""
+        """Announces the send buffers, waits, merges the gradients of all ranks for this one, updates, waits."""
         self._num_pushes += 1
         self._announce(routes, step)
         self._barrier.wait()

@@ -37,7 +37,7 @@ class Pooling:
         return 0 if self._outputs is None else self._outputs.num_bytes
 
     def compress(self, group: RouteGroup) -> None:
-        """Files the output cells of every row, for the backward; may run while rows travel."""
+        """Sorts the output cells by row (CSR), for the backward; may run while rows travel."""
         group.look_up.compress(group.layout)
 
     def _take(self, num_rows: int, dim: int) -> Tensor:
@@ -104,7 +104,7 @@ class PoolFunction(torch.autograd.Function):
                 "derivative; for a penalty on gradients take torch.autograd.grad(loss, embeddings.values, "
                 "create_graph=True), add what it gives to the loss, and call backward() on that"
             )
-        # The graph may live as long as a loss that somebody keeps; the buffers of what was looked up must not.
+        # The graph may live as long as a loss that the program keeps; the buffers of what was looked up must not.
         look_up, ctx.look_up = ctx.look_up, None
         if look_up is None:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")

@@ -62,7 +62,7 @@ class Delta:
         return [self.slots, *self.values]
 
     def padded(self, count: int) -> list[Tensor]:
-        """On a device, slots and values with so many rows, of which the first are these; nobody reads the others."""
+        """On a device, slots and values with so many rows, of which the first are these; the others are unused."""
         return self.sent if len(self) == count else [grown(part, count, part.device) for part in self.sent]
 
     def places(self, num_owners: int) -> list[np.ndarray]:

@@ -48,9 +48,9 @@ class _Group:
     """One group's messages.
 
     Attributes:
-        own: what this rank knows itself of the rows that are sent.
+        own: what this rank has itself of the rows that are sent.
         counts: rows that each replica sends this one.
-        parts: of hosts, where the message of each replica goes.
+        parts: on hosts, where the message of each replica goes.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ReplicaSync:
             self._receive()
 
     def forget(self) -> None:
-        """Takes the rows of this rank as equal to those of the other replicas, whoever changed them."""
+        """Takes the rows of this rank as equal to those of the other replicas."""
         for group in self._groups:
             group.rows.forget()
 

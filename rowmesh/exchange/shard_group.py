@@ -75,7 +75,7 @@ class ShardGroup:
         scaling: what summed gradients are multiplied by: their mean, as DistributedDataParallel takes it. Over all
             ranks where gradients are summed over them, over those of the replica group where groups update for
             themselves.
-        needs_flush: whether rows of this replica group change until the next look-up, by `flush`.
+        needs_flush: whether `flush` must update rows before the next look-up.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ShardGroup:
         """Makes room for the rows that this rank holds.
 
         Raises:
-            ConfigurationError: a rank would hold more rows than can be told apart.
+            ConfigurationError: a rank would hold more rows than slots have numbers.
             MemoryError, OSError: there is no room.
         """
         plan = self.plan if self.device is None else one_hop(self.plan)
@@ -161,7 +161,7 @@ class ShardGroup:
         return GroupExchange(group, address_map, arena, self.device, self.transport.allocate, asks_owners=asks_owners)
 
     def connect(self) -> None:
-        """Makes ranks known to each other, when all rows have their values. Collective."""
+        """Connects the ranks, when all rows have their values. Collective."""
         self.transport.connect(self.exchanges)
         if self._replicate_group is None:
             return
@@ -184,7 +184,7 @@ class ShardGroup:
         return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
 
     def fetch(self, route: Route, meanwhile: Meanwhile) -> None:
-        """Brings the rows of these groups within reach. Collective.
+        """Makes the rows of these groups readable. Collective.
 
         Args:
             route: of a batch.
@@ -195,7 +195,7 @@ class ShardGroup:
         self.transport.fetch(route if self._is_whole else RoutePart(route, self.indices), meanwhile)
 
     def push(self, routes: Sequence[Route], step: Step) -> None:
-        """Sends gradients to the owners, which update; what replicas send each other arrives by `flush`. Collective.
+        """Sends gradients to the owners, which update; `flush` waits for messages of other replicas. Collective.
 
         Args:
             routes: with gradients.
@@ -222,7 +222,7 @@ class ShardGroup:
         return updates
 
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
-        """Sends the other replicas what was pushed, if that is due; what they send arrives by `flush`. Collective."""
+        """Sends the other replicas what was pushed, if that is due; `flush` waits for theirs. Collective."""
         if self.synchronizer is not None:
             self.needs_flush = self.synchronizer.begin(updates, step)
 
@@ -237,13 +237,13 @@ class ShardGroup:
             self.flush()
 
     def forget(self) -> None:
-        """Takes the rows of this rank, which somebody sets, as equal to those of the other replicas."""
+        """Takes the rows of this rank, which the program sets, as equal to those of the other replicas."""
         self.flush_own()
         if self.synchronizer is not None:
             self.synchronizer.forget()
 
     def flush(self) -> None:
-        """Brings the rows of this replica group up to date. Collective."""
+        """Waits for messages of other replicas and updates the rows of this replica group. Collective."""
         if self.synchronizer is not None and self.needs_flush:
             self.synchronizer.finish()
             self.needs_flush = False
@@ -251,12 +251,12 @@ class ShardGroup:
                 self.transport.publish()
 
     def flush_own(self) -> None:
-        """Brings the rows that this rank holds up to date."""
+        """Waits for messages of other replicas and updates the rows that this rank holds."""
         if self.synchronizer is not None:
             self.synchronizer.finish()
 
     def share(self, piece: Piece) -> Piece:
-        """What this replica answers for of the rows that all replicas have: every row is in the share of one."""
+        """The rows of a piece that count as this replica's: each row counts for one replica only."""
         first, end = (len(piece.rows) * number // self.replicas for number in (self._replica, self._replica + 1))
         return Piece(piece.rows[first:end], piece.slots[first:end])
 
@@ -266,7 +266,7 @@ class ShardGroup:
         self.transport.barrier()
 
     def close(self) -> None:
-        """Gives back what the transport holds; rows are up to date where that needs no other rank."""
+        """Frees rows and the transport; before that, rows are brought up to date where that needs no other rank."""
         if self.replicas == 2:
             self.flush_own()
         for exchange in self.exchanges:
@@ -324,7 +324,7 @@ class ShardGroups:
             outcome: the end of the message.
 
         Raises:
-            ConfigurationError: on all ranks alike, where one would hold more rows than can be told apart, or cannot
+            ConfigurationError: on all ranks alike, where one would hold more rows than slots have numbers, or cannot
                 make the file of a tiered table; names it.
             MemoryError: on all ranks alike, where one has no room; names it.
         """
@@ -352,7 +352,7 @@ class ShardGroups:
         self.exchanges = [numbered[index] for index in sorted(numbered)]
 
     def connect(self) -> None:
-        """Makes ranks known to each other, when all rows have their values."""
+        """Connects the ranks, when all rows have their values."""
         for each in self.all:
             each.connect()
 
@@ -403,13 +403,13 @@ class ShardGroups:
             barrier(self._mesh, "waiting at a barrier")
 
     def close(self) -> None:
-        """Gives back what transports hold."""
+        """Frees rows and transports."""
         for each in self.all:
             each.close()
 
 
 def one_hop(plan: Plan) -> Plan:
-    """The plan with all rows asked for in one hop, which devices take everywhere: it holds them at the same places."""
+    """The plan with all rows in one hop, as devices run it; it holds rows at the same places."""
     tables = []
     for table in plan.tables:
         ranges = tuple(replace(part, two_hop=False) for part in table.ranges)

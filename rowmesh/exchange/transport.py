@@ -7,7 +7,7 @@ Both are collective: every rank calls them equally often and in the same order, 
 which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a
 look-up has none to push, and adds nothing.
 
-All transports give the same results to the bit: requests are merged in the order of the ranks, whatever brought them.
+All transports give the same results to the bit: requests are merged in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Transport:
 
     Attributes:
         name: as it is asked for.
-        reason: why this one.
+        reason: why this transport was chosen.
         common: counts the messages that serve all groups.
     """
 
@@ -57,7 +57,7 @@ class Transport:
         return 0
 
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor | None:
-        """Memory for a rank's rows, `[slots, D]`, which other ranks can read if they do; None: any memory will do.
+        """Memory for a rank's rows, `[slots, D]`, where other ranks must be able to read them; None: any memory.
 
         Args:
             group: whose.
@@ -71,11 +71,11 @@ class Transport:
         return Buffer(num_bytes)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
-        """Makes ranks known to each other; collective, once, after all rows have their values."""
+        """Connects the ranks; collective, once, after all rows have their values."""
         self._exchanges = exchanges
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
-        """Brings the route's rows within reach; calls `meanwhile` for each group while its rows travel."""
+        """Makes the route's rows readable; calls `meanwhile` for each group while its rows travel."""
         raise NotImplementedError
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
@@ -87,13 +87,13 @@ class Transport:
         raise NotImplementedError
 
     def publish(self) -> None:
-        """Own rows changed otherwise than by a push, and those of all ranks: the next fetch finds them."""
+        """Notes that rows of all ranks changed other than by a push; the next fetch reads the new values."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
 
     def close(self) -> None:
-        """Gives back what the transport holds."""
+        """Frees the transport's memory and connections."""
 
 
 class LocalTransport(Transport):
@@ -111,7 +111,7 @@ class LocalTransport(Transport):
         self._late = LateChecks(rank)
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
-        """All rows are here; those of cached tables are brought into fast memory."""
+        """Puts rows of cached tables into fast memory; all other rows are readable already."""
         self._late.add(route)
         for group in route.groups:
             if group.exchange.device is not None:
@@ -156,7 +156,7 @@ class LocalTransport(Transport):
         exchange.unpin_updated(pinned)
 
     def barrier(self) -> None:
-        """No other rank; says what is wrong with batches that the host has not looked at yet."""
+        """Checks batches that the host has not looked at yet; there is no other rank to wait for."""
         self._late.read()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class LocalTransport(Transport):
 
 
 def _slots(group: RouteGroup) -> Tensor:
-    """int32 `[N]`, of which the first are the slots of unique ids, the others none."""
+    """The slots of the unique ids, then no slots: int32 `[N]`."""
     places = group.look_up.places
     number = torch.arange(places.numel(), device=places.device)
     return torch.where(number < group.look_up.unique.num_unique, places, _NO_SLOT)
@@ -205,7 +205,7 @@ class LateChecks:
         self._waiting: list[tuple[Routed, list[int], Late]] = []
 
     def add(self, route: Routed) -> None:
-        """Looks at earlier batches, and has this one's numbers come; waits for them where nothing may look later.
+        """Checks earlier batches and starts copying this one's numbers; waits for them where no later call may check.
 
         Raises:
             IdRangeError: a batch had ids that are no rows.
@@ -218,16 +218,16 @@ class LateChecks:
             self.read()
 
     def post(self, route: Routed) -> None:
-        """Sends a batch's numbers on their way to the host."""
+        """Starts copying a batch's numbers to the host."""
         assert route.late is not None
         parts = [route.late.outside, *(self._numbers(group) for group in route.groups)]
         self._waiting.append((route, [len(part) for part in parts], Late(torch.cat(parts))))
 
     def read(self) -> None:
-        """Looks at all of them; waits for what the device did up to there, not for what came after.
+        """Checks all waiting batches; waits for the device's work up to their numbers, not for later work.
 
         Raises:
-            IdRangeError: a batch had ids that are no rows; what is to be known of the others is known.
+            IdRangeError: a batch had ids that are no rows; the numbers of the others were taken.
         """
         if not self._waiting:
             return

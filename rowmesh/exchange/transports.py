@@ -55,14 +55,14 @@ def make_transport(
 
     Args:
         name: what was asked for.
-        mesh: the ranks, or a part of them; all ranks of the run then name the same parts.
+        mesh: the ranks, or a replica group of them; all ranks of the run then name the same groups.
         num_groups: groups of tables that it serves.
         device: of this rank's rows; None for the host's memory.
         is_tiered: whether the tables are; their rows always travel in messages.
 
     Raises:
         ConfigurationError: the name is unknown, or one-sided was asked for where it cannot work; between devices on
-            all ranks of the run, whichever part cannot.
+            all ranks of the run, whichever replica group cannot.
     """
     wanted: TransportName = "collective" if is_tiered else name
     if device is not None:

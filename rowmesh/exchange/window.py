@@ -60,7 +60,7 @@ class DeviceMicroBatch:
 
 
 class WindowGroup:
-    """One group's part of a window.
+    """What a window has of one group.
 
     Args:
         group: of the route of the whole batch.
@@ -106,7 +106,7 @@ class WindowGroup:
         return self.memory
 
     def read_fetched(self) -> None:
-        """Has micro-batches read what was fetched for the whole batch; on a CPU it is where they look for it."""
+        """Lets micro-batches read the rows fetched for the whole batch; on a CPU they do so anyway."""
         if self.group.exchange.device is not None:
             look_up = self.group.look_up
             slots = look_up.slots if look_up.order is None else places_in(look_up.order)
@@ -119,7 +119,7 @@ class WindowGroup:
             self.group.look_up.gradients = gradients if order is None else gradients.index_select(0, order)
 
     def unpin(self) -> None:
-        """Its rows, which the current stream has read and nobody will update, may leave fast memory."""
+        """Unpins its rows, which the current stream has read and which will not be updated."""
         self.group.unpin()
 
 
@@ -183,7 +183,7 @@ class Window:
     Attributes:
         route: of the whole batch.
         bounds: the first sample of each micro-batch, and B.
-        groups: the parts of the route.
+        groups: what the window has of each group.
         number: which window of the pipeline this is, from `FIRST` on.
         step_before: the step of the last window that has had one when this one opens, where there is one.
 

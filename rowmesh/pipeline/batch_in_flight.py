@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Samples(Protocol):
-    """What a loader gives: `rowmesh.data.Batch` is one."""
+    """An item of a loader: `rowmesh.data.Batch` is one."""
 
     @property
     def sparse(self) -> SparseBatch:
@@ -82,7 +82,7 @@ class BatchInFlight(Generic[T]):
             self._pipeline.record_compute(task, start)
 
     def take_gradients(self, part: int) -> None:
-        """Says that the gradients of a micro-batch are there."""
+        """Notes that the gradients of a micro-batch are summed."""
         self._num_computed = part + 1
 
     @property

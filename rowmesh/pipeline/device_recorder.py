@@ -4,15 +4,15 @@
 A task on a device is between two marks with a time in its stream, which the device passes when it comes to them. The
 host never waits for that: whenever a task is noted, or totals are taken, it looks which marks have passed.
 
-*The device's seconds.* A device tells the time between two marks, not when one was, and in 24 bits: over an hour to
-0.2 ms. So a mark is timed from another that is known already and not long ago: it moves on, once a second. One that had
-passed a second before the next took its place is before everything that is asked from then on, on any stream.
+*The device's seconds.* A device gives the time between two marks, not the time of one, and in 24 bits: over an hour to
+0.2 ms. So a mark is timed from a recent mark whose time is known. The known mark is replaced once a second, by one that
+passed at least a second later; the one before it precedes all work that is launched from then on, on any stream.
 
 *The host's seconds.* Ranks, and what only hosts do, have no other clock in common. To read spans (`settle`) the host
-waits for all that was noted, then asks an idle device for a mark and has it in its own clock to within the few µs that
-this takes; of several tries the shortest counts. Spans since the last reading are moved by that one difference. Two
-crystals may part by some 10 µs a second: a trace is right to a few µs where it ends, which is where it is read, and to
-some 0.1 ms ten seconds before. Within a device spans are exact.
+waits for all that was noted, then records a mark on the idle device and reads its own clock; the two agree to within
+the few µs that this takes. Of several tries the shortest counts. Spans since the last reading are moved by that one
+difference. Two clocks may drift apart by some 10 µs a second: a trace is right to a few µs at its end, where it is
+read, and to some 0.1 ms ten seconds before. Within a device spans are exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Known(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """A task that may not be done yet, and what its time is told from."""
+    """A task that may not be done yet, and the marks that give its time."""
 
     task: Task
     start: Mark
@@ -74,7 +74,7 @@ class DeviceRecorder(Recorder):
         self._under_way: dict[str, deque[_Noted]] = {}  # by resource: in each, tasks are done in order
         self._by_device: deque[Span] = deque(maxlen=KEPT)  # in the device's seconds
         first = self.now()
-        first.wait()  # so that whatever is timed comes after it
+        first.wait()  # so that all timed work comes after it
         self._before = self._next = _Known(first, 0.0)
 
     def now(self) -> Mark:
@@ -82,7 +82,7 @@ class DeviceRecorder(Recorder):
         return self._current().mark(has_time=True)
 
     def note(self, task: Task, resource: str, start: Mark, end: Mark, cpu_s: float | None = 0.0) -> None:
-        """A task that is done between two marks of a stream. What its thread took to ask for it is not counted."""
+        """Notes a task between two marks of a stream. The time its thread took to launch it is not counted."""
         with self._lock:
             noted = self._under_way.setdefault(resource, deque(maxlen=KEPT))
             self._look(resource)  # before one that is done is dropped for the new one

@@ -8,8 +8,8 @@
         dense_optimizer.step()
 
 The model is that of the plain loop. A batch is read and routed, and the owners of its rows learn of it, `depth` batches
-ahead; rows that no rank changes any more come during the batch before; the others come, and gradients go, beside the
-computation of the micro-batches.
+ahead. Rows that no rank changes any more are fetched during the batch before; other rows are fetched, and gradients
+sent, while the micro-batches are computed.
 
 Source: NestPipe §III–VI; EL-Rec §V.
 """
@@ -46,8 +46,8 @@ _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
 class Pipeline(Generic[T]):
     """Runs the batches of a loader through an EmbeddingCollection. Making one is collective.
 
-    All ranks make it alike and bring equally many batches. Between two windows ranks may look up and evaluate as they
-    like; that waits until the step is done. Who sets rows, or migrates, leaves the loop before.
+    All ranks make it alike and have equally many batches. Between two windows ranks may look up and evaluate; the call
+    waits until the step is done. A program that sets rows or migrates must leave the loop first.
 
     Args:
         embeddings: the tables.
@@ -136,7 +136,7 @@ class Pipeline(Generic[T]):
 
     @property
     def reasons(self) -> list[str]:
-        """How the rows of each part travel, and why so."""
+        """How the rows of each shard group travel, and why."""
         return [windows.reason for windows in self._windows]
 
     @property
@@ -176,7 +176,7 @@ class Pipeline(Generic[T]):
         self._engine.take_over(Driver(self._step, self.settle, cancelled))
         try:
             return self._start(reader, cancelled)
-        except BaseException:  # or nobody could look rows up any more
+        except BaseException:  # or no look-up would be possible any more
             self._engine.take_back()
             raise
 
@@ -188,7 +188,7 @@ class Pipeline(Generic[T]):
             windows.begin(self._first)
         actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
         actions["retrieve"] = lambda task: self._retrieve(task, runner)
-        self._streams.meet()  # what set rows was before, and whoever used this memory
+        self._streams.meet()  # after all work that set rows or used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
             self.schedule, on_streams, rank=self._engine.mesh.rank, threads=self._overlap, disturb=self._disturb,
@@ -199,7 +199,7 @@ class Pipeline(Generic[T]):
     def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:
         turn = -self.schedule.depth
         while True:
-            if self._has_settled:  # and the program may have brought rows up to date, on its own stream
+            if self._has_settled:  # and the program may have updated rows, on its own stream
                 self._streams.meet()
                 self._has_settled = False
             runner.enter(turn)
@@ -219,7 +219,7 @@ class Pipeline(Generic[T]):
             turn += 1
 
     def _note_dense(self, flight: BatchInFlight[T]) -> None:
-        """Notes when the dense network was updated: what the driver does after it settles is not of the step."""
+        """Notes when the dense network was updated: the driver's work after `settle` is not part of the step."""
         if flight.stepped is not None:
             self.recorder.note(Task("dense", flight.batch), COMPUTE, flight.stepped, self.recorder.now())
             flight.stepped = None
@@ -318,13 +318,13 @@ class Pipeline(Generic[T]):
         if error is not None:
             raise error
 
-    # What the driver asks for
+    # Calls of the driver
 
     def await_rows(self, flight: BatchInFlight[T], task: Task) -> Mark:
         """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
 
-        The stream of a device comes to the first mark when it has nothing else to do, and to the second when rows are
-        there: what the host waits meanwhile for other threads, who ask for them, is exposed where the device is idle.
+        A device's stream passes the first mark when it has no other work, and the second when rows are there. While the
+        host waits for the threads that fetch rows, the time is exposed only if the device is idle.
         """
         runner, start = self._runner_of(flight), self.recorder.now()
         with self._stops_if_it_fails():
@@ -350,7 +350,7 @@ class Pipeline(Generic[T]):
         return self._engine.pool_part(window, part, finished)
 
     def _runner_of(self, flight: BatchInFlight[T]) -> Runner:
-        """What runs a batch."""
+        """The runner of a batch."""
         if self._runner is None or flight is not self._current:
             raise RowmeshError(f"batch {flight.batch} is not under way any more: its loop was left")
         return self._runner
@@ -369,7 +369,7 @@ class Pipeline(Generic[T]):
         self._steps[flight.batch] = self._engine.make_step(lrs)
         self._runner.done(Task("step", flight.batch))
 
-    # What other threads do, a stage each
+    # Stages, in other threads
 
     def _read(self, task: Task) -> None:
         if self._end is not None:
@@ -392,7 +392,7 @@ class Pipeline(Generic[T]):
 
     def _open(self, task: Task) -> None:
         window = self._window(task)
-        if window is not None:  # in the turn before, and no later one for sure, was the step of this batch
+        if window is not None:  # of this earlier batch the step is done for sure, of later ones perhaps not
             window.step_before = self._steps.pop(task.batch - self.schedule.depth - 1, None)
         for windows in self._windows:
             if window is None:

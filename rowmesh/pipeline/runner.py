@@ -1,8 +1,8 @@
 """Runner: does the tasks of a schedule, each resource in a thread of its own, turn by turn.
 
 The driver, the thread that computes, lets the others into a turn (`enter`), waits for what it needs (`wait`) and says
-what it has done (`done`). Nothing of a turn is begun before the driver enters it, and once it has, all of it will be
-done: ranks that go through the same turns send the same messages, wherever they stop.
+what it has done (`done`). No task of a turn begins before the driver enters the turn; then all its tasks are done. So
+ranks that go through the same turns send the same messages, wherever they stop.
 
 Without threads all is done by the driver, as soon as it can be: the sequential loop.
 """
@@ -40,10 +40,10 @@ class Runner:
         rank: for messages.
         threads: whether resources have threads of their own.
         disturb: is called before every task, in its thread: for tests that look for races.
-        cancelled: the event to set when nobody should wait for others any more.
+        cancelled: the event to set when no thread should wait for other ranks any more.
 
     Attributes:
-        cancelled: set when nobody should wait for others any more.
+        cancelled: set when no thread should wait for other ranks any more.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Runner:
             self._is_settling = False
 
     def is_of_use(self, task: Task) -> bool:
-        """Whether anything comes of a task: where the pipeline is being closed, only what this turn needs is."""
+        """Whether a task's result is needed: while the pipeline is being closed, only what this turn needs is."""
         return not self._is_closing or task.batch <= self._turn + 1
 
     def may_wait(self, task: Task) -> bool:
@@ -126,14 +126,14 @@ class Runner:
         return not self._is_settling or Task("update", self._turn) not in self._done
 
     def prepare_to_close(self, task: Task) -> bool:
-        """Begins nothing that is of no use any more, and waits until a task of this turn is done; whether it is."""
+        """Starts no task whose result is not needed, and waits for a task of this turn; returns whether it is done."""
         with self._changed:
             self._is_closing = True
             self._changed.wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
             return task in self._done and not self.cancelled.is_set()
 
     def close(self, when_silent: Callable[[], None] | None = None) -> RowmeshError | None:
-        """Ends the threads, once they have done what can be; what waits for other ranks for long then gives up.
+        """Ends the threads, once they have done all tasks that can be done; a task that waits longer is cancelled.
 
         Ranks that are closed at the same place have sent the same messages.
 
@@ -165,7 +165,7 @@ class Runner:
                 logger.warning("rank %d: the thread %r is still busy and is left alone", self._rank, thread.name)
 
     def _finish(self) -> None:
-        """Has done what can be without the driver."""
+        """Waits until all tasks that can be done without the driver are done."""
         if self._threads:
             with self._changed:
                 self._changed.wait_for(lambda: self.cancelled.is_set() or not self._is_busy(), _CLOSE_S)
@@ -279,8 +279,8 @@ class Runner:
     def _forget(self, turn: int) -> None:
         """Drops what no task can wait for any more.
 
-        Batch `turn − 1` is computed, so what brings rows has done turn `turn − 1 − depth`, and so has all that is done
-        by the same resources; the tasks of later turns wait for up to two batches before.
+        Batch `turn − 1` is computed, so the resources that fetch its rows have done turn `turn − 1 − depth`. Tasks of
+        later turns wait for up to two batches before.
         """
         self._done = {task for task in self._done if task.batch >= turn - self._schedule.depth - 3}
 

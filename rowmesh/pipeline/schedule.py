@@ -2,8 +2,8 @@
 
 In turn t the micro-batches of batch t are computed. A stage that is *ahead* by a turns works for batch t + a then. Each
 resource does the tasks of a turn in the order in which their stages are declared, and turn after turn: the same order
-on all ranks, so that collectives cannot cross. Who drives the pipeline computes, says that the optimizer of the rows
-takes its step, and averages and updates the dense network beside the last gradients of rows.
+on all ranks, so that collectives cannot cross. The thread that drives the pipeline computes, steps the optimizer of the
+rows, and averages and updates the dense network while the last gradients of rows travel.
 
     depth 0        read, route and open a batch in its own turn; rows still come while other micro-batches are computed
     depth K ≥ 1    read, route and open batch t + K in turn t; fetch what is final of batch t + 1
@@ -130,9 +130,9 @@ def make_schedule(
         num_parts: N, micro-batches.
         fetches_final: whether rows are fetched across the step boundary (depth 1 or more); never where
             tiered rows are on a device.
-        is_tiered: whether rows are brought into a fast tier first.
-        is_on_device: whether tasks ask a device for what they do: all messages are then of one resource, in one order
-            on all ranks, and a batch is routed over memory of one before; see [Note: streams] in
+        is_tiered: whether rows are prefetched into a fast tier.
+        is_on_device: whether tasks launch their work on a device. Then all messages are of one resource, in one order
+            on all ranks, and a batch reuses the memory of an earlier one; see [Note: streams] in
             `rowmesh.pipeline.streams`.
     """
     of_memory = (After("update", depth + REUSED_AFTER),) if is_on_device else ()

@@ -10,7 +10,7 @@ have so many that the first is computed before they are there. Sizes therefore g
     size of micro-batch k  ∝  g ^ min(k, N − 1 − k)
 
 g = 1 is even. The ratio is the one, of a grid, with which the window takes least time, by a model of one link that
-makes all fetches first, then the pushes in order, each as soon as it is ready. n of B samples that nobody chose have
+makes all fetches first, then the pushes in order, each as soon as it is ready. n of B samples, not chosen by rows, have
 
     ρ(n) = (n / B) ^ α
 

@@ -1,42 +1,43 @@
-"""Streams: on a device, what tasks ask for is done later, each resource's on a stream of its own.
+"""Streams: on a device, tasks launch work that is done later, each resource on a stream of its own.
 
 [Note: streams]
 
-*Which.* A task of a pipeline on a device only asks for work; the runner's "done" means "asked for". The threads of the
-runner, one a resource, each ask on a stream of their own::
+*Which.* A task of a pipeline on a device only launches work; the runner's "done" means "launched". The threads of the
+runner, one a resource, each launch on a stream of their own::
 
-    worker         copies batches to the device (from pinned memory) and routes them; files ids for the backward
+    worker         copies batches to the device (from pinned memory), routes them, sorts ids by row for the backward
     communication  keys, rows, gradients; merges and updates rows
-    compute        whatever stream is the program's own: pooling, the network, sums of gradients of rows
-    tier           nothing: rows of tiered tables come by streams of their tables, for which that of communication waits
+    compute        the program's own stream: pooling, the network, sums of gradients of rows
+    tier           no work: tiered tables copy rows on streams of their own, for which communication waits
 
 *Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
-(`end`), and one that begins has its stream wait for those of the tasks that the schedule has it come after (`begin`).
-The runner has seen to it that they were recorded before. No host waits for any of this. It waits in two places: for the
-sizes of messages, in the thread that communicates, and, where none are sent, in the same thread before an update, for
-what was counted of its batch when its rows were fetched: the device computes that batch meanwhile.
+(`end`), and a task that begins makes its stream wait for the events of the tasks before it in the schedule (`begin`).
+The runner makes sure that these are recorded by then. The host does not wait for any of this. It waits in two places,
+both in the thread that communicates: for the sizes of messages; and, where no messages are sent, before an update for
+the counts of its batch, which the device made when rows were fetched: the device computes that batch meanwhile.
 
 Rows are read and updated on the communication stream alone, whose order is what makes them fresh: update of t − 1, rows
 of t, final rows of t + 1 (those that t does not touch), gradients and update of t. That holds for rows that are
-computed from cores, read from other ranks' memory, or changed by what replicas tell. With one rank, rows are also read
-where they are by the stream that computes: that waits for the update before (rows of t come after it), and the update
-waits for all gradients of t, hence for all that was read before them.
+computed from cores, read from other ranks' memory, or changed by messages of other replicas. With one rank, the stream
+that computes also reads rows where they are: it waits for the update before (rows of t come after it), and the update
+waits for all gradients of t, hence for all reads before them.
 
 *One communicator, one order.* NCCL needs the messages of a communicator to be posted in one order by all ranks. It may
 also block for ever where two communicators of one device run at once, on every rank in another order, and do not fit on
 it together. Rows and gradients, two threads on a CPU, are therefore one resource here, whose tasks have one declared
 order: rows of t, keys of t + K, final rows of t + 1, gradients of t. The look-ups of the program use the same
-communicator, but only when the pipeline has settled. Sums of cores, and columns of replicas or of nodes, have others,
-which the same thread uses, in one order too. What averages the dense network has a communicator of its own, as it has
-in any program beside DistributedDataParallel; both together take a fraction of a GPU's multiprocessors.
+communicator, but only while the pipeline has no work (`settle`). Sums of cores, replicate groups, and holders of one
+copy a node have communicators of their own, which the same thread uses, in one order too. The average of the dense
+network has its own communicator, as in any program with DistributedDataParallel; both together take a fraction of a
+GPU's multiprocessors.
 
 *Autograd* runs the backward of a micro-batch's vectors in a thread of its own, on the stream on which they were made.
 So the event after which gradients are complete is recorded there, on what is the current stream then, not by the thread
 that called `backward`.
 
 *Memory.* Torch's allocator gives memory that is freed to the next that asks on the stream which it was allocated on, at
-once, whatever other streams still do with it. So nobody may drop a tensor that another stream uses before its
-own stream has waited for that one. Here all that a batch has, from its ids on the device to the rows that came and the
+once, even while other streams still use it. So a tensor that another stream uses may be dropped only after its own
+stream has waited for that one. Here all that a batch has, from its ids on the device to the rows that came and the
 gradients that go, belongs to its window, and the window is dropped as a whole, when the worker begins batch t + K + 2:
 
 - the worker's stream has then waited for the event of the update of t (the schedule has that edge for nothing else),
@@ -50,20 +51,20 @@ is dropped. Three things are not the window's:
 
 - What a loader gives may be on the device, copied there on the worker's stream, since that is where loaders run. The
   program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
-  that the program asked for before.
-- Gradients are allocated on the program's stream, which it may change between batches. Torch's allocator is told who
-  reads them (`DeviceWindow.gradients`).
+  work that the program launched before.
+- Gradients are allocated on the program's stream, which it may change between batches. `DeviceWindow.gradients`
+  registers the stream that reads them with torch's allocator.
 - Pinned memory is kept by torch until it is copied.
 
 At both ends of a loop, and before the program looks rows up, all streams meet (`meet`), and once more before the next
-turn: the program's stream, which looked rows up, may have updated them by what replicas told the one that communicates,
-whose memory that is, and have passed the barrier after which other ranks' rows can be read.
+turn. For the program's look-up may have updated rows by messages of other replicas, whose memory belongs to the
+communication stream, and may have passed the barrier after which other ranks' rows can be read.
 
-*Time.* A task is timed by marks in its stream, one after what it waits for and one after what it asks (`recorder`, see
+*Time.* A task is timed by marks in its stream, one after its waits and one after its work (`recorder`, see
 [Note: clocks] in `rowmesh.pipeline.device_recorder`). An event with a time costs the host some µs, and the device a
-message to memory; a batch has a dozen tasks. So all of them are timed where somebody asked for that (a trace), and else
-only what the stream that computes does and waits for, three marks a micro-batch and two a batch, from which the exposed
-share comes. What is done in turn is always timed: nobody does so but to see what stages take.
+message to memory; a batch has a dozen tasks. So all tasks are timed only for a trace. Otherwise only the stream that
+computes is, with three marks a micro-batch and two a batch, which give the exposed share. Steps in turn are always
+timed: measuring stages is what they are for.
 
 Source: NestPipe §V-B. Differs: batches have a stream of their own, and rows are updated on that of communication.
 """
@@ -95,11 +96,11 @@ class Streams(Protocol):
         ...
 
     def begin(self, task: Task) -> None:
-        """What follows on the current stream comes after all that a task waits for."""
+        """Makes later work on the current stream wait for the tasks before this one."""
         ...
 
     def end(self, task: Task) -> None:
-        """What was asked of the current stream so far is all of a task."""
+        """Notes that all work of a task is on the current stream by now."""
         ...
 
     def keep(self, batch: int, thing: object) -> None:
@@ -107,7 +108,7 @@ class Streams(Protocol):
         ...
 
     def meet(self) -> None:
-        """What follows on any stream comes after all that was asked for so far."""
+        """Makes later work on every stream wait for all work so far."""
         ...
 
     def forget(self) -> None:
@@ -137,19 +138,19 @@ class HostStreams:
         self._recorder.note(task, resource, start, self._recorder.now(), time.thread_time() - cpu_s)
 
     def begin(self, task: Task) -> None:
-        """The runner waited."""
+        """No-op: the runner waited."""
 
     def end(self, task: Task) -> None:
-        """It is done."""
+        """No-op: the task is done."""
 
     def keep(self, batch: int, thing: object) -> None:
-        """Nobody uses it."""
+        """No-op: no stream uses it."""
 
     def meet(self) -> None:
-        """The runner waited."""
+        """No-op: the runner waited."""
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """No-op: nothing is kept."""
 
 
 class DeviceStreams:
@@ -189,7 +190,7 @@ class DeviceStreams:
         self._done(task, self._timed(stream, resource, work, task) if self._is_traced else _asked(stream, work))
 
     def _timed(self, stream: Stream, resource: str, work: Callable[[], None], task: Task) -> Mark:
-        """Asks for a task, and notes when it is done; returns its end."""
+        """Launches a task, and notes when it is done; returns the mark at its end."""
         if host := _OF_HOST.get(task.stage):
             start_s, end = time.perf_counter(), _asked(stream, work)
             self._recorder.add(Span(task, host, start_s, time.perf_counter()))
@@ -228,9 +229,9 @@ class DeviceStreams:
             self._kept.pop(batch, None)
 
     def meet(self) -> None:
-        """Has the current stream wait for all others, and them for it: their memory may be used again, and then there.
+        """Makes the current stream wait for all others, and them for it.
 
-        What is dropped after this may be.
+        After this, memory of any stream may be dropped and used again.
         """
         current = self._make.current(self._device)
         current.wait_for([stream.mark() for stream in self._streams.values()])
@@ -246,6 +247,6 @@ class DeviceStreams:
 
 
 def _asked(stream: Stream, work: Callable[[], None]) -> Mark:
-    """Asks for work; returns its end."""
+    """Launches work; returns the mark at its end."""
     stream.run(work)
     return stream.mark()
