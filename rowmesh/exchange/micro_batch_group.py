@@ -334,3 +334,5 @@ class OnDevice(MicroBatchGroup):
         if self._copies is not None:
             requests = group.lanes[1:]
             self._copies.push(requests, self._copies.merged(requests), window.copied, update)
+        window.on_device.drop_came()  # windows are kept for a while after their update
+        window.copied = []

@@ -66,8 +66,9 @@ class Pooling:
             group.look_up.backward(group.layout, grad)
 
     def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
-        """Whether all summed gradients are."""
-        return all(group.look_up.is_finite() for group in groups)
+        """Whether all summed gradients are finite."""
+        found = [group.look_up.is_finite() for group in groups]
+        return bool(torch.stack(found).all())  # a device is waited for once
 
     def by_group(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the output that each group wrote into."""

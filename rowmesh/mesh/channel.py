@@ -7,6 +7,7 @@ gloo the host waits.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -115,15 +116,15 @@ class Channel:
         """
         into = out.new_empty(sum(sizes_in), *out.shape[1:]) if into is None else into
         own = self.member
-        row_bytes = out.stride(0) * out.itemsize if out.dim() > 1 else out.itemsize
-        with _counting:
-            counters.bytes_sent += row_bytes * (sum(sizes_out) - sizes_out[own])
-            counters.bytes_received += row_bytes * (sum(sizes_in) - sizes_in[own])
-            counters.all_to_all_rounds += 1
         if self.size == 1:
             if copies_own:
                 into[: sizes_in[0]] = out[: sizes_out[0]]
             return Message(self, None, into, out, doing)
+        row_bytes = math.prod(out.shape[1:]) * out.itemsize
+        with _counting:
+            counters.bytes_sent += row_bytes * (sum(sizes_out) - sizes_out[own])
+            counters.bytes_received += row_bytes * (sum(sizes_in) - sizes_in[own])
+            counters.all_to_all_rounds += 1
         raw_out, raw_in = _bytes_of(out), _bytes_of(into)  # whatever types a backend knows
         if (waiter := self._waiter) is not None:
             if copies_own:
@@ -163,13 +164,13 @@ class Channel:
             into: `[size · n, …]` or `[size, n, …]`, contiguous; default: new memory.
         """
         into = out.new_empty(self.size * len(out), *out.shape[1:]) if into is None else into
+        if self.size == 1:
+            into.view(-1)[:] = out.reshape(-1)
+            return Message(self, None, into, out, doing)
         with _counting:
             counters.all_gathers += 1
             counters.bytes_sent += out.nbytes * (self.size - 1)
             counters.bytes_received += out.nbytes * (self.size - 1)
-        if self.size == 1:
-            into.view(-1)[:] = out.reshape(-1)
-            return Message(self, None, into, out, doing)
         raw_out, raw_in = out.reshape(-1).view(torch.uint8), into.view(-1).view(torch.uint8)
         work = self._started(lambda: _all_gather(raw_in, raw_out, group=self._group, async_op=True), doing)
         return Message(self, work, into, out, doing)
@@ -181,13 +182,13 @@ class Channel:
     def exchange_equal(self, out: Tensor, counters: MessageCounters, doing: str) -> Tensor:
         """Sends row k of `out`, `[size, …]`, to member k; returns one row from each."""
         into = torch.empty_like(out)
+        if self.size == 1:
+            return into.copy_(out)
         num_bytes = out.nbytes // self.size * (self.size - 1)
         with _counting:
             counters.all_to_all_rounds += 1
             counters.bytes_sent += num_bytes
             counters.bytes_received += num_bytes
-        if self.size == 1:
-            return into.copy_(out)
         work = self._started(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing)
         self.wait(work, doing)
         return into

@@ -117,11 +117,11 @@ class DeviceLookUp:
         cuda.backward(grad, self.filed, self.gradients, self.unique.num_unique)
         self.filed = None
 
-    def is_finite(self) -> bool:
-        """Whether all summed gradients are; the host waits."""
+    def is_finite(self) -> Tensor:
+        """Whether all summed gradients are finite: one boolean, on the device."""
         numbers = torch.arange(self.num_unique, device=self.summed.device)
         is_unused = numbers >= self.unique.num_unique  # nobody has written those
-        return bool((self.summed.isfinite().all(1) | is_unused).all())
+        return (self.summed.isfinite().all(1) | is_unused).all()
 
 
 class DeviceLookUps:

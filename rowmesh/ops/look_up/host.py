@@ -213,10 +213,10 @@ class HostLookUp:
         )
         return filed
 
-    def is_finite(self) -> bool:
-        """Whether all summed gradients are."""
+    def is_finite(self) -> Tensor:
+        """Whether all summed gradients are finite: one boolean."""
         gradients = self.send.gradients.tensor(self._of.dtype, self.num_unique, self._of.dim)
-        return bool(gradients.isfinite().all())
+        return gradients.isfinite().all()
 
     @property
     def num_bytes(self) -> int:

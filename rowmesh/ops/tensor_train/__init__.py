@@ -91,7 +91,8 @@ class Lookup:
 
     def new_rows(self, cores: Sequence[Tensor], *, keep: bool) -> Tensor:
         """The same, `[U, D]` in memory of its own; zero where there is no distinct id."""
-        out = torch.zeros(self.num_unique, cpu.dim_of(cores), dtype=cores[0].dtype, device=cores[0].device)
+        make = torch.empty if isinstance(self.prefixes, HostPrefixes) else torch.zeros  # a device may have fewer ids
+        out = make(self.num_unique, cpu.dim_of(cores), dtype=cores[0].dtype, device=cores[0].device)
         self.rows(cores, out, keep=keep)
         return out
 

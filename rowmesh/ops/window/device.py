@@ -242,6 +242,10 @@ class DeviceWindow:
             return self._came
         return self._gather(self._came, _places(self.gradients_in, len(self._came), self._came))
 
+    def drop_came(self) -> None:
+        """Gradients that came are applied, and not needed any more."""
+        del self._came
+
 
 def _sorted(phases: Tensor, sizes: Sequence[int], num_phases: int) -> tuple[Tensor, Tensor]:
     """Requests by phase, then by rank, each one's in their order; and how many each has, int64 `[phases · W]`.
