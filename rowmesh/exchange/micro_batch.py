@@ -84,7 +84,7 @@ def whole_obstacle(part: ShardGroup | CorePart, form: Form, *, verifies: bool, d
     is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
     if is_on_device and is_tiered:
         is_alone = part.mesh.world_size == 1
-        return "there is one rank" if is_alone else "owners bring tiered rows to their devices when they are asked"
+        return "there is one rank" if is_alone else "owners prefetch tiered rows when they are asked for them"
     name = part.transport.name
     if name != "collective" and not (is_tiered and name == "local"):
         return f"the transport is {name}, which reads rows in place"
@@ -117,7 +117,7 @@ class WholeExchange:
         self.is_tiered = bool(self._tiered)
         self.reason = f"rows and gradients travel whole: {obstacle}"
         if self.is_tiered:
-            self.reason = f"rows are brought into the memory of {self._tiered[0].device} ahead: {part.reason}"
+            self.reason = f"rows are prefetched into the memory of {self._tiered[0].device}: {part.reason}"
         self._updated = FIRST - 1
         self._fetched: Window | None = None  # and not updated
 

@@ -283,7 +283,7 @@ class ReplicaSync:
 
 def make_synchronizer(
     setting: Synchronization,
-    exchanges: Sequence[GroupExchange] | Sequence[GroupExchange],
+    exchanges: Sequence[GroupExchange],
     mesh: Mesh,
     device: torch.device | None = None,
     second: Any = None,

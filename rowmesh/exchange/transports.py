@@ -16,7 +16,7 @@ from rowmesh.mesh.shared_memory import is_supported
 from rowmesh.placement.measure import Messages, Reader, SharedRows
 
 TransportName = Literal["auto", "collective", "one_sided"]
-_OWNERS_PREFETCH = "owners bring the rows that they are asked for into fast memory"
+_OWNERS_PREFETCH = "owners prefetch the rows that they are asked for into fast memory"
 
 
 def check_name(name: str) -> None:

@@ -62,7 +62,7 @@ def test_tiers_train_the_same_model(train, tmp_path):
     tiers = ["tables.storage=tiered", f"tiers.folder={tmp_path / 'rows'}", "tiers.fast_rows=150", "pipeline.depth=1"]
     tiered = train("tiered", *COLLECTIVE, *tiers, "train.eval_every=3")  # for which no batch is ahead: it fits so
     assert tiered.metrics == plain.metrics
-    assert "owners bring the rows that they are asked for into fast memory" in tiered.out
+    assert "owners prefetch the rows that they are asked for into fast memory" in tiered.out
     assert list((tmp_path / "rows").iterdir()) == []
     lines = [json.loads(line) for line in (tmp_path / "tiered" / "counters.jsonl").read_text().splitlines()]
     fast = [line for line in lines if line["group"].endswith(", fast memory")]
