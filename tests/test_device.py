@@ -11,8 +11,7 @@ import torch
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange import devices
-from rowmesh.mesh import Mesh
+from rowmesh.mesh import Mesh, devices
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from tests.support.devices import assert_same_counts, batch, push_on_some, two_tables

@@ -46,6 +46,7 @@ def test_keeps_every_bit_of_bfloat16(device):
     assert torch.equal(cuda.gather(table.view(torch.bfloat16), slots).view(torch.int16), table)
 
 
+@pytest.mark.slow
 def test_far_rows(device):
     """Elements past 2³¹ of a table: slots are multiplied with 64 bits."""
     num_rows = 2**25

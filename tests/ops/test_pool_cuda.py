@@ -169,6 +169,7 @@ def test_rows_of_many_ids_are_summed_in_chunks(device, monkeypatch):
         assert torch.equal(total, sum(chunks[1:], chunks[0]))
 
 
+@pytest.mark.slow
 def test_cells_past_two_gigabytes(device):
     """An output of which elements past 2³¹ are written, and a gradient that is read from there."""
     dim, stride = 16, 2**30
