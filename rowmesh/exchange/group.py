@@ -182,7 +182,11 @@ class GroupExchange:
         """
         look_ups = self.look_ups
         assert isinstance(look_ups, HostLookUps)
-        look_up, ids = look_ups.borrow(), batch.ids
+        try:
+            look_up = look_ups.idle.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
+            look_up = look_ups.make()
+        ids = batch.ids
         try:
             is_found = look_ups.find(look_up, ids, layout, inverse)
             reach("route.found_unique")
@@ -203,7 +207,7 @@ class GroupExchange:
         """The group's part of a route that asks for no row."""
         look_ups = self.look_ups
         assert isinstance(look_ups, HostLookUps)
-        look_up = look_ups.borrow()
+        look_up = look_ups.idle.pop() if look_ups.idle else look_ups.make()
         look_up.take_nothing()
         return RouteGroup(self, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), look_up)
 

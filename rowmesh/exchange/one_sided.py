@@ -118,11 +118,13 @@ class OneSidedTransport(Transport):
         self._check(step)
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
-            sources = exchange.sources()
+            sources = Sources(exchange.merger, exchange.gradient_bytes, exchange.num_segments)
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
-                        self._add_own(sources, route.groups[index])
+                        exchange.add_own(sources, route.groups[index])
+                        if exchange.copies:
+                            self._add_own_copies(sources, route.groups[index])
                 else:
                     self._add_peer(sources, rank, index)
             if sources.num_entries:
@@ -165,14 +167,10 @@ class OneSidedTransport(Transport):
                 f"{names} forward passes; every rank must call forward and step equally often and in the same order"
             )
 
-    def _add_own(self, sources: Sources, group: RouteGroup) -> None:
-        exchange = group.exchange
-        exchange.add_own(sources, group)
-        if exchange.copies:
-            send = group.look_up.send
-            first = exchange.copies.start
-            gradients = send.gradients.address
-            sources.add_copied(send.slots_address, send.segment_offsets, gradients, first, exchange.rank)
+    def _add_own_copies(self, sources: Sources, group: RouteGroup) -> None:
+        send, exchange = group.look_up.send, group.exchange
+        where = send.slots_address, send.segment_offsets, send.gradients.address
+        sources.add_copied(*where, exchange.copies.start, exchange.rank)
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]

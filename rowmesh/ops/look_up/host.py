@@ -260,7 +260,7 @@ class HostLookUps:
         has_remote: whether rows have to be received; false where all can be read in place.
         dtype: of vectors and gradients.
         kernels: of pooling.
-        idle: look-ups that no route has.
+        idle: look-ups that no route has, to be taken before one more is made.
     """
 
     def __init__(
@@ -288,14 +288,11 @@ class HostLookUps:
         self._idle_uniques: list[_UniqueIds] = []
         self._uniques: list[_UniqueIds] = []
 
-    def borrow(self) -> HostLookUp:
-        """One for a route, which gives it back when it is gone."""
-        try:
-            return self.idle.pop()
-        except IndexError:  # asking before would not do: another thread may take the last one
-            made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
-            self._made.append(made)
-            return made
+    def make(self) -> HostLookUp:
+        """One more for a route, which gives it back when it is gone."""
+        made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
+        self._made.append(made)
+        return made
 
     def find(self, look_up: HostLookUp, ids: Tensor, layout: GroupLayout, inverse: int) -> bool:
         """Finds the unique ids of a batch and where each is asked for; false where an id is not a row of its table.

@@ -15,17 +15,17 @@ class GroupLayout:
         features: int64 `[F, 8]`, the descriptors that the pool kernels read (`rowmesh.ops.pool.cpu`).
         num_ids: ids of the group's features.
         is_weighted: whether sums need a factor for each id (weights given, or means over bags of several ids).
+        address: of `features`.
+        num_features: F of this group.
     """
 
     features: np.ndarray
     num_ids: int
     is_weighted: bool
-    address: int = field(init=False)  # of `features`: asking NumPy costs more than some kernels take
+    address: int = field(init=False)
+    num_features: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # Here once: asking NumPy costs more than some kernels take.
         object.__setattr__(self, "address", self.features.ctypes.data)
-
-    @property
-    def num_features(self) -> int:
-        """F of this group."""
-        return len(self.features)
+        object.__setattr__(self, "num_features", len(self.features))

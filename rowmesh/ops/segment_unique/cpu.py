@@ -103,7 +103,7 @@ class SegmentHash:
         """
         while True:
             refused = _segment_unique(
-                ids, ranges, stride, segments, num_ranges, len(self._bits), self._table.buffer.address,
+                ids, ranges, stride, segments, num_ranges, len(self._bits), self._table_address,
                 *self._addresses, unique, counts, inverse, unique_offsets,
             )  # fmt: skip
             if refused < 0:
@@ -123,4 +123,4 @@ class SegmentHash:
         self._limits[segment] = size - 1 if self._direct[segment] else size * 3 // 8
 
     def _reserve(self) -> None:
-        self._table.reserve(8 << int(self._bits.max(initial=8)))
+        self._table_address = self._table.reserve(8 << int(self._bits.max(initial=8)))
