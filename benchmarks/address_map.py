@@ -163,10 +163,16 @@ class Sorter:
     def __init__(self, address_map: AddressMap, most: int) -> None:
         world_size, segments = address_map.plan.world_size, address_map.num_segments
         sizes = {
-            "counts": 4 * most, "stops": 4 * most, "keys": 4 * most, "sorted": 4 * most, "uniques": 4 * most,
-            "offsets": 8 * world_size * (segments + 1), "accesses": 8 * world_size * segments,
-            "replies": 8 * (world_size + 1), "addresses": 8 * most,
-        }  # fmt: skip
+            "counts": 4 * most,
+            "stops": 4 * most,
+            "keys": 4 * most,
+            "sorted": 4 * most,
+            "uniques": 4 * most,
+            "offsets": 8 * world_size * (segments + 1),
+            "accesses": 8 * world_size * segments,
+            "replies": 8 * (world_size + 1),
+            "addresses": 8 * most,
+        }
         self._buffers = {name: Buffer(size) for name, size in sizes.items()}
         self._buffers["counts"].array(np.uint32, most)[:] = 1
         self._bounds = np.zeros(2, np.int64)
@@ -220,9 +226,13 @@ def run_case(options: Options, report: Report, name: str, lookup: Lookup, kind: 
     for contestant, timing in nanoseconds.items():
         num_bytes = lookup.num_bytes[contestant.replace(" locate", "").replace(" route", "")]
         report.line(
-            case=case, contestant=contestant, ids=round(float(np.mean([len(ids) for ids in batches]))), **timing,
-            map_bytes=num_bytes, target_ns=TARGET_NS if contestant == "rowmesh locate" else None,
-        )  # fmt: skip
+            case=case,
+            contestant=contestant,
+            ids=round(float(np.mean([len(ids) for ids in batches]))),
+            **timing,
+            map_bytes=num_bytes,
+            target_ns=TARGET_NS if contestant == "rowmesh locate" else None,
+        )
     ours = nanoseconds["rowmesh locate"]["id_ns"]
     report.ratio(f"{case}: ns an id, target about {TARGET_NS:.0f}", ours)
     for peer in ("binary search", "array"):

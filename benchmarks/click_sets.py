@@ -98,12 +98,27 @@ def table_specs(prepared: Prepared, dim: int, rule: RowWiseAdaGrad, dtype: torch
     return [TableSpec(name=t.name, num_rows=t.num_rows, dim=dim, optimizer=rule, dtype=dtype) for t in prepared.tables]
 
 
-def read(prepared: Prepared, split: str, batch_size: int, *, epochs: int = 1, seed: int = 0, rank: int = 0,
-         world_size: int = 1) -> list[Batch]:  # fmt: skip
+def read(
+    prepared: Prepared,
+    split: str,
+    batch_size: int,
+    *,
+    epochs: int = 1,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[Batch]:
     """A rank's part of all batches, in their order: for training shuffled by the seed, else as in the file."""
     trains = split == "train"
     loader = Loader(
-        prepared, split, batch_size=batch_size, rank=rank, world_size=world_size,
-        shuffle=trains, seed=seed, drop_last=trains, prefetch=0,
-    )  # fmt: skip
+        prepared,
+        split,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        shuffle=trains,
+        seed=seed,
+        drop_last=trains,
+        prefetch=0,
+    )
     return [batch for _ in range(epochs) for batch in loader]

@@ -18,8 +18,13 @@ QUICK_S = 30.0
 _LISTS = ("dim", "global_batch", "pooling")
 # Small enough that imports take most of the time.
 _QUICK: dict[str, Any] = {
-    "max_rows": 20_000, "dim": [16], "global_batch": [1024], "steps": 10, "warmup": 3, "repeats": 1,
-}  # fmt: skip
+    "max_rows": 20_000,
+    "dim": [16],
+    "global_batch": [1024],
+    "steps": 10,
+    "warmup": 3,
+    "repeats": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,11 @@ class Options:
 
 
 def parse(
-    description: str, arguments: list[str] | None = None, defaults: dict[str, Any] | None = None,
+    description: str,
+    arguments: list[str] | None = None,
+    defaults: dict[str, Any] | None = None,
     **extra: bool | int | str,
-) -> Options:  # fmt: skip
+) -> Options:
     """Parses a command line.
 
     Args:
@@ -147,9 +154,12 @@ class Report:
 
 
 def run_cases(
-    name: str, description: str | None, cases: dict[str, str], arguments: list[str] | None = None,
+    name: str,
+    description: str | None,
+    cases: dict[str, str],
+    arguments: list[str] | None = None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-) -> None:  # fmt: skip
+) -> None:
     """Runs what is asked for of a benchmark of several cases.
 
     A case is a module with two functions: `add_options(parser)`, one of whose options has the name of the case, and

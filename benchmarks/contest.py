@@ -23,7 +23,7 @@ Answers = dict[str, list[list[dict[str, Any]]]]  # contestant → round → rank
 @contextmanager
 def contestants(
     options: Options, report: Report, workload: Workload, ours: dict[str, tuple[str, dict[str, Any]]]
-) -> Iterator[tuple[list[Contestant], list[Contestant]]]:  # fmt: skip
+) -> Iterator[tuple[list[Contestant], list[Contestant]]]:
     """Ours and the peer's, ready to be asked; says which are missing and why.
 
     Args:

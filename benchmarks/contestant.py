@@ -51,9 +51,16 @@ class Contestant:
     """
 
     def __init__(
-        self, name: str, module: str, workload: Workload, *, ranks: int, python: str = sys.executable,
-        hosts: Hosts | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        module: str,
+        workload: Workload,
+        *,
+        ranks: int,
+        python: str = sys.executable,
+        hosts: Hosts | None = None,
+        **options: Any,
+    ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory()
         path = str(Path(self._folder.name) / "socket")  # in the file system, which all hosts share
@@ -67,11 +74,14 @@ class Contestant:
         self._processes = [
             subprocess.Popen(
                 [*launcher, *program],
-                cwd=ROOT, env=_environment("lo" if hosts is None else INTERFACE), stdin=subprocess.DEVNULL,
-                stdout=self._log, stderr=self._log,
+                cwd=ROOT,
+                env=_environment("lo" if hosts is None else INTERFACE),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
             )
             for launcher in _launchers(python, ranks, hosts)
-        ]  # fmt: skip
+        ]
 
     def connect(self, deadline_s: float) -> None:
         """Waits until every rank is ready.

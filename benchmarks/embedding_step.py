@@ -49,18 +49,27 @@ def run_case(options: Options, report: Report, workload: Workload) -> None:
             line = {**timing(contestant.name, rounds), **against_floor(contestant, rounds, floor)}
             ratio = None if best is None else round(peer_ms[best] / line["step_ms"], 2)
             report.line(
-                **describe(workload, contestant.name), **line,
-                peer=best, peer_step_ms=best and peer_ms[best], ratio=ratio, target=target(workload, transport),
-            )  # fmt: skip
+                **describe(workload, contestant.name),
+                **line,
+                peer=best,
+                peer_step_ms=best and peer_ms[best],
+                ratio=ratio,
+                target=target(workload, transport),
+            )
             report.ratio(f"{workload.name}_{transport}", ratio)
 
 
 def describe(workload: Workload, contestant: str) -> dict[str, Any]:
     """What stands at the beginning of a line."""
     return {
-        "case": workload.name, "contestant": contestant, "dim": workload.dim, "global_batch": workload.global_batch,
-        "pooling": workload.pooling, "max_rows": workload.max_rows, "zipf": workload.zipf,
-    }  # fmt: skip
+        "case": workload.name,
+        "contestant": contestant,
+        "dim": workload.dim,
+        "global_batch": workload.global_batch,
+        "pooling": workload.pooling,
+        "max_rows": workload.max_rows,
+        "zipf": workload.zipf,
+    }
 
 
 def timing(name: str, rounds: Answers) -> dict[str, Any]:
@@ -81,8 +90,10 @@ def report_peer(report: Report, workload: Workload, name: str, rounds: Answers) 
 def floor_of(rounds: Answers) -> dict[str, Any]:
     """The bytes a rank must move in a step, and how long a copy of as many takes, over all rounds and ranks of ours."""
     answers = [answer for name in OURS for of_round in rounds[name] for answer in of_round]
-    parts = {name: round(sum(answer["floor_bytes"][name] for answer in answers) / len(answers))
-             for name in answers[0]["floor_bytes"]}  # fmt: skip
+    parts = {
+        name: round(sum(answer["floor_bytes"][name] for answer in answers) / len(answers))
+        for name in answers[0]["floor_bytes"]
+    }
     floor_ms = median([answer["floor_s"] * 1e3 for answer in answers], 4)
     return {
         "floor_ms": floor_ms,

@@ -49,9 +49,15 @@ def run_case(options: Options, report: Report, workload: Workload, num_tables: i
     for variant, line in result.items():
         ratios = {name: round(line[name] / fused[name], 2) for name in ("rounds", "bytes_sent_a_rank", "step_ms")}
         report.line(
-            case=workload.name, variant=variant, tables=num_tables, dim=workload.dim,
-            global_batch=workload.global_batch, pooling=workload.pooling, **line, times_fused=ratios,
-        )  # fmt: skip
+            case=workload.name,
+            variant=variant,
+            tables=num_tables,
+            dim=workload.dim,
+            global_batch=workload.global_batch,
+            pooling=workload.pooling,
+            **line,
+            times_fused=ratios,
+        )
         if variant != "fused":
             for name, ratio in ratios.items():
                 report.ratio(f"{workload.name} {num_tables} tables: {variant} / fused {name}", ratio)

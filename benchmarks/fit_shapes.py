@@ -26,15 +26,55 @@ from benchmarks.workload import CRITEO_KAGGLE
 
 MIN_HEAD_COUNT = 10
 AVAZU_ROWS = {
-    "C1": 7, "banner_pos": 7, "site_id": 4737, "site_domain": 7745, "site_category": 26, "app_id": 8552,
-    "app_domain": 559, "app_category": 36, "device_id": 2686408, "device_ip": 6729486, "device_model": 8251,
-    "device_type": 5, "device_conn_type": 4, "C14": 2626, "C15": 8, "C16": 9, "C17": 435, "C19": 68, "C20": 172,
+    "C1": 7,
+    "banner_pos": 7,
+    "site_id": 4737,
+    "site_domain": 7745,
+    "site_category": 26,
+    "app_id": 8552,
+    "app_domain": 559,
+    "app_category": 36,
+    "device_id": 2686408,
+    "device_ip": 6729486,
+    "device_model": 8251,
+    "device_type": 5,
+    "device_conn_type": 4,
+    "C14": 2626,
+    "C15": 8,
+    "C16": 9,
+    "C17": 435,
+    "C19": 68,
+    "C20": 172,
     "C21": 60,
-}  # fmt: skip
+}
 TERABYTE_ROWS = (
-    39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208, 11938, 155, 4, 976,
-    14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36,
-)  # fmt: skip
+    39884406,
+    39043,
+    17289,
+    7420,
+    20263,
+    3,
+    7120,
+    1543,
+    63,
+    38532951,
+    2953546,
+    403346,
+    10,
+    2208,
+    11938,
+    155,
+    4,
+    976,
+    14,
+    39979771,
+    25641295,
+    39664984,
+    585935,
+    12972,
+    108,
+    36,
+)
 TOTAL_ROWS = {"avazu": 8.9e6, "terabyte": 242.5e6}
 NUM_SAMPLES = {"avazu": 40_400_000, "kaggle": 45_800_000, "terabyte": 195_000_000}
 TERABYTE_ALL_SAMPLES = 4.37e9 / 4  # what floors its curves; the profile is of the samples above
@@ -78,9 +118,11 @@ def fit(values: Sequence[str], num_rows: int, num_samples: float) -> dict[str, A
 
 def _entry(num_rows: int, head: np.ndarray, exponent: float, floor: float) -> dict[str, Any]:
     return {
-        "num_rows": num_rows, "head": [float(f"{f:.6g}") for f in head], "exponent": round(exponent, 6),
+        "num_rows": num_rows,
+        "head": [float(f"{f:.6g}") for f in head],
+        "exponent": round(exponent, 6),
         "floor": float(f"{floor:.6g}"),
-    }  # fmt: skip
+    }
 
 
 def scaled(rows: dict[str, int], above: float, total: float) -> dict[str, int]:

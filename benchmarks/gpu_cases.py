@@ -51,9 +51,7 @@ QUICK = Sizes(ids=4096, max_rows=100_000, table_rows=200_000, entries=2**16, dis
 
 def draw_ids(sizes: Sizes, pooling: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The ids of a batch, `[26 · ids]` table by table, and the offsets of tables."""
-    workload = Workload(
-        max_rows=sizes.max_rows, pooling=pooling, zipf=sizes.zipf, global_batch=sizes.ids // pooling
-    )  # fmt: skip
+    workload = Workload(max_rows=sizes.max_rows, pooling=pooling, zipf=sizes.zipf, global_batch=sizes.ids // pooling)
     ids = make_batches(workload, 0, 1, 1)[0].ids.flatten().to(device)
     return ids, torch.arange(NUM_TABLES + 1, device=device) * (ids.numel() // NUM_TABLES)
 
@@ -81,11 +79,13 @@ def segment_unique_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
     found = len(combined()[0])
     yield Case(
-        f"segment_unique {NUM_TABLES}x{count}", ours,
+        f"segment_unique {NUM_TABLES}x{count}",
+        ours,
         {"torch.unique per segment": per_segment, "one torch.unique": combined},
-        num_ids * (_ID_BYTES + _INVERSE_BYTES) + found * (_ID_BYTES + _INVERSE_BYTES), check,
+        num_ids * (_ID_BYTES + _INVERSE_BYTES) + found * (_ID_BYTES + _INVERSE_BYTES),
+        check,
         {"torch.unique per segment": 5.0, "one torch.unique": 2.0},
-    )  # fmt: skip
+    )
 
 
 def gather_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
@@ -180,9 +180,15 @@ def _state(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def _merge_update_case(
-    dim: int, slots: Tensor, gradients: Tensor, tables: list[tuple[Tensor, Tensor]], merged: merge_ops.Merged,
-    num_distinct: int, rule: str, numbers: tuple[float, ...],
-) -> Case:  # fmt: skip
+    dim: int,
+    slots: Tensor,
+    gradients: Tensor,
+    tables: list[tuple[Tensor, Tensor]],
+    merged: merge_ops.Merged,
+    num_distinct: int,
+    rule: str,
+    numbers: tuple[float, ...],
+) -> Case:
     (rows, state), (peer_rows, peer_state) = tables
     lr, _, eps, *_ = numbers
 
@@ -193,9 +199,7 @@ def _merge_update_case(
         merge_ops.update(rows, (state,), merged, gradients, rule, numbers)
 
     def peer() -> None:
-        summed = torch.sparse_coo_tensor(
-            slots[None], gradients, peer_rows.shape, check_invariants=False
-        ).coalesce()  # fmt: skip
+        summed = torch.sparse_coo_tensor(slots[None], gradients, peer_rows.shape, check_invariants=False).coalesce()
         index, values = summed.indices()[0], summed.values()
         peer_state[index] += values.square().mean(1)
         peer_rows[index] -= lr / (peer_state[index].sqrt() + eps)[:, None] * values
@@ -209,14 +213,18 @@ def _merge_update_case(
 
     moved = len(slots) * (dim * _ELEMENT_BYTES + _ID_BYTES) + 2 * num_distinct * (dim + 1) * _ELEMENT_BYTES
     return Case(
-        f"merge + update dim {dim}", ours, {"update alone": without_merge, "coalesce, index": peer}, moved, check,
+        f"merge + update dim {dim}",
+        ours,
+        {"update alone": without_merge, "coalesce, index": peer},
+        moved,
+        check,
         {COPY: COPY_SHARE},
-    )  # fmt: skip
+    )
 
 
 def _same(
     name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], tolerance: float = 0.0
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     def check() -> None:
         torch.testing.assert_close(
             ours(), theirs(), rtol=tolerance, atol=tolerance, msg=lambda text: f"{name} differs from torch's: {text}"

@@ -59,9 +59,11 @@ def compiled(signature: Signature, target: int) -> Any:
     types = _types(signature)
     names = list(types)
     source = triton.compiler.ASTSource(
-        signature.kernel, types, signature.constants,
+        signature.kernel,
+        types,
+        signature.constants,
         {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
-    )  # fmt: skip
+    )
     return triton.compile(
         source,
         target=GPUTarget("cuda", target, _WARP_SIZE),
@@ -78,9 +80,13 @@ def compile_for(signature: Signature, target: int) -> dict[str, Any]:
     spilled = _spilled_bytes(cubin) if usage["stack_bytes"] else 0
     # Shared memory is claimed at the launch; what the machine code itself claims is the kilobyte that CUDA keeps.
     return {
-        **usage, "spill_bytes": spilled, "shared_bytes": kernel.metadata.shared, "cubin_bytes": len(cubin),
-        "unordered": unordered(kernel.asm["ttgir"]), "approximate": approximate(kernel.asm["ptx"]),
-    }  # fmt: skip
+        **usage,
+        "spill_bytes": spilled,
+        "shared_bytes": kernel.metadata.shared,
+        "cubin_bytes": len(cubin),
+        "unordered": unordered(kernel.asm["ttgir"]),
+        "approximate": approximate(kernel.asm["ptx"]),
+    }
 
 
 def _types(signature: Signature) -> dict[str, str]:
@@ -147,9 +153,14 @@ def main(arguments: list[str] | None = None) -> None:
                 if usage.get("spill_bytes"):
                     spills[name] = max(usage["spill_bytes"], spills.get(name, 0))
                 report.line(
-                    op=op, kernel=signature.name, target=f"sm_{target}", num_warps=signature.num_warps,
-                    types=signature.types, constants=_plain(signature.constants), **usage,
-                )  # fmt: skip
+                    op=op,
+                    kernel=signature.name,
+                    target=f"sm_{target}",
+                    num_warps=signature.num_warps,
+                    types=signature.types,
+                    constants=_plain(signature.constants),
+                    **usage,
+                )
     report.line(summary={"compiled": count - len(failed), "failed": failed, "spill_bytes": spills}, **_versions())
     if failed:
         raise SystemExit(f"{len(failed)} of {count} kernels do not compile: {', '.join(failed)}")

@@ -58,9 +58,17 @@ def route_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     shapes = [TableShape(f"t{number}", count, 4, 4) for number, count in enumerate(rows)]
     address_map = AddressMap(Plan.dealt(shapes, _RANKS), [shape.name for shape in shapes], 0)
     device_map = route_ops.DeviceMap.make(
-        device, address_map.ranges, address_map.index, address_map.num_rows, num_kinds=1, num_replying=1,
-        world_size=_RANKS, rank=0, ranks_per_node=_RANKS, key_stride=address_map.key_stride,
-    )  # fmt: skip
+        device,
+        address_map.ranges,
+        address_map.index,
+        address_map.num_rows,
+        num_kinds=1,
+        num_replying=1,
+        world_size=_RANKS,
+        rank=0,
+        ranks_per_node=_RANKS,
+        key_stride=address_map.key_stride,
+    )
     flags, num_unique = torch.zeros(1, dtype=torch.int64, device=device), int(found.num_unique)
     start, shift, modulus, first, divisor, base = device_map.ranges[:6]  # one range a table
     unique, counts = found.unique[:num_unique], found.counts[:num_unique].to(torch.int64)
@@ -170,9 +178,7 @@ def _average_case(dim: int, own: Tensor, other: Tensor, table_rows: int) -> Case
 
 def window_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """The slots of two batches, sorted."""
-    keys, others = (
-        torch.randperm(sizes.table_rows, device=device)[: sizes.entries].sort().values for _ in range(2)
-    )  # fmt: skip
+    keys, others = (torch.randperm(sizes.table_rows, device=device)[: sizes.entries].sort().values for _ in range(2))
     out = torch.empty(len(keys), dtype=torch.int32, device=device)
 
     def ours() -> Tensor:

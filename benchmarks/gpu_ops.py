@@ -22,9 +22,17 @@ import torch
 from benchmarks.command import Report
 
 OPS = (
-    "segment_unique", "gather", "pool", "merge_update", "bound_ids", "route", "average", "window", "initialize",
+    "segment_unique",
+    "gather",
+    "pool",
+    "merge_update",
+    "bound_ids",
+    "route",
+    "average",
+    "window",
+    "initialize",
     "update_slices",
-)  # fmt: skip
+)
 
 
 def missing() -> str | None:
@@ -83,9 +91,12 @@ def machine() -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(0)
     return {
-        "device": properties.name, "memory_bytes": properties.total_memory, "torch": torch.__version__,
-        "triton": triton.__version__, "cuda": torch.version.cuda,
-    }  # fmt: skip
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

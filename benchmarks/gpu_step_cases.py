@@ -168,7 +168,7 @@ def sparse_step(tables: Tables, inputs: Inputs) -> Callable[[int], None]:
 
 def _train_network(
     network: DLRM, optimizer: torch.optim.Optimizer, dense: Tensor, labels: Tensor, vectors: Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Forward, backward and update, given batches on the host and vectors on the device."""
     dense, labels = (part.to(vectors.device, non_blocking=True) for part in (dense, labels))
     optimizer.zero_grad()

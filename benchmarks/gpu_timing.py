@@ -88,6 +88,8 @@ def judge(case: Case, timings: Mapping[str, Mapping[str, Any]], copy_bytes: int)
     ratios = {peer: round(timings[peer]["call_ms"] / 1e3 / ours_s, 3) for peer in case.peers}
     ratios[COPY] = round(case.moved_bytes / ours_s / (copy_bytes / copy_s), 3)
     return {
-        "moved_bytes": case.moved_bytes, "copy_bytes_per_s": round(copy_bytes / copy_s, -3), "ratio": ratios,
+        "moved_bytes": case.moved_bytes,
+        "copy_bytes_per_s": round(copy_bytes / copy_s, -3),
+        "ratio": ratios,
         "target": dict(case.targets),
-    }  # fmt: skip
+    }

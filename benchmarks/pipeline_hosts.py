@@ -102,9 +102,12 @@ def run(report: Report, options: argparse.Namespace) -> None:
         options.share, options.micro_batches, options.hosts_repeats, options.hosts_steps = [40], [4], 1, 4
         options.hosts_batch, options.hosts_max_rows, options.peer_python = 1024, 20_000, None
     workload = Workload(
-        dim=options.hosts_dim, global_batch=options.hosts_batch, max_rows=options.hosts_max_rows,
-        steps=options.hosts_steps, warmup=2,
-    )  # fmt: skip
+        dim=options.hosts_dim,
+        global_batch=options.hosts_batch,
+        max_rows=options.hosts_max_rows,
+        steps=options.hosts_steps,
+        warmup=2,
+    )
     with ExitStack() as stack:
         if (hosts := enter_hosts(stack, report, options.hosts)) is None:
             return
@@ -170,25 +173,36 @@ class Case:
         self._say(share, count, network, everyone, rounds, peer_s)
 
     def _say(
-        self, share: int, count: int, network: Network, everyone: dict[str, Variant], rounds: dict[str, Any],
+        self,
+        share: int,
+        count: int,
+        network: Network,
+        everyone: dict[str, Variant],
+        rounds: dict[str, Any],
         peer_s: dict[str, list[float]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         times = {name: median([slowest(each, "step")[0] * 1e3 for each in of]) for name, of in rounds.items()}
         base = mean_tasks(rounds["in turn"])
         communication = sum(1e3 * seconds for task, seconds in base.items() if task.split(".")[0] in NETWORK)
         about = {
-            "share": share, "micro_batches": count, **asdict(network), "dim": self._workload.dim,
-            "global_batch": self._workload.global_batch, "rate_bits_per_s": self._options.rate,
-        }  # fmt: skip
+            "share": share,
+            "micro_batches": count,
+            **asdict(network),
+            "dim": self._workload.dim,
+            "global_batch": self._workload.global_batch,
+            "rate_bits_per_s": self._options.rate,
+        }
         case = f"share {share} %{', computed elsewhere' if network.wait_ms else ''}, N={count}"
         for name, variant in everyone.items():
             tasks, received = mean_tasks(rounds[name]), median([r[0]["received_bytes"] for r in rounds[name]], 0)
             line = {
-                "contestant": name, "step_ms": times[name], "received_bytes": received,
+                "contestant": name,
+                "step_ms": times[name],
+                "received_bytes": received,
                 "cpu_ms": median([1e3 * rank["cpu_s"] for each in rounds[name] for rank in each]),
                 "cable_floor_ms": round(received / (self._options.rate / 8 * PAYLOAD_SHARE) * 1e3, 2),
                 "tasks_ms": by_stage(tasks),
-            }  # fmt: skip
+            }
             if name == "in turn":
                 line |= {"communication_ms": round(communication, 2), "share": round(communication / times[name], 3)}
             elif variant.overlap:
@@ -218,12 +232,18 @@ class Case:
         peers = [
             stack.enter_context(
                 Contestant(
-                    f"torchrec {sharding}", PEER, self._workload, ranks=2, hosts=self._hosts, hidden=hidden,
-                    python=self._options.peer_python, sharding=sharding,
+                    f"torchrec {sharding}",
+                    PEER,
+                    self._workload,
+                    ranks=2,
+                    hosts=self._hosts,
+                    hidden=hidden,
+                    python=self._options.peer_python,
+                    sharding=sharding,
                 )
             )
             for sharding in ("table_wise", "row_wise")
-        ]  # fmt: skip
+        ]
         ready, absent = connect_all(peers, time.monotonic() + START_S)
         for name, why in absent.items():
             self._report.line(contestant=name, unavailable=why)

@@ -52,15 +52,21 @@ def run(report: Report, options: argparse.Namespace) -> None:
         options.tier_batches = 20
         options.tier_max_rows, options.tier_batch, options.tier_repeats, options.tier_steps = 4_000, 512, 1, 4
     workload = Workload(
-        dim=options.tier_dim, global_batch=options.tier_batch, max_rows=options.tier_max_rows,
-        steps=options.tier_steps, warmup=4,
-    )  # fmt: skip
+        dim=options.tier_dim,
+        global_batch=options.tier_batch,
+        max_rows=options.tier_max_rows,
+        steps=options.tier_steps,
+        warmup=4,
+    )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.tier_folder))
         tiers = {
-            "folder": folder, "fast_share": options.tier_share, "fast_rows": 1, "threads": options.tier_threads,
+            "folder": folder,
+            "fast_share": options.tier_share,
+            "fast_rows": 1,
+            "threads": options.tier_threads,
             "direct": True,
-        }  # fmt: skip
+        }
         num_batches = options.tier_batches
         tiered = stack.enter_context(
             Contestant("tiered", MODULE, workload, ranks=1, tiers=tiers, num_batches=num_batches)
@@ -78,7 +84,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
 
 def _compare(
     report: Report, options: argparse.Namespace, workload: Workload, tiered: Contestant, fast: Contestant
-) -> None:  # fmt: skip
+) -> None:
     in_turn = {"depth": 0, "overlap": False}
     contestants = {"K=0, in turn": (tiered, in_turn), "all in memory": (fast, in_turn)}
     contestants |= {f"K={depth}": (tiered, {"depth": depth}) for depth in options.tier_depth}
@@ -100,9 +106,13 @@ def _compare(
     for name in contestants:
         last = rounds[name][-1][0]
         line: dict[str, Any] = {
-            "contestant": name, "step_ms": times[name], "tasks_ms": by_stage(mean_tasks(rounds[name])),
-            "memory_bytes": last["memory"], "resident_bytes": last["resident_bytes"], "tier": last["tier"],
-        }  # fmt: skip
+            "contestant": name,
+            "step_ms": times[name],
+            "tasks_ms": by_stage(mean_tasks(rounds[name])),
+            "memory_bytes": last["memory"],
+            "resident_bytes": last["resident_bytes"],
+            "tier": last["tier"],
+        }
         if name.startswith("K=") and "turn" not in name:
             hidden = 1 - (times[name] - times["all in memory"]) / retrieve_ms
             line["hidden"] = round(hidden, 3)
@@ -111,9 +121,14 @@ def _compare(
             )
             report.ratio(f"disk: hidden, {name}, target {TARGET_HIDDEN}", round(hidden, 3))
         report.line(
-            case="disk", dim=workload.dim, batch=workload.global_batch, rows=sum(workload.table_rows),
-            fast_share=options.tier_share, hidden_width=options.tier_hidden, **line,
-        )  # fmt: skip
+            case="disk",
+            dim=workload.dim,
+            batch=workload.global_batch,
+            rows=sum(workload.table_rows),
+            fast_share=options.tier_share,
+            hidden_width=options.tier_hidden,
+            **line,
+        )
 
 
 def _integers(text: str) -> list[int]:

@@ -62,9 +62,14 @@ def _line(
 ) -> float | None:
     found = find(strategy, profile, network, request)
     line: dict[str, Any] = {
-        "topology": network.name, "shape": shape.name, "objective": request.objective, "mode": request.mode,
-        "exchange": _exchange(request), "extra_memory": request.extra_memory, "strategy": strategy,
-    }  # fmt: skip
+        "topology": network.name,
+        "shape": shape.name,
+        "objective": request.objective,
+        "mode": request.mode,
+        "exchange": _exchange(request),
+        "extra_memory": request.extra_memory,
+        "strategy": strategy,
+    }
     if found.plan is None:
         report.line(**line, unavailable=found.why_not)
         return None
@@ -82,9 +87,8 @@ def _line(
                 ratios.get("inter_over_intra"),
             )
     report.line(
-        **line, objective_us=float(f"{seconds * 1e6:.6g}"), fits=fits, **kinds,
-        search_ms=round(found.seconds * 1e3, 2),
-    )  # fmt: skip
+        **line, objective_us=float(f"{seconds * 1e6:.6g}"), fits=fits, **kinds, search_ms=round(found.seconds * 1e3, 2)
+    )
     return seconds if fits else None
 
 

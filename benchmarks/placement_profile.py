@@ -29,9 +29,12 @@ def profiles(report: Report, shapes: Sequence[str], quick: bool) -> None:
         request = Request(batch_size=BATCH_SIZE, mode="infer", extra_memory=0.01)
         known = _planned_mib(exact, shape, request)
         report.line(
-            profile="exact", shape=name, batches=num_batches, link_mib=round(known, 6),
+            profile="exact",
+            shape=name,
+            batches=num_batches,
+            link_mib=round(known, 6),
             seconds=round(time.perf_counter() - began, 2),
-        )  # fmt: skip
+        )
         for capacity in CAPACITIES[::2] if quick else CAPACITIES:
             _sketch(report, shape, num_batches, capacity, known, request)
 
@@ -48,7 +51,10 @@ def _sketch(report: Report, shape: Shape, num_batches: int, capacity: int, known
     heavy = [sketch.heavy(name) for name in names]
     num_ids = BATCH_SIZE * len(names)
     report.line(
-        profile="sketch", shape=shape.name, capacity=capacity, batches=num_batches,
+        profile="sketch",
+        shape=shape.name,
+        capacity=capacity,
+        batches=num_batches,
         ns_per_id=round(float(np.mean(seconds[1:])) / num_ids * 1e9, 2),
         memory_mib=round(sketch.memory_bytes / 2**20, 2),
         floor=max(sketch.floor(name) for name in names),
@@ -57,7 +63,7 @@ def _sketch(report: Report, shape: Shape, num_batches: int, capacity: int, known
         exact_rows=sum(int((rows.error == 0).sum()) for rows in heavy),
         link_mib=round(moved, 6),
         over_exact=round(moved / known, 5),
-    )  # fmt: skip
+    )
     report.ratio(
         f"profile {shape.name} sketch of {capacity}: plan's links over those from exact counts", round(moved / known, 5)
     )

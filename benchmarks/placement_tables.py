@@ -74,9 +74,13 @@ class Means:
 def _communication(report: Report, shape: Shape, strategy: str, exchange: str, request: Request) -> Means | None:
     found = find(strategy, shape.counted, Topology.uniform(WORLD_SIZE), request)
     line: dict[str, Any] = {
-        "table": 2, "shape": shape.name, "exchange": exchange, "extra_memory": request.extra_memory,
-        "strategy": strategy, "search_ms": round(found.seconds * 1e3, 2),
-    }  # fmt: skip
+        "table": 2,
+        "shape": shape.name,
+        "exchange": exchange,
+        "extra_memory": request.extra_memory,
+        "strategy": strategy,
+        "search_ms": round(found.seconds * 1e3, 2),
+    }
     if found.plan is None:
         report.line(**line, unavailable=found.why_not)
         return None
@@ -131,9 +135,12 @@ def _balance(report: Report, shape: Shape, strategy: str, exchange: str, request
     topology = Topology.uniform(WORLD_SIZE)
     found = find(strategy, shape.counted, topology, request)
     line: dict[str, Any] = {
-        "table": 3, "shape": shape.name, "exchange": exchange, "strategy": strategy,
+        "table": 3,
+        "shape": shape.name,
+        "exchange": exchange,
+        "strategy": strategy,
         "search_ms": round(found.seconds * 1e3, 2),
-    }  # fmt: skip
+    }
     if found.plan is None:
         report.line(**line, unavailable=found.why_not)
         return
@@ -141,9 +148,7 @@ def _balance(report: Report, shape: Shape, strategy: str, exchange: str, request
     if (bound := found.plan.notes.get("bound")) is not None:
         objective = cost_of(found.plan, shape.counted, request).objective(topology, request)
         line["gap_to_bound"] = float(f"{objective / bound - 1:.3g}")
-    report.line(
-        **line, link_mib=spread(values, 6), paper_balance=PAPER_BALANCE, paper_search_s=PAPER_SEARCH_S,
-    )  # fmt: skip
+    report.line(**line, link_mib=spread(values, 6), paper_balance=PAPER_BALANCE, paper_search_s=PAPER_SEARCH_S)
     if strategy in ("dealt", "exact"):
         where = f"table3 {shape.name} {exchange}, {strategy}"
         if strategy == "dealt":
@@ -201,10 +206,16 @@ def _search_time(report: Report, shape: Shape) -> None:
                 "raw_ms": round(best_of(3, searches.from_raw) * 1e3, 2),
             }
             report.line(
-                table=3, shape=shape.name, exchange=exchange, strategy="dealt", num_rows=shape.num_rows, **times,
+                table=3,
+                shape=shape.name,
+                exchange=exchange,
+                strategy="dealt",
+                num_rows=shape.num_rows,
+                **times,
                 sorted_peak_mib=round(peak_mib(searches.from_sorted), 1),
-                raw_peak_mib=round(peak_mib(searches.from_raw), 1), paper_search_s=PAPER_SEARCH_S,
-            )  # fmt: skip
+                raw_peak_mib=round(peak_mib(searches.from_raw), 1),
+                paper_search_s=PAPER_SEARCH_S,
+            )
             for key, value in times.items():
                 report.ratio(f"table3 {shape.name} {exchange}: dealt, {key}", value)
 

@@ -68,11 +68,14 @@ def _judge_halves(
             known = value_links(cost_of(oracle, best, request))
             ratio = round(float(values.mean() / known.mean()), 4)
             report.line(
-                **line, mean_kib=round(float(values.mean()) * MIB / 1024, 4),
-                planned_kib=round(float(planned.mean()) * MIB / 1024, 4), over_oracle=ratio,
-                balance=round(degree_of_balance(values), 4), covered=_covered(found.plan, second),
+                **line,
+                mean_kib=round(float(values.mean()) * MIB / 1024, 4),
+                planned_kib=round(float(planned.mean()) * MIB / 1024, 4),
+                over_oracle=ratio,
+                balance=round(degree_of_balance(values), 4),
+                covered=_covered(found.plan, second),
                 oracle_covered=_covered(oracle, best),
-            )  # fmt: skip
+            )
             if strategy in ("dealt", "partitioned"):
                 report.ratio(f"trace {name} {exchange}: {strategy} over the oracle on the second half", ratio)
 

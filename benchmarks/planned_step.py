@@ -139,10 +139,17 @@ class Case:
         name = f"{self._workload.name}_{self._options.extra['hosts'] or transport}"
         for line in lines.values():
             report.line(
-                case=name, dim=self._workload.dim, global_batch=self._workload.global_batch,
-                pooling=self._workload.pooling, max_rows=self._workload.max_rows, zipf=self._workload.zipf,
-                ranks=self._options.ranks, ranks_per_host=self._ranks_per_node, transport=transport, **line,
-            )  # fmt: skip
+                case=name,
+                dim=self._workload.dim,
+                global_batch=self._workload.global_batch,
+                pooling=self._workload.pooling,
+                max_rows=self._workload.max_rows,
+                zipf=self._workload.zipf,
+                ranks=self._options.ranks,
+                ranks_per_host=self._ranks_per_node,
+                transport=transport,
+                **line,
+            )
         self._compare(report, name, lines)
 
     def _plan(self, profile: Profile, request: Request) -> Plan:
@@ -166,11 +173,18 @@ class Case:
             self._plans[_PLANNED].save(path)
             contestants = [
                 stack.enter_context(
-                    Contestant(name, MODULE, self._workload, ranks=options.ranks, hosts=self._hosts,
-                               transport=transport, plan=plan)
+                    Contestant(
+                        name,
+                        MODULE,
+                        self._workload,
+                        ranks=options.ranks,
+                        hosts=self._hosts,
+                        transport=transport,
+                        plan=plan,
+                    )
                 )
                 for name, plan in ((_DEALT, None), (_PLANNED, str(path)))
-            ]  # fmt: skip
+            ]
             ready, absent = connect_all(contestants, options.deadline_s + 120.0)
             if absent:
                 raise ContestantError("; ".join(absent.values()))
@@ -196,11 +210,15 @@ class Case:
         counts = contestant.ask("count")
         counted = sum(count["row_bytes"] for count in counts)
         line: dict[str, Any] = {
-            "contestant": contestant.name, "strategy": plan.strategy, "memory_bytes": max(plan.memory_bytes),
-            **summarize(times.step), "bytes": round(counted), "predicted_bytes": round(cost.total_bytes),
+            "contestant": contestant.name,
+            "strategy": plan.strategy,
+            "memory_bytes": max(plan.memory_bytes),
+            **summarize(times.step),
+            "bytes": round(counted),
+            "predicted_bytes": round(cost.total_bytes),
             "predicted_over_counted_bytes": round(cost.total_bytes / counted, 4) if counted else None,
             "opening_bytes": round(sum(count["opening_bytes"] for count in counts)),
-        }  # fmt: skip
+        }
         if self._hosts is None or before is None:
             return line
         moved = [now - then for now, then in zip(self._hosts.bytes_sent(), before, strict=True)]
@@ -209,12 +227,14 @@ class Case:
         unlimited_ms = statistics.median(times.unlimited) * 1e3
         cable_ms = predicted / CABLE_BYTES_PER_S * 1e3
         return line | {
-            "cable_bytes": round(cable), "predicted_cable_bytes": round(predicted),
+            "cable_bytes": round(cable),
+            "predicted_cable_bytes": round(predicted),
             "predicted_over_measured_cable_bytes": round(predicted / cable, 4),
-            "unlimited_step_ms": round(unlimited_ms, 4), "predicted_cable_ms": round(cable_ms, 4),
+            "unlimited_step_ms": round(unlimited_ms, 4),
+            "predicted_cable_ms": round(cable_ms, 4),
             "predicted_step_ms": round(unlimited_ms + cable_ms, 4),
             "predicted_over_measured_step": round((unlimited_ms + cable_ms) / line["step_ms"], 4),
-        }  # fmt: skip
+        }
 
     def _compare(self, report: Report, name: str, lines: dict[str, dict[str, Any]]) -> None:
         """The ratios of the summary."""

@@ -38,7 +38,7 @@ def serve(**commands: Callable[..., Any]) -> None:
 
 def alternate(
     variants: dict[str, Callable[[int], None]], workload: Workload, barrier: Callable[[], None]
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Seconds of every timed step of each variant; variants take turns, all ranks start a step together.
 
     Args:

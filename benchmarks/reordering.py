@@ -91,11 +91,16 @@ def write_planted(folder: Path, num_ids: int, num_batches: int, options: argpars
                 writer.write([pa.array(np.zeros(BATCH, np.float32)), pa.array(row[ids])])
     Manifest(kind=PREPARED, request={"planted": [num_ids, num_batches, options.seed]}).write(folder)
     data = Prepared(
-        folder=folder, schema=schema, min_count=1, bad_rows=0, block_samples=BLOCK, rowmesh_version="",
+        folder=folder,
+        schema=schema,
+        min_count=1,
+        bad_rows=0,
+        block_samples=BLOCK,
+        rowmesh_version="",
         tables=(Table(name="item", num_rows=num_ids + 1, multi_hot=False, num_distinct=num_ids, rare_share={}),),
         splits={name: Split(samples=len(parts) * BATCH, positive_rate=0.0) for name, parts in drawn.items()},
         sources={},
-    )  # fmt: skip
+    )
     data.save()
     return data
 
@@ -116,17 +121,29 @@ def measure(report: Report, case: str, data: Prepared, options: argparse.Namespa
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         new = reorder(data, Path(folder) / "out", min_rows=options.min_rows, options=how)
         elapsed_s = time.perf_counter() - began
-        report.line(case=case, samples=data.splits["train"].samples, elapsed_s=round(elapsed_s, 1),
-                    peak_mb=round(peak_mb()), peak_before_mb=round(before_mb))  # fmt: skip
+        report.line(
+            case=case,
+            samples=data.splits["train"].samples,
+            elapsed_s=round(elapsed_s, 1),
+            peak_mb=round(peak_mb()),
+            peak_before_mb=round(before_mb),
+        )
         assert new.reordering is not None
         split = "validation" if "validation" in data.splits else "train"
         for name, facts in new.reordering["tables"].items():
             p3 = facts["prefix_rows"]
             before, after = (list(batches_of(part, split, name, options.batch_size)) for part in (data, new))
             counted = prefixes(before, after, p3) if before else {}
-            report.line(case=case, table=name, rows=data.table(name).num_rows, split=split, prefix_rows=p3, **counted,
-                        **{key: facts[key] for key in ("num_ids", "num_edges", "communities", "resolution")},
-                        elapsed_s=round(facts["elapsed_s"], 1))  # fmt: skip
+            report.line(
+                case=case,
+                table=name,
+                rows=data.table(name).num_rows,
+                split=split,
+                prefix_rows=p3,
+                **counted,
+                **{key: facts[key] for key in ("num_ids", "num_edges", "communities", "resolution")},
+                elapsed_s=round(facts["elapsed_s"], 1),
+            )
             if counted:
                 ratio = round(counted["prefixes_before"] / counted["prefixes_after"], 2)
                 report.ratio(f"{case} {name}: prefixes before / after", ratio)

@@ -70,7 +70,7 @@ def chosen_sizes(rows: BatchRows, count: int) -> tuple[int, ...]:
     one_way = COMMUNICATION_SHARE / 2
     work = WindowWork(
         compute_ms=1 - 2 * one_way, fetch_ms=one_way, push_ms=one_way, latency_ms=LATENCY_SHARE, rows_exponent=exponent
-    )  # fmt: skip
+    )
     return choose_sizes(rows.batch_size, count, work)
 
 
@@ -108,8 +108,13 @@ def _compare_methods(
     about: dict[str, Any] = {"case": case, "samples": rows.batch_size, "ids": rows.keys.numel(), "micro_batches": count}
     for exchange in ("unsplit", "naive", "delta"):
         moved = sum(plain.fetched(exchange))
-        report.line(**about, contestant=exchange, rows=moved, times_unsplit=_ratio(moved, rows.num_rows),
-                    closed=_closed(naive, moved, rows.num_rows))  # fmt: skip
+        report.line(
+            **about,
+            contestant=exchange,
+            rows=moved,
+            times_unsplit=_ratio(moved, rows.num_rows),
+            closed=_closed(naive, moved, rows.num_rows),
+        )
         if exchange == "delta":
             report.ratio(f"{case}: delta closes", _closed(naive, moved, rows.num_rows))
     for name, method in METHODS.items():
@@ -117,8 +122,15 @@ def _compare_methods(
         timing = timed(lambda method=method: method(rows, sizes), rows.batch_size, calls)
         closed, is_ours = _closed(naive, moved, rows.num_rows), name == "rowmesh cluster"
         targets = {"target_closed": TARGET_CLOSED, "target_ms": TARGET_MS} if is_ours and has_target else {}
-        report.line(**about, contestant=name, rows=moved, times_unsplit=_ratio(moved, rows.num_rows), closed=closed,
-                    **timing, **targets)  # fmt: skip
+        report.line(
+            **about,
+            contestant=name,
+            rows=moved,
+            times_unsplit=_ratio(moved, rows.num_rows),
+            closed=closed,
+            **timing,
+            **targets,
+        )
         report.ratio(f"{case}: {name} closes", closed)
         if is_ours:
             report.ratio(f"{case}: {name}, ms for {TIMED_SAMPLES}", timing["per_8192_ms"])
@@ -130,8 +142,17 @@ def _compare_ends(report: Report, case: str, rows: BatchRows, count: int, calls:
         for order_is, order, timing in (("as it comes", None, {}), ("light ends", *_light(rows, sizes, calls))):
             window = count_window(rows, sizes, order)
             first, last = _ends(window)
-            report.line(case=case, contestant="delta", sizes_are=sizes_are, order=order_is, sizes=list(sizes),
-                        rows=window.num_rows, first_fetch_share=first, last_push_share=last, **timing)  # fmt: skip
+            report.line(
+                case=case,
+                contestant="delta",
+                sizes_are=sizes_are,
+                order=order_is,
+                sizes=list(sizes),
+                rows=window.num_rows,
+                first_fetch_share=first,
+                last_push_share=last,
+                **timing,
+            )
             report.ratio(f"{case}: delta, {sizes_are} sizes, {order_is}: first fetch", first)
 
 
@@ -164,9 +185,13 @@ def _closed(naive: int, moved: int, unsplit: int) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Runs every case asked for."""
     options = parse(
-        (__doc__ or "").splitlines()[0], arguments, {"global_batch": [TIMED_SAMPLES], "ranks": 1},
-        micro_batches="2,4,8,16,32", sources=",".join(SOURCES), data="../shared/data",
-    )  # fmt: skip
+        (__doc__ or "").splitlines()[0],
+        arguments,
+        {"global_batch": [TIMED_SAMPLES], "ranks": 1},
+        micro_batches="2,4,8,16,32",
+        sources=",".join(SOURCES),
+        data="../shared/data",
+    )
     torch.set_num_threads(1)
     report = Report("sample_clustering", options.output)
     for source in options.extra["sources"].split(","):

@@ -53,7 +53,7 @@ def _real(source: str, workload: Workload, data: Path) -> tuple[SparseBatch, Row
         prepared = prepare({"train": files}, Path(folder) / "prepared", Schema.load(source), min_count=1)
         loader = Loader(
             prepared, "train", batch_size=workload.global_batch, shuffle=True, seed=workload.seed, prefetch=0
-        )  # fmt: skip
+        )
         batch = next(iter(loader)).sparse
         return batch, _numbering({table.name: table.num_rows for table in prepared.tables})
 

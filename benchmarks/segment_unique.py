@@ -41,9 +41,16 @@ class Reused:
     def __call__(self, ids: Tensor) -> int:
         """Fills `unique` and `inverse`; returns how many ids are distinct."""
         self._hash(
-            ids.data_ptr(), self._offsets.data_ptr(), 8, self._segments.ctypes.data, NUM_TABLES,
-            self.unique.data_ptr(), self._counts.data_ptr(), self.inverse.data_ptr(), self._unique_offsets.data_ptr(),
-        )  # fmt: skip
+            ids.data_ptr(),
+            self._offsets.data_ptr(),
+            8,
+            self._segments.ctypes.data,
+            NUM_TABLES,
+            self.unique.data_ptr(),
+            self._counts.data_ptr(),
+            self.inverse.data_ptr(),
+            self._unique_offsets.data_ptr(),
+        )
         return int(self._unique_offsets[-1])
 
 
@@ -96,9 +103,15 @@ def run_case(options: Options, report: Report, workload: Workload) -> None:
     for ours in ("rowmesh SegmentHash", "rowmesh segment_unique"):
         ratios = {peer: round(timings[peer]["call_ms"] / timings[ours]["call_ms"], 2) for peer in TARGETS}
         report.line(
-            case=case, contestant=ours, ids=NUM_TABLES * count, unique_ids=unique, **timings[ours],
-            peer_ms={peer: timings[peer]["call_ms"] for peer in TARGETS}, ratio=ratios, target=TARGETS,
-        )  # fmt: skip
+            case=case,
+            contestant=ours,
+            ids=NUM_TABLES * count,
+            unique_ids=unique,
+            **timings[ours],
+            peer_ms={peer: timings[peer]["call_ms"] for peer in TARGETS},
+            ratio=ratios,
+            target=TARGETS,
+        )
         for peer, ratio in ratios.items():
             report.ratio(f"{case} {ours.split()[1]} over torch.unique {peer}", ratio)
 

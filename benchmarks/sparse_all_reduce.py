@@ -70,10 +70,19 @@ def run_case(options: Options, report: Report, contestant: Contestant, share: fl
         sent = sum(answer[name] for answer in counts) / len(counts)
         lines[name] = {"step_ms": timing["step_ms"], "bytes_sent_a_rank": round(sent)}
         report.line(
-            case=case, variant=name, ranks=options.ranks, dim=options.workloads[0].dim, rows=options.extra["rows"],
-            share=share, overlap=overlap, **drawn, **timing, bytes_sent_a_rank=round(sent),
-            error=float(f"{errors[name]:.2g}"), times_ours=round(timing["step_ms"] / lines[OURS]["step_ms"], 2),
-        )  # fmt: skip
+            case=case,
+            variant=name,
+            ranks=options.ranks,
+            dim=options.workloads[0].dim,
+            rows=options.extra["rows"],
+            share=share,
+            overlap=overlap,
+            **drawn,
+            **timing,
+            bytes_sent_a_rank=round(sent),
+            error=float(f"{errors[name]:.2g}"),
+            times_ours=round(timing["step_ms"] / lines[OURS]["step_ms"], 2),
+        )
     for peer in PEERS:
         for what, key in (("time", "step_ms"), ("bytes", "bytes_sent_a_rank")):
             report.ratio(f"{case}: {peer} / ours {what}", round(lines[peer][key] / lines[OURS][key], 2))

@@ -118,7 +118,7 @@ def contestants(case: Case, peers: dict[str, str], grad: Tensor) -> dict[str, Co
         torch.manual_seed(0)
         forward, parameters = make(
             name, case.row_factors, list(factor_dim(case.dim)), case.rank, case.num_rows, checkout
-        )  # fmt: skip
+        )
         found["forward"][name] = without_gradients(forward)
         found["train"][name] = step_of(forward, torch.optim.SGD(parameters, lr=LR), grad)
     return found
@@ -169,10 +169,14 @@ def run_case(report: Report, case: Case, batches: list[Tensor], options: argpars
         ours = timings["rowmesh"]["step_ms"]
         for name, timing in timings.items():
             report.line(
-                case=case.name, kind=kind, contestant=name, **timing, **counts,
+                case=case.name,
+                kind=kind,
+                contestant=name,
+                **timing,
+                **counts,
                 ratio=round(timing["step_ms"] / ours, 2),
                 **({"best_peer": best, "target": TARGETS[kind].get(case.rank)} if name == "rowmesh" else {}),
-            )  # fmt: skip
+            )
         for peer in (best, "plain_torch_unique"):
             report.ratio(f"{case.name} {kind}: {peer} / rowmesh", round(timings[peer]["step_ms"] / ours, 2))
 
@@ -212,8 +216,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.set_defaults(**tensor_train_cuda.DEFAULTS)
     options = parser.parse_args(arguments)
     if options.quick:
-        quick = {"rows": [100_000], "dim": [16], "rank": [16], "batch": [1024], "steps": 4, "repeats": 2,
-                 "planted_rows": [20_000]}  # fmt: skip
+        quick = {
+            "rows": [100_000],
+            "dim": [16],
+            "rank": [16],
+            "batch": [1024],
+            "steps": 4,
+            "repeats": 2,
+            "planted_rows": [20_000],
+        }
         for name, value in quick.items():
             if getattr(options, name) == parser.get_default(name):
                 setattr(options, name, value)

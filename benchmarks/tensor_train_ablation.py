@@ -87,9 +87,11 @@ class Shared(Distinct):
 
 
 LEVELS: dict[str, type[OneByOne]] = {
-    "one by one": OneByOne, "ordered": Ordered, "ordered, distinct ids": Distinct,
+    "one by one": OneByOne,
+    "ordered": Ordered,
+    "ordered, distinct ids": Distinct,
     "ordered, distinct ids and prefixes": Shared,
-}  # fmt: skip
+}
 
 
 class AblatedBag(TensorTrainEmbeddingBag):
@@ -147,7 +149,7 @@ def lookups(case: Any) -> dict[str, Callable[[Tensor], Tensor]]:
 
 def run_case(
     report: Report, case: Any, batches: list[Tensor], options: Any, measure: Callable[..., dict[str, list[float]]]
-) -> None:  # fmt: skip
+) -> None:
     """All arrangements of one case."""
     grad = torch.randn(case.batch, case.dim, generator=torch.Generator().manual_seed(0))
     training = {name: step for name, (_, step) in trainers(case, grad).items()}

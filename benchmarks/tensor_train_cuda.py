@@ -90,9 +90,7 @@ class DeviceTable:
             numbers = SGD().numbers(LR, 1.0, 1)
             cuda.update(self.cores, [(), (), ()], arrangement, products, gradients, "sgd", numbers)
             return
-        for core, gradient in zip(
-            self.cores, cuda.backward(self.cores, arrangement, products, gradients), strict=True
-        ):  # fmt: skip
+        for core, gradient in zip(self.cores, cuda.backward(self.cores, arrangement, products, gradients), strict=True):
             core.sub_(gradient, alpha=LR)
 
     def _forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Any, Tensor]:
@@ -103,9 +101,7 @@ class DeviceTable:
         if self._level.distinct:
             found = segment_unique(ids, self._segment)
             ids, count, inverse = found.unique, found.num_unique, found.inverse
-        arrangement = cuda.arrange(
-            ids, self.shape.row_factors, self.shape.num_rows, count, shared=self._level.shared
-        )  # fmt: skip
+        arrangement = cuda.arrange(ids, self.shape.row_factors, self.shape.num_rows, count, shared=self._level.shared)
         rows, products = cuda.forward(self.cores, arrangement)
         return rows, inverse, arrangement, products
 
@@ -118,8 +114,12 @@ class DeviceTable:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU instead")
-    parser.add_argument("--precision", choices=tuple(TOLERANCE), default="highest",
-        help="of --device cuda: of float32 matrix products; see torch.set_float32_matmul_precision")  # fmt: skip
+    parser.add_argument(
+        "--precision",
+        choices=tuple(TOLERANCE),
+        default="highest",
+        help="of --device cuda: of float32 matrix products; see torch.set_float32_matmul_precision",
+    )
 
 
 def missing() -> str | None:
@@ -133,7 +133,7 @@ def missing() -> str | None:
 
 def run(
     report: Report, options: argparse.Namespace, make_case: Callable[..., Any], draw: Callable[..., list[Tensor]]
-) -> None:  # fmt: skip
+) -> None:
     """Every combination of rows, batch, dim and rank; one line that says why where there is no GPU."""
     reason = missing()
     if reason is not None:
@@ -159,7 +159,7 @@ def run(
 
 def _run_planted(
     report: Report, options: argparse.Namespace, make_case: Callable[..., Any], device: torch.device
-) -> None:  # fmt: skip
+) -> None:
     """The ablation on planted communities, scattered, by frequency and reordered."""
     from benchmarks.tensor_train_orders import planted, regrouped
 
@@ -180,7 +180,7 @@ def _run_planted(
 
 def run_case(
     report: Report, case: Any, batches: list[Tensor], options: argparse.Namespace, device: torch.device
-) -> None:  # fmt: skip
+) -> None:
     """Forward and training of all contestants."""
     for kind, functions in contestants(case, batches[0], options, device).items():
         timings = measure(functions, batches, options)
@@ -194,7 +194,7 @@ def run_case(
 
 def contestants(
     case: Any, ids: Tensor, options: argparse.Namespace, device: torch.device
-) -> dict[str, dict[str, Callable[[Tensor], Any]]]:  # fmt: skip
+) -> dict[str, dict[str, Callable[[Tensor], Any]]]:
     """Of forward and of training, by name.
 
     Raises:
@@ -206,13 +206,12 @@ def contestants(
     ours = DeviceTable(case, LEVELS[WHOLE], grad)
     _check(ours, ids, options.precision)
     found: dict[str, dict[str, Callable[[Tensor], Any]]] = {
-        "forward": {"rowmesh": ours.look_up}, "train": {"rowmesh": ours.train},
-    }  # fmt: skip
+        "forward": {"rowmesh": ours.look_up},
+        "train": {"rowmesh": ours.train},
+    }
     peers = ["plain_torch", "plain_torch_unique"] + (["embedding_bag"] if case.rank == options.rank[0] else [])
     for name in peers:
-        forward, parameters = make(
-            name, case.row_factors, list(factor_dim(case.dim)), case.rank, case.num_rows, ""
-        )  # fmt: skip
+        forward, parameters = make(name, case.row_factors, list(factor_dim(case.dim)), case.rank, case.num_rows, "")
         for parameter in parameters:
             parameter.data = parameter.data.to(device)
         found["forward"][name] = without_gradients(forward)
@@ -222,7 +221,7 @@ def contestants(
 
 def run_ablation(
     report: Report, case: Any, orders: Mapping[str, list[Tensor]], options: argparse.Namespace, device: torch.device
-) -> None:  # fmt: skip
+) -> None:
     """Forward and training, one part after the other left out, on ids in every order."""
     grad = torch.randn(case.batch, case.dim, generator=torch.Generator().manual_seed(0)).to(device)
     tables = {name: DeviceTable(case, level, grad) for name, level in LEVELS.items()}
@@ -237,9 +236,14 @@ def run_ablation(
             for name, timing in timings.items():
                 ratio = round(timing["step_ms"] / timings[WHOLE]["step_ms"], 2)
                 report.line(
-                    case=case.name, kind=kind, order=order, arrangement=name, **timing, **_counts(batches, case),
+                    case=case.name,
+                    kind=kind,
+                    order=order,
+                    arrangement=name,
+                    **timing,
+                    **_counts(batches, case),
                     ratio=ratio,
-                )  # fmt: skip
+                )
                 report.ratio(f"{case.name} {kind} {order}: {name} / all", ratio)
 
 
@@ -259,9 +263,7 @@ def measure(
             seconds, wall_s = _time(function, [batches[k % len(batches)] for k in range(options.steps)])
             on_device[name] += seconds
             on_host[name].append(wall_s / options.steps)
-    return {
-        name: {**summarize(on_device[name]), "wall_ms": round(min(on_host[name]) * 1e3, 4)} for name in functions
-    }  # fmt: skip
+    return {name: {**summarize(on_device[name]), "wall_ms": round(min(on_host[name]) * 1e3, 4)} for name in functions}
 
 
 def _time(function: Callable[[Tensor], Any], batches: list[Tensor]) -> tuple[list[float], float]:

@@ -72,8 +72,15 @@ def run(report: Report, options: argparse.Namespace) -> None:
                 dense, smaller, count = sizes(rows, dim, rank, min_rows)
                 ratio = round(dense / smaller, 2)
                 report.line(
-                    case=name, dim=dim, rows=sum(rows), rank=rank, min_rows=min_rows, tables=count,
-                    dense_mb=round(dense / 1e6, 1), cored_mb=round(smaller / 1e6, 1), times_smaller=ratio,
+                    case=name,
+                    dim=dim,
+                    rows=sum(rows),
+                    rank=rank,
+                    min_rows=min_rows,
+                    tables=count,
+                    dense_mb=round(dense / 1e6, 1),
+                    cored_mb=round(smaller / 1e6, 1),
+                    times_smaller=ratio,
                     paper_times_smaller=paper,
-                )  # fmt: skip
+                )
                 report.ratio(f"{name} rank {rank} from {min_rows} rows", ratio)

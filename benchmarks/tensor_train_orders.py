@@ -42,8 +42,12 @@ MakeCase = Callable[[int, int, int, int], Any]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     add = parser.add_argument
-    add("--planted-rows", type=lambda text: [int(part) for part in text.split(",")], default=[100_000, 1_000_000],
-        help="of --ablation: ids of planted communities, to be reordered")  # fmt: skip
+    add(
+        "--planted-rows",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[100_000, 1_000_000],
+        help="of --ablation: ids of planted communities, to be reordered",
+    )
     add("--planted-batches", type=int, default=2000, help="of 4,096 samples each, that the order is made of")
     add("--real-data", type=Path, default=Path("../shared/data"), help="folder of criteo_kaggle and avazu")
 
@@ -64,7 +68,7 @@ def run(report: Report, options: argparse.Namespace, make_case: MakeCase, measur
 
 def run_case(
     report: Report, case: Any, orders: Mapping[str, Batches], options: argparse.Namespace, measure: Callable[..., Any]
-) -> None:  # fmt: skip
+) -> None:
     """Forward and training by order and arrangement, all in turns."""
     grad = torch.randn(case.batch, case.dim, generator=torch.Generator().manual_seed(0))
     kinds = {"forward": lookups(case), "train": {name: step for name, (_, step) in trainers(case, grad).items()}}
@@ -81,9 +85,14 @@ def run_case(
         for (order, name), timing in timings.items():
             ratio = round(timing["step_ms"] / timings[WHOLE, whole]["step_ms"], 2)
             report.line(
-                case=case.name, kind=kind, order=order, arrangement=name, **timing, ratio=ratio,
+                case=case.name,
+                kind=kind,
+                order=order,
+                arrangement=name,
+                **timing,
+                ratio=ratio,
                 **counts(orders[order], case),
-            )  # fmt: skip
+            )
             if order == WHOLE or name == whole:
                 report.ratio(f"planted {case.name} {kind}: {order}, {name} / all", ratio)
 
@@ -142,6 +151,11 @@ def count_real(report: Report, rows: Criteo | Avazu) -> None:
             prefix_rows = facts["prefix_rows"]
             prefixes = {name: round(count_prefixes(ids, prefix_rows).mean(), 2) for name, ids in orders.items()}
             report.line(
-                case=rows.folder, table=table, rows=data.table(table).num_rows, batch=REAL_BATCH,
-                moved_ids=facts["num_ids"], prefix_rows=prefix_rows, unique_prefixes=prefixes,
-            )  # fmt: skip
+                case=rows.folder,
+                table=table,
+                rows=data.table(table).num_rows,
+                batch=REAL_BATCH,
+                moved_ids=facts["num_ids"],
+                prefix_rows=prefix_rows,
+                unique_prefixes=prefixes,
+            )

@@ -139,22 +139,33 @@ def cases(options: argparse.Namespace) -> list[Case]:
     criteo, avazu = (kind(source=folder / kind.folder, min_count=1) for kind in (Criteo, Avazu))
     if options.quick:
         few: dict[str, Any] = {
-            "seeds": 2, "tuning_seeds": 1, "lrs": (0.04,), "network_lrs": (0.001,), "large_factors": (1.0,),
+            "seeds": 2,
+            "tuning_seeds": 1,
+            "lrs": (0.04,),
+            "network_lrs": (0.001,),
+            "large_factors": (1.0,),
             "ranks": RANKS[:1],
-        }  # fmt: skip
+        }
         drawn = _drawn("kaggle", 16_384, 16_384)
         return [
             Case(name="synthetic Kaggle", shape="kaggle", data=drawn, batch_size=256, **few),
             Case(name="Criteo, 1 epoch", shape="kaggle", data=criteo, batch_size=64, **few),
         ]
     some: dict[str, Any] = {
-        "batch_size": 512, "seeds": options.quality_seeds, "tuning_seeds": 2,
-        "lrs": (0.01, 0.02, 0.04, 0.08), "network_lrs": (0.001, 0.002, 0.004), "large_factors": LARGE_FACTORS[1:5],
-    }  # fmt: skip
+        "batch_size": 512,
+        "seeds": options.quality_seeds,
+        "tuning_seeds": 2,
+        "lrs": (0.01, 0.02, 0.04, 0.08),
+        "network_lrs": (0.001, 0.002, 0.004),
+        "large_factors": LARGE_FACTORS[1:5],
+    }
     many: dict[str, Any] = {
-        "batch_size": 64, "seeds": 3 * options.quality_seeds, "tuning_seeds": 2,
-        "lrs": tuple(0.00125 * 2**n for n in range(9)), "network_lrs": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
-    }  # fmt: skip
+        "batch_size": 64,
+        "seeds": 3 * options.quality_seeds,
+        "tuning_seeds": 2,
+        "lrs": tuple(0.00125 * 2**n for n in range(9)),
+        "network_lrs": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
+    }
     kaggle, terabyte = (_drawn(shape, samples, 131_072) for shape, samples in _samples(options.quality_samples).items())
     more = [_case_of_more(options)] if options.quality_more_samples else []
     return [
@@ -170,10 +181,17 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def _case_of_more(options: argparse.Namespace) -> Case:
     """Whether the loss stays where tables, and with them ranks, are larger; tuned around what fewer samples chose."""
     return Case(
-        name="more of synthetic Kaggle", shape="kaggle", data=_drawn("kaggle", options.quality_more_samples, 262_144),
-        batch_size=512, seeds=options.quality_seeds, tuning_seeds=1, lrs=(0.02, 0.04), network_lrs=(0.001, 0.002),
-        large_factors=LARGE_FACTORS[1:4], ranks=RANKS[:1],
-    )  # fmt: skip
+        name="more of synthetic Kaggle",
+        shape="kaggle",
+        data=_drawn("kaggle", options.quality_more_samples, 262_144),
+        batch_size=512,
+        seeds=options.quality_seeds,
+        tuning_seeds=1,
+        lrs=(0.02, 0.04),
+        network_lrs=(0.001, 0.002),
+        large_factors=LARGE_FACTORS[1:4],
+        ranks=RANKS[:1],
+    )
 
 
 def _samples(most: int) -> dict[str, int]:
@@ -224,9 +242,13 @@ def _run_case(report: Report, case: Case, rates: dict[str, Rates]) -> None:
                 points = _trained(case, model, clicks, rates[str(model)], seed, NUM_POINTS)
                 ends[str(model)].append(points[-1])
                 report.line(
-                    quality="curve", case=case.name, seed=seed, model=str(model),
-                    cpu_s=round(time.process_time() - began, 1), points=[point.as_record() for point in points],
-                )  # fmt: skip
+                    quality="curve",
+                    case=case.name,
+                    seed=seed,
+                    model=str(model),
+                    cpu_s=round(time.process_time() - began, 1),
+                    points=[point.as_record() for point in points],
+                )
     for model in case.models:
         _report_quality(report, case, model, ends, optima)
 
@@ -247,17 +269,23 @@ def _report_sizes(report: Report, case: Case, prepared: Prepared) -> None:
         large = sum(shape.num_rows for shape in shapes.values()) * case.dim
         whole, smaller, _ = sizes(list(footprint.tables.values()), case.dim, model.rank or 0, MIN_ROWS[0])
         report.line(
-            quality="sizes", case=case.name, model=str(model), dim=case.dim, rows=sum(rows.values()),
-            train_samples=prepared.splits["train"].samples, held_out_samples=prepared.splits["test"].samples,
+            quality="sizes",
+            case=case.name,
+            model=str(model),
+            dim=case.dim,
+            rows=sum(rows.values()),
+            train_samples=prepared.splits["train"].samples,
+            held_out_samples=prepared.splits["test"].samples,
             large={name: {"rows": shape.num_rows, "ranks": shape.ranks} for name, shape in shapes.items()},
-            large_times_smaller=round(large / cores, 2), times_smaller=round(dense / (dense - large + cores), 2),
+            large_times_smaller=round(large / cores, 2),
+            times_smaller=round(dense / (dense - large + cores), 2),
             whole_times_smaller=round(whole / smaller, 2),
-        )  # fmt: skip
+        )
 
 
 def _report_quality(
     report: Report, case: Case, model: Model, ends: dict[str, list[Point]], optima: list[dict[str, float]]
-) -> None:  # fmt: skip
+) -> None:
     """Means over seeds, and differences to the dense model of the same seed."""
     found, dense = ends[str(model)], ends["dense"]
     line: dict[str, Any] = {"quality": "model", "case": case.name, "model": str(model)}
@@ -311,10 +339,14 @@ def _best(report: Report, case: Case, model: Model, clicks: list[Clicks], grid: 
         losses[rates] = float(np.mean(found))
     best = min(grid, key=losses.__getitem__)
     report.line(
-        quality="tuning", case=case.name, model=str(model), **vars(best), seeds=case.tuning_seeds,
+        quality="tuning",
+        case=case.name,
+        model=str(model),
+        **vars(best),
+        seeds=case.tuning_seeds,
         at_edge=[name for name, rate in vars(best).items() if _is_at_edge(rate, [vars(r)[name] for r in grid])],
         grid=[{**vars(rates), "log_loss": round(losses[rates], 6)} for rates in grid],
-    )  # fmt: skip
+    )
     return best
 
 

@@ -70,8 +70,15 @@ def run(report: Report, options: argparse.Namespace, measure: Any) -> None:
         rows = dense_rows if name == "dense" else NUM_ROWS
         ratio = round(timing["step_ms"] / timings["dense"]["step_ms"], 2)
         report.line(
-            case="versus_dense", contestant=name, num_rows=rows, dim=DIM, batch=options.batch[0], **timing,
-            **everyone[name].facts, dense_mb_of_so_many_rows=round(rows * DIM * 4 / 1e6), times_dense=ratio,
+            case="versus_dense",
+            contestant=name,
+            num_rows=rows,
+            dim=DIM,
+            batch=options.batch[0],
+            **timing,
+            **everyone[name].facts,
+            dense_mb_of_so_many_rows=round(rows * DIM * 4 / 1e6),
+            times_dense=ratio,
             samples_per_s=round(options.batch[0] / timing["step_ms"] * 1e3),
-        )  # fmt: skip
+        )
         report.ratio(name, ratio)

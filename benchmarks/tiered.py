@@ -92,8 +92,15 @@ def run_found(report: Report, workload: Workload, num_rows: int, calls: tuple[in
         timing = summarize(times[calls[0] :], "call")
         nanoseconds = round(timing["call_ms"] * 1e6 / count, 1)
         target = {"target_ns": TARGET_NS} if name == "table" else {}
-        report.line(case=f"found, dim {workload.dim}", contestant=name, rows=count, cache_slots=num_rows,
-                    row_ns=nanoseconds, **target, **timing)  # fmt: skip
+        report.line(
+            case=f"found, dim {workload.dim}",
+            contestant=name,
+            rows=count,
+            cache_slots=num_rows,
+            row_ns=nanoseconds,
+            **target,
+            **timing,
+        )
         report.ratio(f"found, dim {workload.dim}, {count} rows: {name}, ns a row", nanoseconds)
 
 
@@ -107,7 +114,7 @@ def fill(arena: CachedArena, num_rows: int) -> None:
 
 def run_read(
     report: Report, workload: Workload, num_rows: int, calls: tuple[int, int], name: str, make_store: MakeStore
-) -> None:  # fmt: skip
+) -> None:
     """Pins of rows none of which is in the cache."""
     count = workload.global_batch
     with make_arena(workload.dim, num_rows, count, make_store, retain=False) as arena:
@@ -124,8 +131,15 @@ def run_read(
             timing = summarize(times[calls[0] :], "call")
             microseconds = round(timing["call_ms"] * 1e3 / count, 3)
             case = f"read, dim {workload.dim}, {name}"
-            report.line(case=case, contestant=contestant, rows=count, table_rows=num_rows,
-                        record_bytes=arena.store.stride, row_us=microseconds, **timing)  # fmt: skip
+            report.line(
+                case=case,
+                contestant=contestant,
+                rows=count,
+                table_rows=num_rows,
+                record_bytes=arena.store.stride,
+                row_us=microseconds,
+                **timing,
+            )
             report.ratio(f"{case}, {count} rows: {contestant}, µs a row", microseconds)
 
 
@@ -144,7 +158,7 @@ def most_in_sight(slots: list[np.ndarray], depth: int) -> int:
 
 def run_ahead(
     report: Report, workload: Workload, slots: list[np.ndarray], depth: int, retain: bool, step_s: float
-) -> None:  # fmt: skip
+) -> None:
     """A loop that pins batches before it unpins earlier ones."""
     num_rows, touched = sum(workload.table_rows), len(np.unique(np.concatenate(slots)))
     num_cached = max(touched // TIMES_CACHED, most_in_sight(slots, depth) * 5 // 4)
@@ -162,10 +176,20 @@ def run_ahead(
         asked = sum(map(len, slots))
         share = round(counters.rows_found / asked, 4)
         written = round(counters.rows_written / asked, 4)
-        report.line(case="ahead", contestant=policy, ahead=depth, rows=asked // len(slots), batches=len(slots),
-                    table_rows=num_rows, touched_rows=touched, cache_slots=num_cached, found_share=share,
-                    read_share=round(counters.rows_read / asked, 4), written_share=written,
-                    peak_frames=counters.peak_frames)  # fmt: skip
+        report.line(
+            case="ahead",
+            contestant=policy,
+            ahead=depth,
+            rows=asked // len(slots),
+            batches=len(slots),
+            table_rows=num_rows,
+            touched_rows=touched,
+            cache_slots=num_cached,
+            found_share=share,
+            read_share=round(counters.rows_read / asked, 4),
+            written_share=written,
+            peak_frames=counters.peak_frames,
+        )
         report.ratio(f"ahead by {depth}, {policy}: share of rows found", share)
 
 
@@ -184,10 +208,17 @@ def stores(options: Options, folder: Path) -> Iterator[tuple[str, MakeStore]]:
 def main(arguments: list[str] | None = None) -> None:
     """Runs every case asked for."""
     options = parse(
-        (__doc__ or "").splitlines()[0], arguments, {"global_batch": [4096, 30000], "dim": [64], "ranks": 1},
-        rows=1_000_000, threads="1,2,4,8", ahead="0,1,4", samples=2048, batches=64, step_ms=30,
+        (__doc__ or "").splitlines()[0],
+        arguments,
+        {"global_batch": [4096, 30000], "dim": [64], "ranks": 1},
+        rows=1_000_000,
+        threads="1,2,4,8",
+        ahead="0,1,4",
+        samples=2048,
+        batches=64,
+        step_ms=30,
         folder="",
-    )  # fmt: skip
+    )
     torch.set_num_threads(1)
     report, num_rows = Report("tiered", options.output), options.extra["rows"]
     if options.quick:

@@ -46,10 +46,17 @@ def report_tax(report: Report, workload: Workload, name: str, rounds: Answers, *
     differences = [(a - b) * 1e3 for a, b in zip(seconds["full"], seconds["given"], strict=True)]
     tax = round(full["full_ms"] / given["given_ms"], 4)
     report.line(
-        case=workload.name, contestant=name, dim=workload.dim, global_batch=workload.global_batch,
-        pooling=workload.pooling, **(full | given), difference_ms=median(differences),
-        samples_per_s=round(workload.global_batch / full["full_ms"] * 1e3), tax=tax, **beside,
-    )  # fmt: skip
+        case=workload.name,
+        contestant=name,
+        dim=workload.dim,
+        global_batch=workload.global_batch,
+        pooling=workload.pooling,
+        **(full | given),
+        difference_ms=median(differences),
+        samples_per_s=round(workload.global_batch / full["full_ms"] * 1e3),
+        tax=tax,
+        **beside,
+    )
     return tax
 
 
@@ -58,19 +65,26 @@ def report_memory(report: Report, workload: Workload, contestant: Contestant, pa
     answers = contestant.ask("memory", part=part, steps=steps)
     resident = [[size / 2**20 for size in answer["resident_bytes"]] for answer in answers]
     report.line(
-        case=workload.name, contestant=contestant.name, memory_of=part, steps=steps,
+        case=workload.name,
+        contestant=contestant.name,
+        memory_of=part,
+        steps=steps,
         growth_mib_by_rank=[round(after - before, 2) for before, _, after in resident],
         growth_mib_of_second_half=[round(after - halfway, 2) for _, halfway, after in resident],
         resident_mib_by_rank=[round(after) for _, _, after in resident],
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
     """Runs every case asked for."""
     options = parse(
-        (__doc__ or "").splitlines()[0], defaults={"dim": [16, 64]}, memory_steps=500, tensor_train=False,
-        tensor_train_rank=16, tensor_train_rows=100_000,
-    )  # fmt: skip
+        (__doc__ or "").splitlines()[0],
+        defaults={"dim": [16, 64]},
+        memory_steps=500,
+        tensor_train=False,
+        tensor_train_rank=16,
+        tensor_train_rows=100_000,
+    )
     report = Report("train_step", options.output)
     run = train_step_tensor_train.run_case if options.extra["tensor_train"] else run_case
     for workload in options.workloads:

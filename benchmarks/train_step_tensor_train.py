@@ -33,10 +33,17 @@ def run_case(options: Options, report: Report, workload: Workload) -> None:
         found = _measured(rounds, f"tensor_train {name}")
         ratio = round(found["full_ms"] / dense["full_ms"], 4)
         report.line(
-            case=workload.name, contestant=f"tensor_train {name}", tables=num_cored, min_rows=rows, rank=rank, **found,
-            times_dense=ratio, sparse_times_dense=round(found["sparse_ms"] / dense["sparse_ms"], 3), target=TARGET,
+            case=workload.name,
+            contestant=f"tensor_train {name}",
+            tables=num_cored,
+            min_rows=rows,
+            rank=rank,
+            **found,
+            times_dense=ratio,
+            sparse_times_dense=round(found["sparse_ms"] / dense["sparse_ms"], 3),
+            target=TARGET,
             times_smaller=round(dense["table_bytes_of_all_ranks"] / found["table_bytes_of_all_ranks"], 2),
-        )  # fmt: skip
+        )
         report.ratio(f"{workload.name}_{name}", ratio)
 
 

@@ -210,11 +210,18 @@ def _tuned(report: Report, case: Case, lrs: tuple[float, ...], dense_lrs: tuple[
     means = {rates: float(np.mean(values)) for rates, values in entropies.items()}
     lr, dense_lr = min(grid, key=lambda rates: means[rates])
     report.line(
-        accuracy="tuning", case=case.name, lr=lr, dense_lr=dense_lr, seeds=case.tuning_seeds,
-        at_edge=[name for name, rate, rates in (("lr", lr, lrs), ("dense_lr", dense_lr, dense_lrs))
-                 if rate in (rates[0], rates[-1])],
+        accuracy="tuning",
+        case=case.name,
+        lr=lr,
+        dense_lr=dense_lr,
+        seeds=case.tuning_seeds,
+        at_edge=[
+            name
+            for name, rate, rates in (("lr", lr, lrs), ("dense_lr", dense_lr, dense_lrs))
+            if rate in (rates[0], rates[-1])
+        ],
         grid=[{"lr": a, "dense_lr": b, "normalized_entropy": round(means[a, b], 6)} for a, b in grid],
-    )  # fmt: skip
+    )
     return lr, dense_lr
 
 
@@ -257,10 +264,16 @@ def _compare_with_ranks(report: Report, case: Case, lr: float, dense_lr: float) 
     with (
         _trial(case, 0, tuning=False) as trial,
         Contestant(
-            f"{case.ranks} ranks", RANKS_MODULE, Workload(), ranks=case.ranks, folder=str(trial.prepared.folder),
-            batch_size=case.batch_size, epochs=case.epochs, **rates,
+            f"{case.ranks} ranks",
+            RANKS_MODULE,
+            Workload(),
+            ranks=case.ranks,
+            folder=str(trial.prepared.folder),
+            batch_size=case.batch_size,
+            epochs=case.epochs,
+            **rates,
         ) as ranks,
-    ):  # fmt: skip
+    ):
         ranks.connect(time.monotonic() + 120.0)
         for setting in compared:
             mode = "exact" if setting.groups == 1 else setting.mode
@@ -268,8 +281,14 @@ def _compare_with_ranks(report: Report, case: Case, lr: float, dense_lr: float) 
             simulated = trial.run(setting, lr, dense_lr, torch.float64)
             error = abs(found - simulated)
             report.line(
-                accuracy="ranks", case=case.name, setting=str(setting), ranks=case.ranks, steps=len(trial.batches),
-                normalized_entropy=found, simulated=simulated, error=float(f"{error:.2g}"),
-            )  # fmt: skip
+                accuracy="ranks",
+                case=case.name,
+                setting=str(setting),
+                ranks=case.ranks,
+                steps=len(trial.batches),
+                normalized_entropy=found,
+                simulated=simulated,
+                error=float(f"{error:.2g}"),
+            )
             if error > MAX_ERROR:
                 raise ContestantError(f"{setting}: ranks end with NE {found}, the simulation with {simulated}")

@@ -92,16 +92,25 @@ def _strategy(
 ) -> None:
     found = costs(profile, num_ranks, strategy, replicas, deduplicated=EXCHANGES[exchange])
     line: dict[str, Any] = {
-        "case": case, "tables": len(profile.tables), "ranks": num_ranks, "exchange": exchange, "strategy": strategy,
-    }  # fmt: skip
+        "case": case,
+        "tables": len(profile.tables),
+        "ranks": num_ranks,
+        "exchange": exchange,
+        "strategy": strategy,
+    }
     for count, cost in found.items():
         memory = cost.memory_bytes / 2**20
         report.line(
-            balance="lookups", **line, replicas=count, imbalance=round(cost.imbalance, 4),
-            lookups_max=round(float(cost.lookups.max()), 1), lookups_mean=round(float(cost.lookups.mean()), 1),
-            memory_max_mib=round(float(memory.max()), 3), memory_mean_mib=round(float(memory.mean()), 3),
+            balance="lookups",
+            **line,
+            replicas=count,
+            imbalance=round(cost.imbalance, 4),
+            lookups_max=round(float(cost.lookups.max()), 1),
+            lookups_mean=round(float(cost.lookups.mean()), 1),
+            memory_max_mib=round(float(memory.max()), 3),
+            memory_mean_mib=round(float(memory.mean()), 3),
             paper={model: ratios.get(count) for model, ratios in PAPER.items()},
-        )  # fmt: skip
+        )
     texts = {count: round(cost.imbalance, 3) for count, cost in found.items()}
     report.ratio(
         f"balance {case}, {num_ranks} ranks, {exchange}, {strategy}: imbalance {texts}; last over first",

@@ -131,9 +131,12 @@ def run(report: Report, options: argparse.Namespace) -> None:
         for dim in options.hosts_dim:
             for batch in options.hosts_batch:
                 workload = Workload(
-                    dim=dim, global_batch=batch, max_rows=options.hosts_max_rows, steps=options.hosts_steps,
+                    dim=dim,
+                    global_batch=batch,
+                    max_rows=options.hosts_max_rows,
+                    steps=options.hosts_steps,
                     warmup=options.hosts_warmup,
-                )  # fmt: skip
+                )
                 Case(report, options, workload, shape, hosts).run()
 
 
@@ -240,16 +243,26 @@ class Case:
         times, unlimited = summarize(measured.limited), [1e3 * second for second in measured.unlimited]
         floor_ms = cable_bytes / self._cable_bytes_per_s * 1e3
         line = {
-            **times, "timed_loops": times.pop("timed_steps"), "rest_ms": rest_ms,
+            **times,
+            "timed_loops": times.pop("timed_steps"),
+            "rest_ms": rest_ms,
             "unlimited_step_ms": median(unlimited) if unlimited else None,
-            "cable_bytes": round(cable_bytes), "cable_floor_ms": round(floor_ms, 3),
+            "cable_bytes": round(cable_bytes),
+            "cable_floor_ms": round(floor_ms, 3),
             **{what: round(median(counts)) for what, counts in measured.counted.items()},
-        }  # fmt: skip
+        }
         self._report.line(
-            hosts=self._options.hosts, rate_bits_per_s=self._options.rate, case=workload.name, contestant=name,
-            dim=workload.dim, global_batch=workload.global_batch, max_rows=workload.max_rows, zipf=workload.zipf,
-            **self._made[name], **line,
-        )  # fmt: skip
+            hosts=self._options.hosts,
+            rate_bits_per_s=self._options.rate,
+            case=workload.name,
+            contestant=name,
+            dim=workload.dim,
+            global_batch=workload.global_batch,
+            max_rows=workload.max_rows,
+            zipf=workload.zipf,
+            **self._made[name],
+            **line,
+        )
         return line
 
     def _check(self, ranks: Contestant) -> None:

@@ -38,17 +38,20 @@ ONE_RANK = {
     ),
     "no samples": Scenario(tables=several("adagrad"), batch_sizes=(0,), num_steps=1),
     "a hot row": Scenario(
-        tables=(table("a", 3, 5, "adam", dtype=torch.float64),), batch_sizes=(300,), bag_sizes=(1, 1), skew=1e9,
+        tables=(table("a", 3, 5, "adam", dtype=torch.float64),),
+        batch_sizes=(300,),
+        bag_sizes=(1, 1),
+        skew=1e9,
         num_steps=2,
     ),
-}  # fmt: skip
+}
 TWO_RANKS = {
     "bags": Scenario(tables=several("row_wise_adagrad"), num_steps=2),
     "a rank without samples, accumulation": Scenario(
         tables=several("adam", torch.float64), batch_sizes=(0, 3), is_weighted=True, accumulate=2, num_steps=2
     ),
     "bfloat16": Scenario(tables=(table("b", 9, 3, "adagrad", dtype=torch.bfloat16),), bag_sizes=(2, 2), num_steps=1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

@@ -50,13 +50,13 @@ ONE_RANK = {
         tables=only_cores("adagrad"), batch_sizes=(3,), bag_sizes=(1, 1), evaluates=True, num_steps=2
     ),
     "no samples": Scenario(tables=only_cores("sgd"), batch_sizes=(0,), num_steps=1),
-}  # fmt: skip
+}
 TWO_RANKS = {
     "beside dense tables": Scenario(tables=mixed("adagrad")[:3], batch_sizes=(3, 2), num_steps=1),
     "no dense table, a rank without samples": Scenario(
         tables=only_cores("adam", torch.float64), batch_sizes=(0, 3), is_weighted=True, accumulate=2, num_steps=1
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

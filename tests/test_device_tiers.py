@@ -44,7 +44,7 @@ SLOW = {
     "all kinds of tables, accumulation": Scenario(
         tables=several("adam", torch.float64), batch_sizes=(3,), is_weighted=True, accumulate=2, num_steps=3
     ),
-}  # fmt: skip
+}
 
 
 def run_in_tiers(plain, tiers):

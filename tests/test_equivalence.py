@@ -110,7 +110,7 @@ HARD = {
     "bf16 and fp32": Scenario(tables=(*several("adam"), table("b", 9, 3, "adagrad", dtype=torch.bfloat16))),
     "fp64, four ranks": Scenario(tables=several("adam", torch.float64), batch_sizes=(4, 0, 3, 2), is_weighted=True),
     "many groups": Scenario(tables=tuple(table(f"t{i}", 10 + i, 3, name) for i, name in enumerate([*OPTIMIZERS] * 2))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -58,9 +58,11 @@ def test_processes_get_their_faults_from_the_environment():
 
 def test_a_process_can_be_held_at_a_point(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE], env=os.environ | {"ROWMESH_FAULTS": f"a.b@2=hold:{tmp_path}/here"},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", CODE],
+        env=os.environ | {"ROWMESH_FAULTS": f"a.b@2=hold:{tmp_path}/here"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     while not (tmp_path / "here").exists():
         assert process.poll() is None
     (tmp_path / "here.go").touch()

@@ -38,11 +38,16 @@ def test_several_migrations_on_one_host(ranks, transport, optimizer):
     check(
         ranks,
         Scenario(
-            tables=tables, batch_sizes=(4, 0, 5), num_steps=4, accumulate=2, evaluates=True, plan=plans[0],
+            tables=tables,
+            batch_sizes=(4, 0, 5),
+            num_steps=4,
+            accumulate=2,
+            evaluates=True,
+            plan=plans[0],
             migrations=((1, plans[1]), (1, plans[2]), (3, plans[3]), (4, plans[0])),
         ),
         transport,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -50,9 +55,12 @@ def test_migrations_across_nodes(ranks, ranks_per_node):
     tables = several("row_wise_adagrad")
     plans = [a_plan(number, 4, ranks_per_node, tables) for number in range(3)]
     scenario = Scenario(
-        tables=tables, batch_sizes=(4, 3, 0, 5), ranks_per_node=ranks_per_node, plan=plans[0],
+        tables=tables,
+        batch_sizes=(4, 3, 0, 5),
+        ranks_per_node=ranks_per_node,
+        plan=plans[0],
         migrations=((1, plans[1]), (2, plans[2])),
-    )  # fmt: skip
+    )
     check(ranks, scenario)
 
 

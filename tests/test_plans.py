@@ -135,9 +135,11 @@ COUNTED = [("one_sided", 3, False), ("collective", 3, False), ("collective", 2, 
 def test_any_plan_counts_the_same(ranks, rule, transport, ranks_per_node, two_hop):
     tables, world_size = several("adagrad"), 3 if ranks_per_node == 3 else 4
     plan = make_plan(
-        tables, world_size, ranks_per_node,
+        tables,
+        world_size,
+        ranks_per_node,
         lambda number: (RULES[number % 4] if rule == "mixed" else rule, number, 3 * number, two_hop),
-    )  # fmt: skip
+    )
     scenario = Scenario(
         tables=tables, batch_sizes=(40, 30, 0, 50)[:world_size], plan=plan, ranks_per_node=ranks_per_node, accumulate=2
     )
@@ -183,9 +185,7 @@ def look_up_outside(mesh, tables, plan, ranks_per_node, transport, is_mapped):
 @pytest.mark.parametrize("transport, ranks_per_node", [("one_sided", 4), ("collective", 4), ("collective", 2)])
 def test_ids_outside_their_table_read_the_same_row_under_any_plan(ranks, rule, transport, ranks_per_node):
     """The row they are mapped to is in the first, the middle or the last range of its table."""
-    tables = tuple(
-        table(f"t{row}", 30, dim, "adagrad", out_of_range=row) for row, dim in ((0, 3), (15, 3), (29, 16))
-    )  # fmt: skip
+    tables = tuple(table(f"t{row}", 30, dim, "adagrad", out_of_range=row) for row, dim in ((0, 3), (15, 3), (29, 16)))
     plan = make_plan(tables, 4, ranks_per_node, lambda number: (rule, number, number, True))
     mine = ranks.run(look_up_outside, tables, plan, ranks_per_node, transport, False, world_size=4)
     plain = ranks.run(look_up_outside, tables, None, ranks_per_node, transport, True, world_size=4)
@@ -306,9 +306,12 @@ def test_hundreds_of_ranges(ranks):
 
 
 UNSORTED = [
-    ("train", False, "collective", 2), ("infer", True, "collective", 2), ("train", True, "one_sided", 4),
-    ("infer", False, "one_sided", 4), ("infer", False, "collective", 4),
-]  # fmt: skip
+    ("train", False, "collective", 2),
+    ("infer", True, "collective", 2),
+    ("train", True, "one_sided", 4),
+    ("infer", False, "one_sided", 4),
+    ("infer", False, "collective", 4),
+]
 
 
 @pytest.mark.parametrize("mode, deduplicated, transport, ranks_per_node", UNSORTED)

@@ -27,9 +27,14 @@ def cored(name, num_rows, dim=3, rule="sgd", rank=None, **options):
     """A tensor-train table."""
     options.setdefault("initializer", Normal(std=0.5))
     return TableSpec(
-        name=name, num_rows=num_rows, dim=dim, optimizer=RULES[rule], storage="tensor_train",
-        tensor_train=TensorTrain(rank=rank), **options,
-    )  # fmt: skip
+        name=name,
+        num_rows=num_rows,
+        dim=dim,
+        optimizer=RULES[rule],
+        storage="tensor_train",
+        tensor_train=TensorTrain(rank=rank),
+        **options,
+    )
 
 
 def mixed(rule, dtype=torch.float32):
@@ -53,9 +58,13 @@ SIZES = {1: (6,), 2: (5, 3), 4: (4, 0, 3, 6)}
 def test_equals_plain_torch(ranks, rule, transport, world_size):
     """Also what several forward passes before one step add up to, weights, and learning rates that change."""
     scenario = Scenario(
-        tables=mixed(rule, torch.float64), batch_sizes=SIZES[world_size], is_weighted=True, accumulate=2, decay=0.7,
+        tables=mixed(rule, torch.float64),
+        batch_sizes=SIZES[world_size],
+        is_weighted=True,
+        accumulate=2,
+        decay=0.7,
         evaluates=True,
-    )  # fmt: skip
+    )
     assert_close(scenario, merged(scenario, on_ranks(ranks, scenario, transport)), train_reference(scenario))
 
 
@@ -116,17 +125,13 @@ def check_mixture(ranks, scenario):
 @pytest.mark.parametrize("mode", ["exact", "average"])
 def test_replicas_of_others_change_nothing(ranks, mode):
     """Cores are summed over all ranks, whatever replica groups of dense tables do (averaged ones: nothing)."""
-    frozen = TableSpec(
-        name="frozen", num_rows=9, dim=3, optimizer=replace(RULES["sgd"], lr=0.0), dtype=torch.float64
-    )  # fmt: skip
+    frozen = TableSpec(name="frozen", num_rows=9, dim=3, optimizer=replace(RULES["sgd"], lr=0.0), dtype=torch.float64)
     tables = tuple(
         spec for spec in mixed("adagrad", torch.float64) if spec.storage == "tensor_train" or mode == "exact"
     )
     tables = (*tables, frozen)
     plan = Plan.dealt([TableShape.of(spec) for spec in tables if spec.storage == "dense"], 4, replicas=2)
-    scenario = Scenario(
-        tables=tables, batch_sizes=(4, 3, 1, 6), plan=plan, synchronization=Synchronization(mode)
-    )  # fmt: skip
+    scenario = Scenario(tables=tables, batch_sizes=(4, 3, 1, 6), plan=plan, synchronization=Synchronization(mode))
     for transport in ("one_sided", "collective"):
         mine = merged(scenario, ranks.run(train, scenario, transport, world_size=4))
         assert_close(scenario, mine, train_reference(scenario))
@@ -152,9 +157,14 @@ def test_migrations_take_cores_along(ranks):
 def test_large_gradients_are_added_in_parts(ranks):
     """From some size on ranks add a part each; the bits are those of the other transport."""
     wide = TableSpec(
-        name="wide", num_rows=100_000, dim=64, optimizer=RULES["sgd"], storage="tensor_train",
-        tensor_train=TensorTrain(rank=32), dtype=torch.float64,
-    )  # fmt: skip
+        name="wide",
+        num_rows=100_000,
+        dim=64,
+        optimizer=RULES["sgd"],
+        storage="tensor_train",
+        tensor_train=TensorTrain(rank=32),
+        dtype=torch.float64,
+    )
     scenario = Scenario(tables=(wide,), batch_sizes=(5, 4, 3, 2), num_steps=2)
     runs = [merged(scenario, on_ranks(ranks, scenario, name)) for name in ("one_sided", "collective")]
     assert_same_bits(*runs)
@@ -163,9 +173,7 @@ def test_large_gradients_are_added_in_parts(ranks):
 
 def rule_and_bag(rule, rank=4):
     table = cored("item", 1000, 8, rule, rank)
-    bag = TensorTrainEmbeddingBag(
-        1000, 8, mode="sum", rank=rank, seed=0, name="item", initializer=table.initializer
-    )  # fmt: skip
+    bag = TensorTrainEmbeddingBag(1000, 8, mode="sum", rank=rank, seed=0, name="item", initializer=table.initializer)
     return table, bag
 
 

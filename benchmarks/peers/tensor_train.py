@@ -90,10 +90,14 @@ def has_tensorly() -> bool:
 def _tensorly(row_factors: list[int], dim_factors: list[int], rank: int) -> nn.Module:
     tltorch: Any = importlib.import_module("tltorch")
     return tltorch.FactorizedEmbedding(
-        math.prod(row_factors), math.prod(dim_factors), auto_tensorize=False, factorization="blocktt",
-        tensorized_num_embeddings=tuple(row_factors), tensorized_embedding_dim=tuple(dim_factors),
+        math.prod(row_factors),
+        math.prod(dim_factors),
+        auto_tensorize=False,
+        factorization="blocktt",
+        tensorized_num_embeddings=tuple(row_factors),
+        tensorized_embedding_dim=tuple(dim_factors),
         rank=(1, rank, rank, 1),
-    )  # fmt: skip
+    )
 
 
 def _t3nsor(checkout: str, row_factors: list[int], dim_factors: list[int], rank: int) -> Peer:

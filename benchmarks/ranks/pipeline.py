@@ -39,7 +39,7 @@ class Commands:
 
     def __init__(
         self, workload: Workload, mesh: Mesh, tiers: dict[str, Any] | None = None, num_batches: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._workload, self._mesh, tables = workload, mesh, table_specs(workload)
         if tiers is not None:
             tables = [replace(table, storage="tiered") for table in tables]
@@ -108,10 +108,14 @@ class Commands:
                 tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
         received = (self._received - before) / steps
         return {
-            "seconds": {"step": [elapsed_s / steps]}, "cpu_s": cpu_s / steps, "tasks": tasks,
-            "received_bytes": received, "memory": self._embeddings.memory_bytes, "resident_bytes": resident_bytes(),
+            "seconds": {"step": [elapsed_s / steps]},
+            "cpu_s": cpu_s / steps,
+            "tasks": tasks,
+            "received_bytes": received,
+            "memory": self._embeddings.memory_bytes,
+            "resident_bytes": resident_bytes(),
             "tier": self._tier(),
-        }  # fmt: skip
+        }
 
     def _tier(self) -> dict[str, float]:
         """What the arenas did since the start."""

@@ -24,9 +24,16 @@ class Commands:
     """What the benchmark may ask for; see `two_dimensional_accuracy.Case` for the options."""
 
     def __init__(
-        self, workload: Workload, mesh: Mesh, folder: str, batch_size: int, epochs: int, lr: float, dense_lr: float,
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        folder: str,
+        batch_size: int,
+        epochs: int,
+        lr: float,
+        dense_lr: float,
         seed: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mesh, self._prepared, self._lr, self._seed = mesh, Prepared.open(folder), lr, seed
         self._network = Network(lr=dense_lr, seed=seed)
         part = {"rank": mesh.rank, "world_size": mesh.world_size}
@@ -37,9 +44,12 @@ class Commands:
         """Trains from the start, in float64, so that rounding hides nothing."""
         rule = RowWiseAdaGrad(lr=self._lr, moment_scale=scale)
         embeddings = EmbeddingCollection(
-            table_specs(self._prepared, DIM, rule, torch.float64), mesh=self._mesh, seed=self._seed, replicas=groups,
+            table_specs(self._prepared, DIM, rule, torch.float64),
+            mesh=self._mesh,
+            seed=self._seed,
+            replicas=groups,
             synchronization=Synchronization(mode),
-        )  # fmt: skip
+        )
         network = self._fit(embeddings)
         entropy = self._judge(embeddings, network)
         embeddings.close()

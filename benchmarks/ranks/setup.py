@@ -23,8 +23,10 @@ def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[
     """
     dense: dict[str, Any] = {"optimizer": RowWiseAdaGrad(lr=workload.lr)}
     cored: dict[str, Any] = {
-        "optimizer": AdaGrad(lr=workload.lr), "storage": "tensor_train", "tensor_train": TensorTrain(rank=rank),
-    }  # fmt: skip
+        "optimizer": AdaGrad(lr=workload.lr),
+        "storage": "tensor_train",
+        "tensor_train": TensorTrain(rank=rank),
+    }
     return [
         TableSpec(name=f"t{i}", num_rows=rows, dim=workload.dim, **(cored if 0 < cored_rows <= rows else dense))
         for i, rows in enumerate(workload.table_rows)

@@ -21,7 +21,7 @@ class Commands:
 
     def __init__(
         self, workload: Workload, mesh: Mesh, transport: Any, cored_rows: int = 0, tensor_train_rank: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._workload = workload
         tables = table_specs(workload, cored_rows, tensor_train_rank)
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)

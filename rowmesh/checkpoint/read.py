@@ -39,9 +39,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, path)
 
 
-def load(
-    folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, verify: bool = True
-) -> dict[str, Any]:  # fmt: skip
+def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, verify: bool = True) -> dict[str, Any]:
     """Fills the rows of `embeddings` that live on this rank; returns what was saved as `dense`.
 
     Ranks read independently, whatever number of them wrote: look rows up only after all have, and have all done with
@@ -98,7 +96,7 @@ def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: SavedFiles, 
 
 def fill_piece(
     numbers: range, targets: Mapping[str, torch.Tensor], part: Part, sources: Mapping[str, SavedArray]
-) -> int:  # fmt: skip
+) -> int:
     """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
     found, before = 0, 0
     for bounds in part.ranges:

@@ -60,9 +60,7 @@ class SavedRows:
         missing = len(rows)
         for part, mapped in zip(self._entry.parts, self._mapped, strict=True):
             if "values" not in mapped:
-                mapped["values"] = self._files.array(
-                    self.table, "values", part.files, values, (part.count, self.dim)
-                )  # fmt: skip
+                mapped["values"] = self._files.array(self.table, "values", part.files, values, (part.count, self.dim))
             missing -= fill_piece(rows, {"values": values}, part, mapped)
         if missing:
             raise CheckpointError(

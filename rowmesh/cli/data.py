@@ -212,18 +212,27 @@ def reorder(
         Keep a folder that was written from the same data with the same options; replace another.
     """
     options = ReorderOptions(
-        hot_share=hot_share, batch_size=batch_size, prefix_rows=prefix_rows, max_ids=max_ids, max_edges=max_edges,
+        hot_share=hot_share,
+        batch_size=batch_size,
+        prefix_rows=prefix_rows,
+        max_ids=max_ids,
+        max_edges=max_edges,
         seed=seed,
-    )  # fmt: skip
+    )
     source, console = Prepared.open(folder), Console()
     request = reorder_request(source, choose_tables(source, tables or (), min_rows), options)
     if reuse and is_current(console, out, PREPARED, request):
         return
     with PartsProgress(console) as show:
         reordered = reorder_data(
-            source, out, tables=tables or (), min_rows=min_rows, options=options, overwrite=overwrite or reuse,
+            source,
+            out,
+            tables=tables or (),
+            min_rows=min_rows,
+            options=options,
+            overwrite=overwrite or reuse,
             progress=show,
-        )  # fmt: skip
+        )
     print_reordered(console, reordered)
 
 

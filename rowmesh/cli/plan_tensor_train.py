@@ -155,9 +155,7 @@ def _cored(table: TableSpec, rank: int, rule: UpdateRule) -> TableSpec:
     """The table as cores."""
     ranks = TensorTrain().shape(table.num_rows, table.dim).at(rank).ranks
     dtype = torch.float32 if table.dtype == torch.bfloat16 else table.dtype
-    return replace(
-        table, storage="tensor_train", tensor_train=TensorTrain(rank=ranks), optimizer=rule, dtype=dtype
-    )  # fmt: skip
+    return replace(table, storage="tensor_train", tensor_train=TensorTrain(rank=ranks), optimizer=rule, dtype=dtype)
 
 
 def _size(table: TableSpec) -> tuple[int, int]:

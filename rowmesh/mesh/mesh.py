@@ -214,9 +214,14 @@ class Mesh:
         everyone = tuple(range(self.world_size))
         group = self.subgroup([everyone], use)
         return replace(
-            self, group=group, whole=self, members=everyone, cancellation=Cancellation(), _parts=(everyone,),
+            self,
+            group=group,
+            whole=self,
+            members=everyone,
+            cancellation=Cancellation(),
+            _parts=(everyone,),
             _owns_group=False,
-        )  # fmt: skip
+        )
 
     def claim(self, use: str) -> None:
         """Has the groups of a use for one owner, whose threads send through them, until `unclaim`.

@@ -46,9 +46,7 @@ class CounterLog:
         group: the process group; None for a single process.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], lines: JsonLines, group: dist.ProcessGroup | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, sources: Sequence[Source], lines: JsonLines, group: dist.ProcessGroup | None = None) -> None:
         self._sources, self._lines, self._group = tuple(sources), lines, group
         are_rounds = [field == ROUNDS for source in sources for field in source.fields]
         self._are_rounds = torch.tensor(are_rounds, device="cpu")

@@ -62,7 +62,7 @@ def rooms(root: Path = Path("/")) -> dict[str, int]:
     """
     return {"": psutil.virtual_memory().available} | {
         group.identity: group.left_bytes for group in control_groups(root)
-    }  # fmt: skip
+    }
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -127,7 +127,7 @@ class Progress(_Display):
 
     def update(
         self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float, exposed_share: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Like `advance`, with new facts about the last interval, which are shown until the next."""
         self._facts = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_bytes / 1e9:.2f} GB"
         if exposed_share is not None:

@@ -66,10 +66,16 @@ def work_of(stages: Mapping[str, float]) -> WindowWork:
 
 
 def choose(
-    stages: Mapping[str, float], cpu: Mapping[str, float], *, cores: float, can_split: bool, sizes: Sizes = "even",
-    depths: tuple[int, ...] = DEPTHS, counts: tuple[int, ...] = COUNTS,
+    stages: Mapping[str, float],
+    cpu: Mapping[str, float],
+    *,
+    cores: float,
+    can_split: bool,
+    sizes: Sizes = "even",
+    depths: tuple[int, ...] = DEPTHS,
+    counts: tuple[int, ...] = COUNTS,
     schedule: Callable[..., Schedule] = make_schedule,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """The best depth and number of micro-batches.
 
     Args:
@@ -106,9 +112,16 @@ def choose(
 
 
 def predicted_s(
-    stages: Mapping[str, float], cpu: Mapping[str, float], depth: int, count: int, *, cores: float, can_split: bool,
-    sizes: Sizes = "even", schedule: Callable[..., Schedule] = make_schedule,
-) -> float:  # fmt: skip
+    stages: Mapping[str, float],
+    cpu: Mapping[str, float],
+    depth: int,
+    count: int,
+    *,
+    cores: float,
+    can_split: bool,
+    sizes: Sizes = "even",
+    schedule: Callable[..., Schedule] = make_schedule,
+) -> float:
     """Seconds of a step by the model."""
     if depth == 0 and count == 1:
         return sum(stages.values())

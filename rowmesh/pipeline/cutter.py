@@ -39,9 +39,14 @@ class Cutter:
     """
 
     def __init__(
-        self, tables: Sequence[TableSpec], count: int, *, sizes: Sizes = "even", clustering: Clustering = "off",
+        self,
+        tables: Sequence[TableSpec],
+        count: int,
+        *,
+        sizes: Sizes = "even",
+        clustering: Clustering = "off",
         work: WindowWork = TYPICAL,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, value, known in (("sizes", sizes, Sizes), ("clustering", clustering, Clustering)):
             if value not in known.__args__:
                 raise ConfigurationError(f"{name} must be one of {list(known.__args__)}, got {value!r}")

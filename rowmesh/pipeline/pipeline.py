@@ -191,9 +191,13 @@ class Pipeline(Generic[T]):
         self._streams.meet()  # after all work that set rows or used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
-            self.schedule, on_streams, rank=self._engine.mesh.rank, threads=self._overlap, disturb=self._disturb,
+            self.schedule,
+            on_streams,
+            rank=self._engine.mesh.rank,
+            threads=self._overlap,
+            disturb=self._disturb,
             cancelled=cancelled,
-        )  # fmt: skip
+        )
         return runner
 
     def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:

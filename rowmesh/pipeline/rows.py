@@ -70,9 +70,16 @@ class RowNumbering:
         unique, keys = np.empty(num_ids, np.int64), np.empty(num_ids, np.int32)
         counts = np.empty(num_ids, np.int32)
         self._hash(
-            batch.ids.data_ptr(), ranges.ctypes.data, ranges.strides[0], tables.ctypes.data, len(tables),
-            unique.ctypes.data, counts.ctypes.data, keys.ctypes.data, self._unique_offsets.ctypes.data,
-        )  # fmt: skip
+            batch.ids.data_ptr(),
+            ranges.ctypes.data,
+            ranges.strides[0],
+            tables.ctypes.data,
+            len(tables),
+            unique.ctypes.data,
+            counts.ctypes.data,
+            keys.ctypes.data,
+            self._unique_offsets.ctypes.data,
+        )
         return BatchRows(
             keys=torch.from_numpy(keys),
             counts=torch.from_numpy(counts[: int(self._unique_offsets[-1])]),

@@ -122,7 +122,7 @@ class Schedule:
 
 def make_schedule(
     depth: int, num_parts: int, *, fetches_final: bool = True, is_tiered: bool = False, is_on_device: bool = False
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The stages of training.
 
     Args:

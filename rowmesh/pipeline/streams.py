@@ -164,9 +164,14 @@ class DeviceStreams:
     """
 
     def __init__(
-        self, schedule: Schedule, device: torch.device, recorder: Recorder, *, is_traced: bool = False,
+        self,
+        schedule: Schedule,
+        device: torch.device,
+        recorder: Recorder,
+        *,
+        is_traced: bool = False,
         streams: type[Stream] = Stream,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._schedule, self._device, self._make = schedule, device, streams
         self._recorder, self._is_traced = recorder, is_traced
         # What others wait for goes first: a message that is gathered late is late on all ranks.

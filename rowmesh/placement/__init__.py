@@ -19,14 +19,34 @@ if TYPE_CHECKING:
     from rowmesh.placement.unseen import smoothed
 
 __all__ = [
-    "AccessSketch", "AddressMap", "Cost", "Piece", "Plan", "Profile", "Request", "RowRange", "TablePlan",
-    "TableProfile", "TableShape", "Topology", "cost_of", "search", "smoothed",
-]  # fmt: skip
+    "AccessSketch",
+    "AddressMap",
+    "Cost",
+    "Piece",
+    "Plan",
+    "Profile",
+    "Request",
+    "RowRange",
+    "TablePlan",
+    "TableProfile",
+    "TableShape",
+    "Topology",
+    "cost_of",
+    "search",
+    "smoothed",
+]
 
 _LATE = {
-    "AccessSketch": "sketch", "Cost": "cost", "Profile": "profile", "Request": "request", "TableProfile": "profile",
-    "Topology": "topology", "cost_of": "cost", "search": "strategies", "smoothed": "unseen",
-}  # fmt: skip
+    "AccessSketch": "sketch",
+    "Cost": "cost",
+    "Profile": "profile",
+    "Request": "request",
+    "TableProfile": "profile",
+    "Topology": "topology",
+    "cost_of": "cost",
+    "search": "strategies",
+    "smoothed": "unseen",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -129,11 +129,25 @@ class AddressMap:
         plan = self.plan
         replying = sum(kind in REPLIES for kind in self.kinds)
         flags = sum((FLAGS[kind] << FLAG_BITS * index) for index, kind in enumerate(self.kinds))
-        return np.array([
-            self.ranges.ctypes.data, self.index.ctypes.data, self.buckets.ctypes.data, self._limits.ctypes.data,
-            self.num_tables, len(self.kinds), replying, plan.world_size, self.rank, plan.ranks_per_node,
-            self.key_stride, arenas, row_bytes, flags,
-        ], np.int64)  # fmt: skip
+        return np.array(
+            [
+                self.ranges.ctypes.data,
+                self.index.ctypes.data,
+                self.buckets.ctypes.data,
+                self._limits.ctypes.data,
+                self.num_tables,
+                len(self.kinds),
+                replying,
+                plan.world_size,
+                self.rank,
+                plan.ranks_per_node,
+                self.key_stride,
+                arenas,
+                row_bytes,
+                flags,
+            ],
+            np.int64,
+        )
 
     def locate(self, table: int, row: int) -> tuple[int, int, str]:
         """(stop, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
@@ -237,10 +251,18 @@ class AddressMap:
         kind = self._kind(part)
         fixed, world_size = part.rule == "fixed", self.plan.world_size
         return (
-            part.start, 0 if fixed else (part.shift - part.phase) % world_size, 1 if fixed else world_size,
-            part.rank if fixed else 0, self._divisor(part), base, self.kinds.index(kind), FLAGS[kind],
-            part.start - part.phase, 0, 0,
-        )  # fmt: skip
+            part.start,
+            0 if fixed else (part.shift - part.phase) % world_size,
+            1 if fixed else world_size,
+            part.rank if fixed else 0,
+            self._divisor(part),
+            base,
+            self.kinds.index(kind),
+            FLAGS[kind],
+            part.start - part.phase,
+            0,
+            0,
+        )
 
 
 def _buckets(table: TablePlan) -> np.ndarray:

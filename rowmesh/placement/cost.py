@@ -157,9 +157,13 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     for matrix in (fetch, gradients):
         np.fill_diagonal(matrix, 0.0)
     return Cost(
-        np.array(plan.memory_bytes), _lookups(grid, rows, asked), _lookups(grid, values, values_asked), fetch,
-        gradients, _rounds(plan, training),
-    )  # fmt: skip
+        np.array(plan.memory_bytes),
+        _lookups(grid, rows, asked),
+        _lookups(grid, values, values_asked),
+        fetch,
+        gradients,
+        _rounds(plan, training),
+    )
 
 
 def _gradients(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
@@ -222,8 +226,9 @@ class Homes:
     def of(plan: Plan, demand: Demand) -> Homes:
         """Cuts runs where ranges begin."""
         W = plan.world_size
-        parts = [(first, part) for first, table in zip(demand.first_row, plan.tables, strict=False)
-                 for part in table.ranges]  # fmt: skip
+        parts = [
+            (first, part) for first, table in zip(demand.first_row, plan.tables, strict=False) for part in table.ranges
+        ]
         starts = np.array([first + part.start for first, part in parts])
         kind, shift = (np.array([f(part) for _, part in parts]) for f in (_kind, lambda part: part.shift))
         rank = np.array([part.rank if part.rule == "fixed" else -1 for _, part in parts])

@@ -67,10 +67,16 @@ class Demand:
             rank = np.concatenate([profile.access_rate(t) for t in tables]) * float(batch_size)
             node = rank * G
         return Demand(
-            tuple(table.shape for table in profile.tables), first_row, np.concatenate([[0], np.cumsum(lengths)]),
-            np.repeat(np.arange(len(runs)), runs), rank, node, presence(batch_size * world_size),
-            world_size, ranks_per_node,
-        )  # fmt: skip
+            tuple(table.shape for table in profile.tables),
+            first_row,
+            np.concatenate([[0], np.cumsum(lengths)]),
+            np.repeat(np.arange(len(runs)), runs),
+            rank,
+            node,
+            presence(batch_size * world_size),
+            world_size,
+            ranks_per_node,
+        )
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -203,7 +203,7 @@ class Planner:
 
     def __init__(
         self, plan: Plan, strategy: str, topology: Topology, request: Request, capacity: int = CAPACITY
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan = plan
         self._strategy, self._topology, self._request = strategy, topology, request
         self._capacity = capacity

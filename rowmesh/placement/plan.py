@@ -406,9 +406,12 @@ class Plan:
     def to_json(self) -> str:
         """Readable, one line a range."""
         head = {
-            "format": FORMAT, "strategy": self.strategy, "world_size": self.world_size,
-            "ranks_per_node": self.ranks_per_node, "notes": dict(self.notes),
-        }  # fmt: skip
+            "format": FORMAT,
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "notes": dict(self.notes),
+        }
         if self.is_replicated:
             head["together"] = self.together
         tables = ",\n".join(

@@ -308,9 +308,11 @@ class Profile:
             if table.batches is not None:
                 arrays[f"batches_{index}"] = table.batches
         head = {
-            "format": FORMAT, "num_samples": self.num_samples, "batch_size": self.batch_size,
+            "format": FORMAT,
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
             "shapes": [asdict(shape) for shape in self.shapes],
-        }  # fmt: skip
+        }
         with replacing_file(Path(path)) as file:
             np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
 
@@ -330,11 +332,13 @@ class Profile:
                     )
                 tables = tuple(
                     TableProfile(
-                        TableShape(**shape), arrays[f"lengths_{i}"], arrays[f"accesses_{i}"],
+                        TableShape(**shape),
+                        arrays[f"lengths_{i}"],
+                        arrays[f"accesses_{i}"],
                         arrays.get(f"batches_{i}"),
                     )
                     for i, shape in enumerate(head["shapes"])
-                )  # fmt: skip
+                )
                 return Profile(tables, head["num_samples"], head["batch_size"])
         except OSError as error:
             raise ConfigurationError(f"cannot read the profile {path}: {error.strerror or error}") from error

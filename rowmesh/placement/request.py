@@ -61,10 +61,15 @@ class Request:
             "time_limit_s": not self.time_limit_s > 0,
         }
         allowed = {
-            "batch_size": "at least 1", "mode": f"one of {list(get_args(Mode))}", "extra_memory": "at least 0",
-            "memory_limit_bytes": "at least 1, or left out", "objective": f"one of {list(get_args(Objective))}",
-            "max_hops": "1 or 2", "fetch_weight": "above 0", "time_limit_s": "above 0",
-        }  # fmt: skip
+            "batch_size": "at least 1",
+            "mode": f"one of {list(get_args(Mode))}",
+            "extra_memory": "at least 0",
+            "memory_limit_bytes": "at least 1, or left out",
+            "objective": f"one of {list(get_args(Objective))}",
+            "max_hops": "1 or 2",
+            "fetch_weight": "above 0",
+            "time_limit_s": "above 0",
+        }
         for name, is_wrong in wrong.items():
             if is_wrong:
                 raise ConfigurationError(

@@ -115,12 +115,15 @@ def cost_with_replicas(
     memory = np.array(plan.memory_bytes) + (np.array(plan.mark_bytes) if has_marks else 0)
     local = lookup_bytes * np.diag(topology.cost)
     return ReplicaCost(
-        memory, lookups, exchange, sync_bytes,
+        memory,
+        lookups,
+        exchange,
+        sync_bytes,
         exchange_s=float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
         sync_s=float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
         dense_s=float(_busy(dense * topology.cost).max()) + dense_wait,
         mean_s=float(((exchange + sync_bytes) * topology.cost).sum() + local.sum()) / plan.world_size,
-    )  # fmt: skip
+    )
 
 
 def restricted(profile: Profile, plan: Plan) -> Profile:

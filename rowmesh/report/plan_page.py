@@ -114,8 +114,16 @@ def _table_bytes(comparison: Comparison) -> int:
 
 
 def _comparison_table(comparison: Comparison) -> str:
-    heads = ["strategy", "memory, fullest rank", "look-ups, busiest rank", "fetched a step", "gradients a step",
-             "bytes a step", "busiest link", "cost a step"]  # fmt: skip
+    heads = [
+        "strategy",
+        "memory, fullest rank",
+        "look-ups, busiest rank",
+        "fetched a step",
+        "gradients a step",
+        "bytes a step",
+        "busiest link",
+        "cost a step",
+    ]
     rows = "".join(_comparison_row(comparison, candidate) for candidate in _ordered(comparison))
     head = "".join(f"<th>{name}</th>" for name in heads)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -51,9 +51,16 @@ class Printer:
 
     def _strategies(self, comparison: Comparison) -> Table:
         table = self.table(
-            "strategy", "memory (balance)", "look-ups (balance)", "fetched", "gradients", "bytes a step",
-            "busiest link (balance)", "cost", "",
-        )  # fmt: skip
+            "strategy",
+            "memory (balance)",
+            "look-ups (balance)",
+            "fetched",
+            "gradients",
+            "bytes a step",
+            "busiest link (balance)",
+            "cost",
+            "",
+        )
         chosen = comparison.chosen
         for candidate in sorted(comparison.candidates, key=lambda c: (c is not chosen, not c.fits, c.objective)):
             mark = "→ " if candidate is chosen else "  "

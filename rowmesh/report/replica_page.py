@@ -13,9 +13,16 @@ from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
 from rowmesh.report.plan_page import footer, heading, page, sections
 
 HEADS = (
-    "replicas", "tables", "next to each other", "memory, fullest rank", "look-ups, busiest rank", "all-to-all",
-    "synchronisation", "averaging whole tables", "step",
-)  # fmt: skip
+    "replicas",
+    "tables",
+    "next to each other",
+    "memory, fullest rank",
+    "look-ups, busiest rank",
+    "all-to-all",
+    "synchronisation",
+    "averaging whole tables",
+    "step",
+)
 
 
 def write_replica_report(comparison: ReplicaComparison, path: Path, title: str) -> None:
@@ -47,9 +54,11 @@ def _sections(comparison: ReplicaComparison) -> Iterator[str]:
 def _part_text(comparison: ReplicaComparison, replicas: int) -> str:
     T, tables = comparison.plan.world_size, len(comparison.plan.part(replicas).tables)
     counted = f"{tables} table{'s'[: tables != 1]}"
-    return f"{counted} with {replicas} replicas: a group of {T // replicas} ranks" if replicas > 1 else (
-        f"{counted} on all {T} ranks"
-    )  # fmt: skip
+    return (
+        f"{counted} with {replicas} replicas: a group of {T // replicas} ranks"
+        if replicas > 1
+        else (f"{counted} on all {T} ranks")
+    )
 
 
 def _note(comparison: ReplicaComparison) -> str:

@@ -15,9 +15,18 @@ def print_replicas(printer: Printer, comparison: ReplicaComparison, title: str) 
     """Everything about a comparison of numbers of replicas."""
     printer.say(*facts(comparison.problem, title), _memory(comparison), _synchronization(comparison), "")
     table = printer.table(
-        "replicas", "tables", "next to each other", "memory a rank", "look-ups, most", "over mean", "all-to-all",
-        "synchronisation", "averaging all", "step", "",
-    )  # fmt: skip
+        "replicas",
+        "tables",
+        "next to each other",
+        "memory a rank",
+        "look-ups, most",
+        "over mean",
+        "all-to-all",
+        "synchronisation",
+        "averaging all",
+        "step",
+        "",
+    )
     for candidate in comparison.candidates:
         chosen = candidate is comparison.chosen
         table.add_row(
@@ -59,8 +68,11 @@ def _numbers(comparison: ReplicaComparison, candidate: ReplicaCandidate) -> list
         return [*[""] * 6, candidate.complaint]
     times = (cost.exchange_s, cost.sync_s, cost.dense_s, cost.total_s)
     return [
-        f"{cost.lookups.max():,.0f}", f"{cost.imbalance:.3f}", *map(comparison.cost_text, times), candidate.complaint,
-    ]  # fmt: skip
+        f"{cost.lookups.max():,.0f}",
+        f"{cost.imbalance:.3f}",
+        *map(comparison.cost_text, times),
+        candidate.complaint,
+    ]
 
 
 def _memory(comparison: ReplicaComparison) -> str:

@@ -68,7 +68,7 @@ class Cache:
 
     def __init__(
         self, name: str, memory: CacheMemory, store: BackingStore, num_slots: int, *, retain: bool, poison: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.memory, self.store = name, memory, store
         self.retain, self._poison = retain and not poison, poison
         self.changed = threading.Condition()

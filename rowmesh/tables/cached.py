@@ -96,7 +96,7 @@ class PinnedRows:
 
     def apply(
         self, merged: HostMerged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Updates rows in the host's memory in place; see `RowStore.apply`.
 
         Args:
@@ -395,9 +395,7 @@ class CachedArena:
             self.check(cache_slots, slots)
             self._versions.advance(cache_slots, slots)
 
-    def apply(
-        self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
-    ) -> None:  # fmt: skip
+    def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates pinned rows in place; see `RowStore`. Of the host, `PinnedRows.apply` does it by slot.
 
         Args:

@@ -48,7 +48,7 @@ class DenseArena:
 
     def __init__(
         self, group: TableGroup, num_slots: int, device: torch.device | None = None, rows: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if device is not None and num_slots > MOST_DEVICE_SLOTS:
             raise ConfigurationError(
                 f"group {group.name}: a rank would hold {num_slots:,} rows on {device}, and at most "
@@ -91,9 +91,7 @@ class DenseArena:
                 first, stride = piece.rows.start, piece.rows.step
                 initialize(rows, key, first=first, stride=stride, distribution=table.initializer.name, a=a, b=b)
 
-    def apply(
-        self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
-    ) -> None:  # fmt: skip
+    def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)

@@ -90,9 +90,15 @@ class FileStore:
     """
 
     def __init__(
-        self, num_records: int, record_bytes: int, *, path: Path, num_threads: int = 4, direct: bool = False,
+        self,
+        num_records: int,
+        record_bytes: int,
+        *,
+        path: Path,
+        num_threads: int = 4,
+        direct: bool = False,
         keep: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if num_threads < 1:
             raise ConfigurationError(f"file store {path}: num_threads must be 1 or more, got {num_threads}")
         self.path, self.num_threads = Path(path), num_threads
@@ -130,9 +136,13 @@ class FileStore:
         return f"file {self.path}"
 
     def _move(
-        self, kernel: Callable[..., int], pool: ThreadPoolExecutor, slots: np.ndarray, records: np.ndarray,
+        self,
+        kernel: Callable[..., int],
+        pool: ThreadPoolExecutor,
+        slots: np.ndarray,
+        records: np.ndarray,
         move_one: Callable[[int, memoryview], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert self._finalizer.alive, f"{self} is closed"
         assert records.shape == (len(slots), self.stride), records.shape
         assert records.flags.c_contiguous

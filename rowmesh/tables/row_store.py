@@ -48,9 +48,7 @@ class RowStore(Protocol):
         """Sets every row to its initial value; `held` has the pieces of each table, in consecutive slots."""
         ...
 
-    def apply(
-        self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None
-    ) -> None:  # fmt: skip
+    def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates rows in place.
 
         Args:

@@ -169,9 +169,15 @@ class TensorTrain:
             ConfigurationError: it cannot have such a shape; says what fits.
         """
         return TensorTrainShape.choose(
-            num_rows, dim, rank=self.rank, memory_bytes=self.memory_bytes, compression=self.compression,
-            row_factors=self.row_factors, dim_factors=self.dim_factors, element_bytes=element_bytes,
-        )  # fmt: skip
+            num_rows,
+            dim,
+            rank=self.rank,
+            memory_bytes=self.memory_bytes,
+            compression=self.compression,
+            row_factors=self.row_factors,
+            dim_factors=self.dim_factors,
+            element_bytes=element_bytes,
+        )
 
 
 def factor_rows(num_rows: int) -> Factors:

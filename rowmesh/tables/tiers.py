@@ -56,12 +56,18 @@ class Tiers:
 
     def make_arena(
         self, group: TableGroup, num_slots: int, rank: int, device: torch.device | None = None
-    ) -> CachedArena:  # fmt: skip
+    ) -> CachedArena:
         """The rows of a group on a rank, those in fast memory on a device, or in the host's memory."""
         return CachedArena(
-            group, num_slots, self.num_cached(num_slots), self._store(group, rank), device=device,
-            verify=self.verify, poison=self.poison, timeout_s=self.timeout_s,
-        )  # fmt: skip
+            group,
+            num_slots,
+            self.num_cached(num_slots),
+            self._store(group, rank),
+            device=device,
+            verify=self.verify,
+            poison=self.poison,
+            timeout_s=self.timeout_s,
+        )
 
     def _store(self, group: TableGroup, rank: int) -> MakeStore:
         if self.folder is None:

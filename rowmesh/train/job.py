@@ -86,9 +86,15 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
     embeddings = EmbeddingCollection(
-        tables, mesh=mesh, seed=seed, transport=transport, plan=placement.plan, synchronization=synchronization,
-        tiers=_tiers(config), device=device,
-    )  # fmt: skip
+        tables,
+        mesh=mesh,
+        seed=seed,
+        transport=transport,
+        plan=placement.plan,
+        synchronization=synchronization,
+        tiers=_tiers(config),
+        device=device,
+    )
     return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement)
 
 
@@ -107,9 +113,14 @@ def make_network(config: Config, data: Prepared) -> DLRM:
 def _tiers(config: Config) -> Tiers:
     tiers = config.tiers
     return Tiers(
-        fast_share=tiers.fast_share, fast_rows=tiers.fast_rows, folder=Path(tiers.folder) if tiers.folder else None,
-        threads=tiers.threads, direct=tiers.direct, verify=config.pipeline.verify, timeout_s=config.parallel.timeout_s,
-    )  # fmt: skip
+        fast_share=tiers.fast_share,
+        fast_rows=tiers.fast_rows,
+        folder=Path(tiers.folder) if tiers.folder else None,
+        threads=tiers.threads,
+        direct=tiers.direct,
+        verify=config.pipeline.verify,
+        timeout_s=config.parallel.timeout_s,
+    )
 
 
 def network_dtype(tables: Sequence[TableSpec]) -> torch.dtype:

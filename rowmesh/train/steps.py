@@ -151,10 +151,18 @@ class PipelinedSteps:
     def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
         config = self._job.config.pipeline
         pipeline = Pipeline[Batch](
-            self._job.embeddings, depth=depth, micro_batches=micro_batches, exchange=config.exchange,
-            final_rows=config.final_rows, sizes=config.sizes, clustering=config.clustering, work=self._work,
-            verify=config.verify, overlap=overlap, trace=config.trace,
-        )  # fmt: skip
+            self._job.embeddings,
+            depth=depth,
+            micro_batches=micro_batches,
+            exchange=config.exchange,
+            final_rows=config.final_rows,
+            sizes=config.sizes,
+            clustering=config.clustering,
+            work=self._work,
+            verify=config.verify,
+            overlap=overlap,
+            trace=config.trace,
+        )
         self._pipelines.append(pipeline)
         return pipeline
 
@@ -188,11 +196,15 @@ class PipelinedSteps:
         mesh = self._job.mesh
         cores = (os.cpu_count() or 1) / mesh.hosts.count(mesh.hosts[mesh.rank])
         choice = choose(
-            stages, cpu, cores=cores, can_split=pipeline.can_split, sizes=config.sizes,
+            stages,
+            cpu,
+            cores=cores,
+            can_split=pipeline.can_split,
+            sizes=config.sizes,
             depths=DEPTHS if config.depth == "auto" else (config.depth,),
             counts=COUNTS if config.micro_batches == "auto" else (config.micro_batches,),
             schedule=pipeline.make_schedule,
-        )  # fmt: skip
+        )
         self._say(f"pipeline  {choice}")
         if config.communication_share == "auto":
             self._work = work_of(stages)

@@ -84,5 +84,6 @@ def test_numbers_are_read_by_all_warps():
 
 def test_divisions_and_roots_that_are_not_rounded_correctly():
     assert approximate("div.full.f32 %f1, %f2, %f3;\nsqrt.approx.ftz.f32 %f1, %f2;\ndiv.rn.f32 %f1, %f2, %f3;") == [
-        "div.full.f32", "sqrt.approx.ftz.f32",
-    ]  # fmt: skip
+        "div.full.f32",
+        "sqrt.approx.ftz.f32",
+    ]

@@ -28,8 +28,11 @@ def test_summary_has_median_and_percentiles_in_milliseconds():
 def test_lists_make_every_combination():
     options = parse("", ["--dim", "16,64", "--global-batch", "8,32", "--pooling", "2"])
     assert [(w.dim, w.global_batch, w.pooling) for w in options.workloads] == [
-        (16, 8, 2), (16, 32, 2), (64, 8, 2), (64, 32, 2),
-    ]  # fmt: skip
+        (16, 8, 2),
+        (16, 32, 2),
+        (64, 8, 2),
+        (64, 32, 2),
+    ]
 
 
 def test_quick_keeps_what_was_asked_for():
@@ -83,7 +86,10 @@ def test_segment_unique_reports_every_contestant(capsys):
     segment_unique.main(["--quick", "--global-batch", "256", "--steps", "2"])
     *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["contestant"] for line in lines} == {
-        "torch.unique per_segment", "torch.unique combined", "rowmesh SegmentHash", "rowmesh segment_unique",
-    }  # fmt: skip
+        "torch.unique per_segment",
+        "torch.unique combined",
+        "rowmesh SegmentHash",
+        "rowmesh segment_unique",
+    }
     assert all(line["call_ms"] > 0 for line in lines)
     assert len(last["summary"]) == 4

@@ -55,10 +55,27 @@ def test_equal_samples_sort_stably():
 
 
 def test_every_exchange_is_reported(capsys, tmp_path):
-    sample_clustering.main([
-        "--quick", "--max-rows", "5000", "--global-batch", "512", "--steps", "2", "--warmup", "1",
-        "--sources", "zipf,criteo", "--pooling", "1,2", "--micro-batches", "2,8", "--data", str(tmp_path),
-    ])  # fmt: skip
+    sample_clustering.main(
+        [
+            "--quick",
+            "--max-rows",
+            "5000",
+            "--global-batch",
+            "512",
+            "--steps",
+            "2",
+            "--warmup",
+            "1",
+            "--sources",
+            "zipf,criteo",
+            "--pooling",
+            "1,2",
+            "--micro-batches",
+            "2,8",
+            "--data",
+            str(tmp_path),
+        ]
+    )
     *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "test.tsv.gz: no such file" in lines.pop()["unavailable"]
     assert {line["case"].split(",")[0] for line in lines} == {"zipf 512", "zipf 512x2", "criteo"}

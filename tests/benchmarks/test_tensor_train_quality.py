@@ -82,9 +82,17 @@ def test_training_is_the_same_every_time(clicks):
 def test_the_command_reports_differences_of_equal_seeds(capsys, monkeypatch, tmp_path):
     data = Synthetic(samples=4_096, held_out=1_024, rows=tuple(Footprint.of("kaggle").tables.values()), head=50)
     tiny = Case(
-        name="tiny", shape="kaggle", data=data, batch_size=256, seeds=2, tuning_seeds=1, lrs=(0.02, 0.04),
-        network_lrs=(0.001,), large_factors=(1.0,), ranks=(128,),
-    )  # fmt: skip
+        name="tiny",
+        shape="kaggle",
+        data=data,
+        batch_size=256,
+        seeds=2,
+        tuning_seeds=1,
+        lrs=(0.02, 0.04),
+        network_lrs=(0.001,),
+        large_factors=(1.0,),
+        ranks=(128,),
+    )
     absent = replace(tiny, name="absent", data=Criteo(source=tmp_path))
     monkeypatch.setattr("benchmarks.tensor_train_quality.cases", lambda options: [tiny, absent])
     tensor_train.main(["--quality"])
@@ -119,10 +127,17 @@ def test_cases_are_smaller_where_time_is_short():
 
 def test_the_chart_shows_every_case_and_model(tmp_path):
     lines = [
-        {"quality": "curve", "case": case, "seed": seed, "model": model,
-         "points": [{"samples": n, "log_loss": 0.6 - 0.1 * n + 0.01 * seed} for n in (1, 2)]}
-        for case in ("a & b", "c") for seed in (0, 1) for model in ("dense", "rank 64")
-    ]  # fmt: skip
+        {
+            "quality": "curve",
+            "case": case,
+            "seed": seed,
+            "model": model,
+            "points": [{"samples": n, "log_loss": 0.6 - 0.1 * n + 0.01 * seed} for n in (1, 2)],
+        }
+        for case in ("a & b", "c")
+        for seed in (0, 1)
+        for model in ("dense", "rank 64")
+    ]
     lines.append({"quality": "tuning", "case": "d"})
     (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tensor_train_quality_chart.main([str(tmp_path / "lines"), str(tmp_path / "chart.svg")])

@@ -15,12 +15,36 @@ def test_distinct_slots_are_those_of_all_tables():
 
 
 def test_lines(capsys, tmp_path):
-    tiered.main([
-        "--dim", "4", "--global-batch", "50", "--steps", "2", "--warmup", "1", "--repeats", "1", "--max-rows", "2000",
-        "--rows", "500", "--threads", "2", "--ahead", "0,2", "--samples", "32", "--batches", "6",
-        "--step-ms", "1",
-        "--folder", str(tmp_path),
-    ])  # fmt: skip
+    tiered.main(
+        [
+            "--dim",
+            "4",
+            "--global-batch",
+            "50",
+            "--steps",
+            "2",
+            "--warmup",
+            "1",
+            "--repeats",
+            "1",
+            "--max-rows",
+            "2000",
+            "--rows",
+            "500",
+            "--threads",
+            "2",
+            "--ahead",
+            "0,2",
+            "--samples",
+            "32",
+            "--batches",
+            "6",
+            "--step-ms",
+            "1",
+            "--folder",
+            str(tmp_path),
+        ]
+    )
     *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
     by_case = {(line["case"], line["contestant"]): line for line in lines if "contestant" in line}
     assert {name for case, name in by_case if case == "found, dim 4"} == {"table", "pin", "unpin"}

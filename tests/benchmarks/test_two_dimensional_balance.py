@@ -36,8 +36,9 @@ def test_tables_are_multiplied_with_bags_of_their_own():
 
 def test_every_strategy_and_number_is_reported(capsys, tmp_path):
     output = tmp_path / "lines.jsonl"
-    two_dimensional.main(["--balance", "--quick", "--balance-ranks", "8", "--balance-replicas", "1,4",
-                          "--output", str(output)])  # fmt: skip
+    two_dimensional.main(
+        ["--balance", "--quick", "--balance-ranks", "8", "--balance-replicas", "1,4", "--output", str(output)]
+    )
     *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert output.read_text().count("\n") == len(lines) + 1 == 2 * 2 * 5 * 2 + 1
     assert all(line["imbalance"] >= 1 and line["lookups_max"] >= line["lookups_mean"] for line in lines)

@@ -17,9 +17,7 @@ RANGES = [range(0), range(100), range(7, 8), range(40, 95)]
 def saved(request, tmp_path):
     """A checkpoint, its manifest, and the rows that were saved."""
     cores = TensorTrain(rank=3) if request.param == "tensor_train" else None
-    table = TableSpec(
-        name="item", num_rows=100, dim=6, optimizer=AdaGrad(), storage=request.param, tensor_train=cores
-    )  # fmt: skip
+    table = TableSpec(name="item", num_rows=100, dim=6, optimizer=AdaGrad(), storage=request.param, tensor_train=cores)
     embeddings = EmbeddingCollection([table])
     checkpoint.save(tmp_path, embeddings, {})
     with torch.no_grad():

@@ -24,8 +24,20 @@ def test_each_number_and_arrangement_is_a_line_and_the_plan_is_written(run, tmp_
 
 
 def test_a_number_alone_is_taken(run, tmp_path):
-    out = run("--ranks", 4, "--replicas", 2, "--synchronization", "average", "--sync-every", 8, "--strategy", "dealt",
-              "--out", tmp_path / "plan.json")  # fmt: skip
+    out = run(
+        "--ranks",
+        4,
+        "--replicas",
+        2,
+        "--synchronization",
+        "average",
+        "--sync-every",
+        8,
+        "--strategy",
+        "dealt",
+        "--out",
+        tmp_path / "plan.json",
+    )
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.replica_counts == (2,)
     assert plan.strategy == "dealt"

@@ -61,9 +61,7 @@ def test_sums_of_all_members_are_applied_and_passed_on():
     exchange = Exchange()
     replicas = Copies(exchange, CommonCounters())
     merger = merged([7, 30, 2], gradients)
-    received = replicas.share(
-        merger, (1, 3), Channel(torch.tensor([2]), message([5, 39], theirs)), Update(1.0, 0.5, 1)
-    )  # fmt: skip
+    received = replicas.share(merger, (1, 3), Channel(torch.tensor([2]), message([5, 39], theirs)), Update(1.0, 0.5, 1))
     expected = torch.zeros(40, DIM)
     expected[[30, 2]], expected[[5, 39]] = -0.5 * gradients[1:], -0.5 * theirs
     assert torch.equal(exchange.arena.rows, expected)

@@ -49,8 +49,13 @@ def test_every_holder_gets_every_row_once(plans):
             came = []
             for peer in ranks:
                 begin = sum(moves[peer].sent_counts[:rank])
-                row_of = dict(zip(before[peer].slot[before[peer].held_by(peer)].tolist(),
-                                  rows[before[peer].held_by(peer)].tolist(), strict=True))  # fmt: skip
+                row_of = dict(
+                    zip(
+                        before[peer].slot[before[peer].held_by(peer)].tolist(),
+                        rows[before[peer].held_by(peer)].tolist(),
+                        strict=True,
+                    )
+                )
                 came += [row_of[s] for s in moves[peer].sent[begin : begin + moves[peer].sent_counts[rank]].tolist()]
             slot_of = after[rank].slot
             assert slot_of[came].tolist() == moves[rank].received.tolist()

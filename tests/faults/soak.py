@@ -72,9 +72,13 @@ def _draw(world_size: int, number: int) -> list[Scenario]:
     found: list[Scenario] = []
 
     @settings(
-        max_examples=_AT_A_TIME, database=None, deadline=None, derandomize=False, phases=[Phase.generate],
+        max_examples=_AT_A_TIME,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @seed(number)
     @given(jobs(world_size))
     def collect(scenario: Scenario) -> None:

@@ -155,8 +155,11 @@ for point in [*POINTS, *AFTERWARDS]:
 def test_a_killed_writer_leaves_a_model_that_can_be_loaded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(tmp_path / "model")],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = dict(line.split() for line in done.stdout.splitlines())
     assert found == {**dict.fromkeys(POINTS, "1"), **dict.fromkeys(AFTERWARDS, "2")}

@@ -183,8 +183,10 @@ def test_a_killed_run_leaves_one_that_can_be_loaded(config_file, tmp_path, point
     former = train(config_file, "tables.dim=2")
     done = subprocess.run(
         [sys.executable, "-m", "rowmesh.cli", "train", str(config_file), "train.steps=4", "--overwrite"],
-        env=os.environ | {"ROWMESH_FAULTS": f"{point}=kill", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+        env=os.environ | {"ROWMESH_FAULTS": f"{point}=kill", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     found = run_evaluation(tmp_path / "run")
     assert (found == former) == (point != "run.exchange@4")

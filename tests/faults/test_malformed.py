@@ -31,10 +31,36 @@ clicks, config_file, _one_thread = shared.clicks, shared.config_file, shared._on
 
 MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 SCALARS = [
-    None, True, False, 0, 1, -1, 7, 2**31, 2**53 + 1, 2**62, 2**63, -(2**63) - 1, 10**30, 0.5, -1e300, 1e999,
-    "", "x", "../x", "/etc/passwd", "..", "a/b", "a\0b", "item.0.values.npy", "float16", "int64", "Tensor",
-    "auto", "dealt",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    2**31,
+    2**53 + 1,
+    2**62,
+    2**63,
+    -(2**63) - 1,
+    10**30,
+    0.5,
+    -1e300,
+    1e999,
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "..",
+    "a/b",
+    "a\0b",
+    "item.0.values.npy",
+    "float16",
+    "int64",
+    "Tensor",
+    "auto",
+    "dealt",
+]
 VALUES = st.sampled_from(SCALARS) | st.lists(st.sampled_from(SCALARS), max_size=3) | st.builds(dict)
 DEEP = "[" * 100_000
 
@@ -235,8 +261,11 @@ def toml(value):
 def topology_values():
     text = (Path(__file__).parents[2] / "rowmesh" / "placement" / "topologies" / "2x4.toml").read_text()
     matrix = {
-        "num_nodes": 1, "ranks_per_node": 2, "cost_s_per_byte": [[0.0, 1.0], [1.0, 0.0]], "latency_s": [[0.0, 1.0]] * 2,
-    }  # fmt: skip
+        "num_nodes": 1,
+        "ranks_per_node": 2,
+        "cost_s_per_byte": [[0.0, 1.0], [1.0, 0.0]],
+        "latency_s": [[0.0, 1.0]] * 2,
+    }
     return [tomllib.loads(text), matrix]
 
 

@@ -26,9 +26,12 @@ def launched(tmp_path, faults):
     """A process in torchrun's place with one rank, which is held at a point."""
     environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "ROWMESH_FAULTS": f"{faults}=hold:{tmp_path}/held"}
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", LAUNCHER, RANK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | environment,
-    )  # fmt: skip
+    )
     assert launcher.stdout
     rank = int(launcher.stdout.readline())
     try:

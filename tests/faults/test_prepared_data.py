@@ -312,9 +312,11 @@ def damaged_copy(folder, change):
 def with_lists(batch, offsets, ids):
     index = batch.schema.get_field_index("C3")
     lists = pa.ListArray.from_buffers(
-        batch.schema.field(index).type, len(offsets) - 1, [None, pa.py_buffer(offsets.astype(np.int32))],
+        batch.schema.field(index).type,
+        len(offsets) - 1,
+        [None, pa.py_buffer(offsets.astype(np.int32))],
         children=[pa.array(ids, pa.int32())],
-    )  # fmt: skip
+    )
     return batch.set_column(index, batch.schema.field(index), lists)
 
 
@@ -366,10 +368,12 @@ def test_ids_that_are_no_rows_are_refused(folder, name, wrong):
     "change, message",
     [
         (lambda batch: batch.slice(0, 200), "record batch 1 has 200 samples, not 256"),
-        (lambda batch: batch.set_column(
-            1, batch.schema.field(1), pa.array([None] * 256, pa.float32())), "'I1' has 256 missing values"),
+        (
+            lambda batch: batch.set_column(1, batch.schema.field(1), pa.array([None] * 256, pa.float32())),
+            "'I1' has 256 missing values",
+        ),
     ],
-)  # fmt: skip
+)
 def test_record_batches_of_another_form_are_refused(folder, change, message):
     damaged_copy(folder, change)
     with pytest.raises(DataError, match=message):
@@ -564,10 +568,15 @@ def test_a_time_format_of_anything_is_taken_or_refused(time_format):
 @given(st.data())
 def test_a_schema_with_anything_in_it_is_read_or_refused_by_name(tmp_path_factory, data):
     values = {
-        "format": "text", "delimiter": ",", "quote": '"', "columns": ["y", "x", "a", "t"], "label": "y", "dense": ["x"],
+        "format": "text",
+        "delimiter": ",",
+        "quote": '"',
+        "columns": ["y", "x", "a", "t"],
+        "label": "y",
+        "dense": ["x"],
         "dense_transform": "log1p",
         "categorical": ["a", {"name": "w", "column": "t", "derive": "weekday", "time_format": "%Y-%m-%d"}],
-    }  # fmt: skip
+    }
     mutate(data.draw, values)
     path = tmp_path_factory.mktemp("schema") / "schema.toml"
     try:

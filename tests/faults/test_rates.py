@@ -72,10 +72,8 @@ CASES = {
     "both": ("collective", {}, {"mixed": True}, 2),
     "replicas": ("collective", {}, {"replicas": 2}, 2),
     "three": ("one_sided", {}, {}, 3),
-    "replicas, averaged": (
-        "auto", {}, {"replicas": 2, "synchronization": Synchronization(mode="average", every=1)}, 2
-    ),
-}  # fmt: skip
+    "replicas, averaged": ("auto", {}, {"replicas": 2, "synchronization": Synchronization(mode="average", every=1)}, 2),
+}
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,14 @@ def test_ranks_that_are_all_stopped_longer_than_the_timeout_go_on(tmp_path):
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEET, f"{tmp_path}/waiting{rank}"], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", MEET, f"{tmp_path}/waiting{rank}"],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=os.environ | common | {"RANK": str(rank), "ROWMESH_FAULTS": f"test.late,rank1=hold:{tmp_path}/held"},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for rank in ranks:
             assert rank.stdout

@@ -38,10 +38,13 @@ def test_two_processes_join_as_torchrun_launches_them():
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error::UserWarning", "-c", JOIN],
-            env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     for rank, process in enumerate(processes):
         out, errors = process.communicate(timeout=90)
         assert out.strip() == f"{rank} 2 (0, 0) True [] 2", errors

@@ -14,9 +14,13 @@ from rowmesh.train.checks import DivergedError
 ROOT = Path(__file__).parents[2] / "rowmesh"
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 PICKLING = {  # of torch.distributed
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
     "recv_object_list",
-}  # fmt: skip
+}
 
 
 KERNELS = ROOT / "ops" / "compiled.py"  # what it unpickles is code by itself: kernels that this user compiled

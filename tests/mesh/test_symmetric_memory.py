@@ -43,9 +43,11 @@ def test_what_stands_against_it(changes, obstacle):
 def test_ranks_tell_what_their_gpus_can_read(monkeypatch):
     """Three GPUs, of which the last cannot be read; this rank uses the second."""
     cuda = SimpleNamespace(
-        current_device=lambda: 1, device_count=lambda: 3, can_device_access_peer=lambda own, other: other != 2,
+        current_device=lambda: 1,
+        device_count=lambda: 3,
+        can_device_access_peer=lambda own, other: other != 2,
         get_device_properties=lambda number: SimpleNamespace(uuid="abc"[number]),
-    )  # fmt: skip
+    )
     told = []
 
     def gather(mesh, mine, doing):

@@ -14,8 +14,10 @@ RANKS = [
 def test_times_begin_with_the_first_event_of_any_rank():
     done = [event for event in trace_events(RANKS) if event["ph"] == "X"]
     assert [(event["pid"], event["name"], event["ts"], event["dur"]) for event in done] == [
-        (0, "rows", 0.0, 5e5), (0, "compute", 5e5, 5e5), (1, "rows", 2.5e5, 5e5),
-    ]  # fmt: skip
+        (0, "rows", 0.0, 5e5),
+        (0, "compute", 5e5, 5e5),
+        (1, "rows", 2.5e5, 5e5),
+    ]
     assert done[0]["args"] == {"batch": 3, "micro-batch": 0}
 
 
@@ -27,8 +29,10 @@ def test_ranks_and_threads_have_names():
 def test_arrows_follow_a_batch_within_a_rank():
     arrows = [event for event in trace_events(RANKS) if event["ph"] in "st"]
     assert [(event["ph"], event["id"], event["tid"]) for event in arrows] == [
-        ("s", "0.3", 0), ("t", "0.3", 1), ("s", "1.3", 0),
-    ]  # fmt: skip
+        ("s", "0.3", 0),
+        ("t", "0.3", 1),
+        ("s", "1.3", 0),
+    ]
 
 
 def test_a_file_is_json(tmp_path):

@@ -9,13 +9,26 @@ ROOT = Path(__file__).parents[2] / "rowmesh/ops"
 SOURCES = sorted(ROOT.glob("*/cuda.py"))
 # Each makes the host wait for the device, or has a shape that only the device knows.
 WAITING = {
-    "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
-    "bincount", "synchronize", "is_nonzero",
-}  # fmt: skip
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "argwhere",
+    "masked_select",
+    "unique",
+    "unique_consecutive",
+    "bincount",
+    "synchronize",
+    "is_nonzero",
+}
 OF_WHOLE_NUMBERS = {
-    "segment_unique": {"atomic_cas", "atomic_min", "atomic_add"}, "route": {"atomic_min"}, "prefixes": {"atomic_min"},
-    "bound_ids": {"atomic_add"}, "merge_update": {"atomic_add"},
-}  # fmt: skip
+    "segment_unique": {"atomic_cas", "atomic_min", "atomic_add"},
+    "route": {"atomic_min"},
+    "prefixes": {"atomic_min"},
+    "bound_ids": {"atomic_add"},
+    "merge_update": {"atomic_add"},
+}
 
 
 def calls(path):

@@ -41,14 +41,21 @@ class Rank:
         offsets = torch.tensor([0, 40, 49], device=self.device)
         self.unique = uniques.segment_unique(self.ids.to(self.device), offsets)
         self.device_map = routing.DeviceMap.make(
-            self.device, self.map.ranges, self.map.index, self.map.num_rows, num_kinds=len(self.map.kinds),
-            num_replying=sum(kind in REPLIES for kind in self.map.kinds), world_size=WORLD_SIZE, rank=self.map.rank,
-            ranks_per_node=1, key_stride=self.map.key_stride,
-        )  # fmt: skip
+            self.device,
+            self.map.ranges,
+            self.map.index,
+            self.map.num_rows,
+            num_kinds=len(self.map.kinds),
+            num_replying=sum(kind in REPLIES for kind in self.map.kinds),
+            world_size=WORLD_SIZE,
+            rank=self.map.rank,
+            ranks_per_node=1,
+            key_stride=self.map.key_stride,
+        )
         self.flags = torch.tensor([FLAGS[kind] for kind in self.map.kinds], device=self.device)
         self.routed = routing.route(
             self.device_map, self.flags, self.unique.unique, self.unique.offsets, self.unique.counts
-        )  # fmt: skip
+        )
         refused, *sizes = self.routed.sizes.tolist()  # the one copy
         assert refused == -1
         counts = torch.tensor(sizes[: len(sizes) // 2]).view(WORLD_SIZE, -1)
@@ -86,14 +93,12 @@ def test_a_step(device):
         merging.update(owner.rows, (owner.state,), merged, gradients, RULE.name, RULE.numbers(0.1, 0.5, 1))
     for table, (values, part) in enumerate(zip(tables, (slice(0, 40), slice(40, 49)), strict=True)):
         touched, total = reference.merge([rank.ids[part] for rank in ranks], [rank.gradients[part] for rank in ranks])
-        reference.update(
-            RULE.name, values, {"sum": torch.zeros_like(values)}, touched, total * 0.5, 0.1, RULE.eps
-        )  # fmt: skip
+        reference.update(RULE.name, values, {"sum": torch.zeros_like(values)}, touched, total * 0.5, 0.1, RULE.eps)
         for rank in ranks:
             for piece in rank.map.homed(table):
                 torch.testing.assert_close(
                     rank.rows[list(piece.slots)].cpu(), values[list(piece.rows)], rtol=1e-6, atol=1e-6
-                )  # fmt: skip
+                )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="in the interpreter there is no device to wait for")

@@ -83,9 +83,12 @@ def test_gathers_from_the_arenas_of_several_ranks(device, dtype, counts, dim, sp
     wrong = torch.full((spare,), 2**30)
     out = Poisoned(dtype, total + spare, dim, device=device)
     cuda.gather_from(
-        bases, torch.tensor(counts, device=device).cumsum(0), torch.cat([*slots, wrong]).to(device, torch.int32),
-        torch.cat([order, wrong]).to(device, torch.int32), out.tensor,
-    )  # fmt: skip
+        bases,
+        torch.tensor(counts, device=device).cumsum(0),
+        torch.cat([*slots, wrong]).to(device, torch.int32),
+        torch.cat([order, wrong]).to(device, torch.int32),
+        out.tensor,
+    )
     expected = [arena[of_rank.to(device)] for arena, of_rank in zip(arenas, slots, strict=True)]
     assert torch.equal(out.result()[order.to(device)], torch.cat(expected))
     assert bool(out.result()[total:].isnan().all())

@@ -47,9 +47,7 @@ class Requests:
         return [sum(sizes[:rank]) for rank in torch.tensor(node_sizes).cumsum(0).tolist()]
 
     def reference(self):
-        return reference.merge(
-            [s[self.ahead :] for s in self.slots], [g[self.ahead :] for g in self.grads]
-        )  # fmt: skip
+        return reference.merge([s[self.ahead :] for s in self.slots], [g[self.ahead :] for g in self.grads])
 
 
 def apply(requests, merger, weights, state, rule, lr, scaling, step):
@@ -252,9 +250,15 @@ def test_sums_of_a_node_come_first(requests_of_ranks, data):
     assert torch.equal(-weights[slots], total)
     sums = torch.full((merger.num_merged, 3), torch.nan)
     sum_kernels(3, FLOAT32).sum_merged(
-        merger.heads, merger.nexts, merger.addresses, 0, merger.num_merged, merger.node_ends, merger.num_nodes,
+        merger.heads,
+        merger.nexts,
+        merger.addresses,
+        0,
+        merger.num_merged,
+        merger.node_ends,
+        merger.num_nodes,
         sums.data_ptr(),
-    )  # fmt: skip
+    )
     assert torch.equal(sums[np.argsort(merger.slots)], total)
     again = Singles()
     again(merger.merged_slots, sums.data_ptr(), 12, merger.num_merged)

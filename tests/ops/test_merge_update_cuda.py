@@ -19,9 +19,15 @@ cuda = kernels_of("merge_update")
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TOLERANCE = {F32: 2e-6, F64: 1e-13, BF16: 2.0**-6}  # two updates; the interpreter cuts bfloat16 off
 CASES = [
-    (1, F32, "adam"), (12, BF16, "row_wise_adagrad"), (17, F64, "row_wise_adagrad"), (17, F64, "adam"),
-    (64, F32, "sgd"), (64, F32, "adagrad"), (130, F32, "row_wise_adagrad"), (130, BF16, "adagrad"),
-]  # fmt: skip
+    (1, F32, "adam"),
+    (12, BF16, "row_wise_adagrad"),
+    (17, F64, "row_wise_adagrad"),
+    (17, F64, "adam"),
+    (64, F32, "sgd"),
+    (64, F32, "adagrad"),
+    (130, F32, "row_wise_adagrad"),
+    (130, BF16, "adagrad"),
+]
 
 
 def sums_in_order(slots, gradients):
@@ -57,8 +63,9 @@ def summed(merged, gradients):
 @settings(max_examples=20)
 @given(
     slots=st.lists(st.sampled_from([0, 1, 2, 5, 2**31 - 1, 2**31, 2**32 - 2]), max_size=40),
-    missing=st.integers(0, 3), narrow=st.booleans(),
-)  # fmt: skip
+    missing=st.integers(0, 3),
+    narrow=st.booleans(),
+)
 def test_merge_is_a_stable_sort(device, slots, missing, narrow):
     given_slots = torch.tensor(slots, dtype=torch.int64)
     if narrow:
@@ -119,9 +126,16 @@ def test_every_rule_and_storage(device, dim, dtype, rule_name):
         cuda.update(mine, tuple(my_state), merged, gradients.to(device), rule_name, rule.numbers(0.1, 0.5, step))
         distinct, sums = reference.merge([slots[:valid]], [gradients[:valid]])
         reference.update(
-            rule_name, theirs, their_state, distinct, sums * 0.5, 0.1, *rule.hyperparameters, step,
+            rule_name,
+            theirs,
+            their_state,
+            distinct,
+            sums * 0.5,
+            0.1,
+            *rule.hyperparameters,
+            step,
             getattr(rule, "moment_scale", 1.0),
-        )  # fmt: skip
+        )
         touched |= set(distinct.tolist())
     torch.testing.assert_close(mine.cpu(), theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for ours, name in zip(my_state, rule.state, strict=True):
@@ -153,9 +167,7 @@ def test_hot_slots_are_summed_chunk_by_chunk(device, sizes, seed):
     gradients = torch.randn(len(slots), 3, generator=generator).to(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "CHUNK", 4)
-        assert torch.equal(
-            summed(cuda.merge(slots.to(device)), gradients), sums_by_chunk(slots.tolist(), gradients, 4)
-        )  # fmt: skip
+        assert torch.equal(summed(cuda.merge(slots.to(device)), gradients), sums_by_chunk(slots.tolist(), gradients, 4))
 
 
 def test_the_sum_of_a_hot_slot_does_not_depend_on_other_slots(device):

@@ -61,9 +61,13 @@ class Job:
     def _factors(self):
         out, weights = Poisoned(self.compute, self.num_ids), self.weights
         ops.id_weights(
-            self.features.ctypes.data, len(self.features), 0 if weights is None else weights.data_ptr(),
-            weights is not None and weights.dtype == torch.float64, out.address, self.compute == torch.float64,
-        )  # fmt: skip
+            self.features.ctypes.data,
+            len(self.features),
+            0 if weights is None else weights.data_ptr(),
+            weights is not None and weights.dtype == torch.float64,
+            out.address,
+            self.compute == torch.float64,
+        )
         return out.result()
 
     @property
@@ -76,25 +80,42 @@ class Job:
         out = Poisoned(self.compute, self.num_bags, self.width)
         addresses, inverse = self.addresses.data_ptr(), self.inverse.data_ptr()
         self.kernels.pool(
-            self.features.ctypes.data, len(self.features), addresses, len(self.rows), inverse,
-            0 if self.factors is None else self.factors.data_ptr(), out.address,
-        )  # fmt: skip
+            self.features.ctypes.data,
+            len(self.features),
+            addresses,
+            len(self.rows),
+            inverse,
+            0 if self.factors is None else self.factors.data_ptr(),
+            out.address,
+        )
         return out.result()
 
     def backward(self, grad, uniques):
         """As if the rows were two tables on two owners, in the order of `uniques`."""
         pointers, cells = Poisoned(torch.int32, len(self.rows) + 1), Poisoned(torch.int32, self.num_ids)
         ops.file_cells(
-            self.features.ctypes.data, len(self.features), self.inverse.data_ptr(), self.counts.data_ptr(),
-            len(self.rows), pointers.address, cells.address,
-        )  # fmt: skip
+            self.features.ctypes.data,
+            len(self.features),
+            self.inverse.data_ptr(),
+            self.counts.data_ptr(),
+            len(self.rows),
+            pointers.address,
+            cells.address,
+        )
         sink = Poisoned(self.compute, len(self.rows), self.dim)
         filed = None if self.factors is None else self._file(pointers)
         bounds = self.segment_offsets
         self.kernels.backward(
-            grad.data_ptr(), pointers.address, cells.address, 0 if filed is None else filed.data_ptr(),
-            uniques.data_ptr(), bounds.data_ptr(), 2, 2, sink.address,
-        )  # fmt: skip
+            grad.data_ptr(),
+            pointers.address,
+            cells.address,
+            0 if filed is None else filed.data_ptr(),
+            uniques.data_ptr(),
+            bounds.data_ptr(),
+            2,
+            2,
+            sink.address,
+        )
         cells.result(), pointers.result()
         return sink.result()
 
@@ -106,18 +127,27 @@ class Job:
     def _file(self, pointers):
         filed, cursors = Poisoned(self.compute, self.num_ids), Poisoned(torch.int32, len(self.rows))
         ops.file_weights(
-            self.features.ctypes.data, len(self.features), self.inverse.data_ptr(), pointers.address, len(self.rows),
-            cursors.address, self.factors.data_ptr(), self.compute.itemsize, filed.address,
-        )  # fmt: skip
+            self.features.ctypes.data,
+            len(self.features),
+            self.inverse.data_ptr(),
+            pointers.address,
+            len(self.rows),
+            cursors.address,
+            self.factors.data_ptr(),
+            self.compute.itemsize,
+            filed.address,
+        )
         cursors.result()
         return filed.result()
 
     def check(self):
         """Sums are in the order of the ids, so they are bitwise; a weighted sum may use fused operations."""
         weights = None if self.factors is None else self.expected_factors
-        tolerance = {} if weights is None else {torch.float32: {"rtol": 1e-5, "atol": 1e-5}}.get(
-            self.compute, {"rtol": 1e-13, "atol": 1e-13}
-        )  # fmt: skip
+        tolerance = (
+            {}
+            if weights is None
+            else {torch.float32: {"rtol": 1e-5, "atol": 1e-5}}.get(self.compute, {"rtol": 1e-13, "atol": 1e-13})
+        )
         exact = tolerance or {"rtol": 0.0, "atol": 0.0}
         if weights is not None:
             assert torch.equal(self.factors, weights)
@@ -189,7 +219,14 @@ def test_cells_past_two_gigabytes():
         features.ctypes.data, 1, inverse.data_ptr(), counts.data_ptr(), 1, pointers.data_ptr(), cells.data_ptr()
     )
     kernels.backward(
-        out.data_ptr(), pointers.data_ptr(), cells.data_ptr(), 0, uniques.data_ptr(), bounds.data_ptr(), 1, 1,
+        out.data_ptr(),
+        pointers.data_ptr(),
+        cells.data_ptr(),
+        0,
+        uniques.data_ptr(),
+        bounds.data_ptr(),
+        1,
+        1,
         sink.data_ptr(),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(sink, row * 111)

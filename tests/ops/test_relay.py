@@ -35,10 +35,25 @@ def test_equals_the_reference(requests):
     offsets, replies = Poisoned(torch.int64, num_nodes, len(relayed) + 1), Poisoned(torch.int64, num_nodes + 1)
     addresses = Poisoned(torch.int64, int(merged_offsets[num_replying]))
     sort_relay(
-        small.data_ptr(), merged_offsets.data_ptr(), heads.data_ptr(), len(direct), len(relayed), num_fetched,
-        num_replying, num_nodes, node, STRIDE, ARENA, ROW_BYTES, RECEIVED, slots.address, sorted_heads.address,
-        offsets.address, replies.address, addresses.address,
-    )  # fmt: skip
+        small.data_ptr(),
+        merged_offsets.data_ptr(),
+        heads.data_ptr(),
+        len(direct),
+        len(relayed),
+        num_fetched,
+        num_replying,
+        num_nodes,
+        node,
+        STRIDE,
+        ARENA,
+        ROW_BYTES,
+        RECEIVED,
+        slots.address,
+        sorted_heads.address,
+        offsets.address,
+        replies.address,
+        addresses.address,
+    )
     segment = torch.repeat_interleave(torch.arange(len(relayed)), torch.tensor([*map(len, relayed)], dtype=torch.int64))
     expected = reference.sort_relay(keys[first:], segment, len(relayed), num_nodes, STRIDE)
     assert slots.result().tolist() == expected[0].tolist()

@@ -26,10 +26,19 @@ def run(unique, unique_offsets, counts, address_map, arenas, received):
     accesses = Poisoned(torch.int64, world_size, num_segments)
     replies, addresses = Poisoned(torch.int64, world_size + 1), Poisoned(torch.int64, len(unique))
     refused = route(
-        header.ctypes.data, unique.data_ptr(), unique_offsets.data_ptr(), counts.data_ptr(),
-        *(part.data_ptr() for part in scratch), received, keys.address, uniques.address, offsets.address,
-        accesses.address, replies.address, addresses.address,
-    )  # fmt: skip
+        header.ctypes.data,
+        unique.data_ptr(),
+        unique_offsets.data_ptr(),
+        counts.data_ptr(),
+        *(part.data_ptr() for part in scratch),
+        received,
+        keys.address,
+        uniques.address,
+        offsets.address,
+        accesses.address,
+        replies.address,
+        addresses.address,
+    )
     return refused, [part.result() for part in (keys, uniques, offsets, accesses, replies, addresses)]
 
 
@@ -126,9 +135,13 @@ def test_refuses_the_first_id_that_is_no_row(row, world_size):
     unique = torch.tensor([0, 1, 2, row, -1])
     shapes = [TableShape("a", 1, 4, 4), TableShape("b", 3, 4, 4)]
     refused, _ = run(
-        unique, torch.tensor([0, 1, 5]), torch.ones(5, dtype=torch.int32),
-        AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0), np.zeros(world_size, np.int64), 0,
-    )  # fmt: skip
+        unique,
+        torch.tensor([0, 1, 5]),
+        torch.ones(5, dtype=torch.int32),
+        AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0),
+        np.zeros(world_size, np.int64),
+        0,
+    )
     assert refused == 3
 
 

@@ -19,10 +19,17 @@ def on_device(address_map, device):
     plan = address_map.plan
     flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], device=device)
     return cuda.DeviceMap.make(
-        device, address_map.ranges, address_map.index, address_map.num_rows, num_kinds=len(address_map.kinds),
-        num_replying=sum(kind in REPLIES for kind in address_map.kinds), world_size=plan.world_size,
-        rank=address_map.rank, ranks_per_node=plan.ranks_per_node, key_stride=address_map.key_stride,
-    ), flags  # fmt: skip
+        device,
+        address_map.ranges,
+        address_map.index,
+        address_map.num_rows,
+        num_kinds=len(address_map.kinds),
+        num_replying=sum(kind in REPLIES for kind in address_map.kinds),
+        world_size=plan.world_size,
+        rank=address_map.rank,
+        ranks_per_node=plan.ranks_per_node,
+        key_stride=address_map.key_stride,
+    ), flags
 
 
 @st.composite
@@ -62,9 +69,11 @@ def test_equals_the_reference(device, requests, spare):
     address_map, unique, offsets, counts = requests
     world_size, rank = address_map.plan.world_size, address_map.rank
     routed = cuda.route(
-        *on_device(address_map, device), torch.tensor(unique + [-5] * spare, dtype=torch.int64, device=device),
-        offsets.to(device), torch.cat([counts, counts.new_full((spare,), 99)]).to(device),
-    )  # fmt: skip
+        *on_device(address_map, device),
+        torch.tensor(unique + [-5] * spare, dtype=torch.int64, device=device),
+        offsets.to(device),
+        torch.cat([counts, counts.new_full((spare,), 99)]).to(device),
+    )
     places = []
     for table in range(address_map.num_tables):
         for row in unique[offsets[table] : offsets[table + 1]]:
@@ -73,7 +82,7 @@ def test_equals_the_reference(device, requests, spare):
     stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
     keys, order, bounds, accesses = reference.route(
         stops, wanted, segments, counts.long(), world_size, address_map.num_segments
-    )  # fmt: skip
+    )
     assert int(routed.refused) == -1
     assert (routed.keys[: len(unique)].cpu().long() % 2**32).tolist() == keys.tolist()
     assert routed.uniques[: len(unique)].tolist() == order.tolist()

@@ -46,9 +46,16 @@ def call(table, ids, offsets, segments):
     unique, counts = np.full(len(ids), -7), np.full(len(ids), 77, np.uint32)
     inverse, unique_offsets = np.full(len(ids), 77, np.uint32), np.full(len(table._bits) + 1, -7)
     table(
-        ids.ctypes.data, ranges.ctypes.data, 64, segments.ctypes.data, len(segments),
-        unique.ctypes.data, counts.ctypes.data, inverse.ctypes.data, unique_offsets.ctypes.data,
-    )  # fmt: skip
+        ids.ctypes.data,
+        ranges.ctypes.data,
+        64,
+        segments.ctypes.data,
+        len(segments),
+        unique.ctypes.data,
+        counts.ctypes.data,
+        inverse.ctypes.data,
+        unique_offsets.ctypes.data,
+    )
     found = unique_offsets[-1]
     return unique[:found].tolist(), counts[:found].tolist(), inverse.tolist(), unique_offsets.tolist()
 

@@ -74,9 +74,17 @@ def arranged(ids, num_rows, factors):
     buckets = np.zeros(2 * max(factors), np.uint32)
     at = [word.ctypes.data for word in words]
     refused = arrange(
-        longs.ctypes.data, len(ids), num_rows, *factors, at[10], at[0], buckets.ctypes.data, *at[1:8],
-        *(touched.ctypes.data for touched in longs[1:]), counts.ctypes.data,
-    )  # fmt: skip
+        longs.ctypes.data,
+        len(ids),
+        num_rows,
+        *factors,
+        at[10],
+        at[0],
+        buckets.ctypes.data,
+        *at[1:8],
+        *(touched.ctypes.data for touched in longs[1:]),
+        counts.ctypes.data,
+    )
     return refused, words[1:8].astype(np.int64), longs[1:], counts.tolist()
 
 

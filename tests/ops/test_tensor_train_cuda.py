@@ -114,19 +114,26 @@ def test_updates_what_is_touched(device, rule_name, dtype):
     _, products = cuda.forward(case.on_device, arrangement)
     cuda.update(
         case.on_device, states, arrangement, products, case.gradients.to(device), rule_name, rule.numbers(0.1, 0.5, 3)
-    )  # fmt: skip
+    )
     split = torch.stack([case.ids // 12, case.ids // 4 % 3, case.ids % 4])
     tolerance = 1e-12 if dtype == F64 else 5e-6
     for core, touched, gradient, mine, kept, expected in zip(
         case.cores, split, gradients, case.on_device, states, theirs, strict=True
-    ):  # fmt: skip
+    ):
         touched = touched.unique()
         state = {name: tensor.view(len(core), -1) for name, tensor in zip(rule.state, expected, strict=True)}
         flat = core.clone().view(len(core), -1)
         rules.update(
-            rule_name, flat, state, touched, 0.5 * gradient.reshape(len(core), -1)[touched], 0.1, *rule.hyperparameters,
-            3, getattr(rule, "moment_scale", 1.0),
-        )  # fmt: skip
+            rule_name,
+            flat,
+            state,
+            touched,
+            0.5 * gradient.reshape(len(core), -1)[touched],
+            0.1,
+            *rule.hyperparameters,
+            3,
+            getattr(rule, "moment_scale", 1.0),
+        )
         torch.testing.assert_close(mine.cpu(), flat.view_as(core), rtol=tolerance, atol=tolerance)
         for tensor, other in zip(kept, expected, strict=True):
             torch.testing.assert_close(tensor.cpu(), other, rtol=tolerance, atol=tolerance)

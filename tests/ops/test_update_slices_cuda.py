@@ -23,12 +23,8 @@ def test_equals_the_reference(device, rule_name, dtype, shape, monkeypatch):
     state = {name: torch.full_like(core, 0.1) for name in rule.state}
     mine = [tensor.clone().to(device) for tensor in (core, *state.values())]
     scale = getattr(rule, "moment_scale", 1.0)
-    reference.update_slices(
-        rule_name, core, state, 0.5 * gradient, touched, 0.2, *rule.hyperparameters, 3, scale
-    )  # fmt: skip
-    cuda.update_slices(
-        mine[0], mine[1:], gradient.to(device), touched.to(device), rule_name, rule.numbers(0.2, 0.5, 3)
-    )  # fmt: skip
+    reference.update_slices(rule_name, core, state, 0.5 * gradient, touched, 0.2, *rule.hyperparameters, 3, scale)
+    cuda.update_slices(mine[0], mine[1:], gradient.to(device), touched.to(device), rule_name, rule.numbers(0.2, 0.5, 3))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     for found, expected in zip(mine, (core, *state.values()), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -156,9 +156,10 @@ def test_cells_and_uses_are_counted(data, num_features, phase):
         feature[0] = data.draw(st.integers(0, len(inverse)))
         feature[1] = data.draw(st.integers(int(feature[0]), len(inverse)))
         counted += inverse[feature[0] : feature[1]].tolist()
-    counts, uses = np.zeros(num_unique, np.uint32), u32(data.draw(st.lists(
-        st.integers(0, 2**31 - 1), min_size=num_unique, max_size=num_unique
-    )))  # fmt: skip
+    counts, uses = (
+        np.zeros(num_unique, np.uint32),
+        u32(data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_unique, max_size=num_unique))),
+    )
     before = uses.tolist()
     ops.count_cells(at(features), num_features, at(inverse), phase, at(counts), at(uses))
     assert counts.tolist() == [counted.count(u) for u in range(num_unique)]
@@ -240,9 +241,7 @@ class Sums:
             torch.rand(sum(map(len, rows)), generator=self.generator).to(self.compute) if is_weighted else None
             for rows in cells
         ]
-        self.grads = [
-            torch.randn(num_cells, dim, generator=self.generator, dtype=self.compute) for _ in cells
-        ]  # fmt: skip
+        self.grads = [torch.randn(num_cells, dim, generator=self.generator, dtype=self.compute) for _ in cells]
 
     @property
     def uses(self):
@@ -257,9 +256,19 @@ class Sums:
             cells = u32([cell * self.dim for row in rows for cell in row])
             weights = self.weights[k]
             self.kernels.backward(
-                self.grads[k].data_ptr(), at(pointers), at(cells), 0 if weights is None else weights.data_ptr(),
-                self.uniques.data_ptr(), bounds.data_ptr(), 2, 2, at(uses), k, *self.kept, sink.address,
-            )  # fmt: skip
+                self.grads[k].data_ptr(),
+                at(pointers),
+                at(cells),
+                0 if weights is None else weights.data_ptr(),
+                self.uniques.data_ptr(),
+                bounds.data_ptr(),
+                2,
+                2,
+                at(uses),
+                k,
+                *self.kept,
+                sink.address,
+            )
         return sink.result()
 
     def expected(self):

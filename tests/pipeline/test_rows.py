@@ -22,8 +22,11 @@ def test_keys_are_equal_where_table_and_id_are(features, count, batch_size, data
     batch = SparseBatch.from_bags({name: [data.draw(bag) for _ in range(batch_size)] for name in features[:count]})
     rows = RowNumbering(TABLES)(batch)
     ranges = [batch.feature_range(place) for place in range(count)]
-    named = [(FEATURES[name], row) for name, part in zip(features, ranges, strict=False)
-             for row in batch.ids[part[0] : part[1]].tolist()]  # fmt: skip
+    named = [
+        (FEATURES[name], row)
+        for name, part in zip(features, ranges, strict=False)
+        for row in batch.ids[part[0] : part[1]].tolist()
+    ]
     keys = rows.keys.tolist()
     assert len(set(zip(keys, named, strict=True))) == len(set(keys)) == len(set(named)) == rows.num_rows
     assert rows.counts.tolist() == [keys.count(key) for key in range(rows.num_rows)]

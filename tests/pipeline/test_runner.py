@@ -80,9 +80,13 @@ def check_order(schedule, log, num_turns):
 
 @settings(max_examples=25)
 @given(
-    depth=st.integers(0, 4), num_parts=st.integers(1, 4), final=st.booleans(), tiered=st.booleans(),
-    threads=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    depth=st.integers(0, 4),
+    num_parts=st.integers(1, 4),
+    final=st.booleans(),
+    tiered=st.booleans(),
+    threads=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_everything_is_done_in_order(depth, num_parts, final, tiered, threads, seed):
     schedule = make_schedule(depth, num_parts, fetches_final=final, is_tiered=tiered)
     log = Log()
@@ -122,9 +126,12 @@ def test_nothing_of_a_turn_is_begun_before_it_is_entered():
             compute(runner, schedule, turn)
         runner.settle()
         expected = {
-            task for resource in schedule.resources if resource != COMPUTE
-            for each in range(-2, turn + 1) for task in schedule.tasks(resource, each)
-        }  # fmt: skip
+            task
+            for resource in schedule.resources
+            if resource != COMPUTE
+            for each in range(-2, turn + 1)
+            for task in schedule.tasks(resource, each)
+        }
         assert set(log.tasks) == expected
     runner.close()
 
@@ -150,9 +157,19 @@ def test_without_threads_the_driver_does_everything():
     assert set.union(*log.threads.values()) == {threading.current_thread().name}
     mine = [(task.stage, task.part) for task in log.tasks if task.batch == 1]
     assert mine == [
-        ("read", 0), ("route", 0), ("open", 0), ("rows", 0), ("rows", 1), ("compute", 0), ("gradients", 0),
-        ("compute", 1), ("step", 0), ("dense", 0), ("gradients", 1), ("update", 0),
-    ]  # fmt: skip
+        ("read", 0),
+        ("route", 0),
+        ("open", 0),
+        ("rows", 0),
+        ("rows", 1),
+        ("compute", 0),
+        ("gradients", 0),
+        ("compute", 1),
+        ("step", 0),
+        ("dense", 0),
+        ("gradients", 1),
+        ("update", 0),
+    ]
 
 
 def fail_with(error):

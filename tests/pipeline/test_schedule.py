@@ -20,9 +20,11 @@ def chance(below, *what):
 @st.composite
 def schedules(draw):
     return make_schedule(
-        draw(st.integers(0, 5)), draw(st.integers(1, 6)), fetches_final=draw(st.booleans()),
+        draw(st.integers(0, 5)),
+        draw(st.integers(1, 6)),
+        fetches_final=draw(st.booleans()),
         is_tiered=draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 @st.composite

@@ -9,9 +9,13 @@ from rowmesh.pipeline.sizes import WindowWork, choose_sizes, rows_exponent, wind
 
 times = st.floats(0, 200)
 works = st.builds(
-    WindowWork, compute_ms=times, fetch_ms=times, push_ms=times, latency_ms=st.floats(0, 2),
+    WindowWork,
+    compute_ms=times,
+    fetch_ms=times,
+    push_ms=times,
+    latency_ms=st.floats(0, 2),
     rows_exponent=st.floats(0.3, 1),
-)  # fmt: skip
+)
 
 
 def share_40(**changes):

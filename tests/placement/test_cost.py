@@ -24,11 +24,15 @@ def planned(draw, max_rows=30):
         cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
         ranges = tuple(
             RowRange(
-                start, stop, draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
-                shift=draw(st.integers(0, W - 1)), rank=draw(st.integers(0, W - 1)), two_hop=draw(st.booleans()),
+                start,
+                stop,
+                draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                shift=draw(st.integers(0, W - 1)),
+                rank=draw(st.integers(0, W - 1)),
+                two_hop=draw(st.booleans()),
             )
             for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
-        )  # fmt: skip
+        )
         tables.append(TablePlan(shape, ranges))
         counts[shape.name] = sorted(draw(st.lists(st.integers(0, 30), min_size=num_rows, max_size=num_rows)))[::-1]
     profile = Profile.from_counts(counts, [table.shape for table in tables], num_samples=40)
@@ -142,9 +146,11 @@ def test_the_expectation_is_what_batches_move_on_average(two_hop, deduplicated):
     shape = TableShape("item", 12, value_bytes=64, gradient_bytes=32, state_bytes=4)
     counts = np.array([60, 20, 8, 4, 2, 2, 1, 1, 1, 1, 0, 0])
     ranges = (
-        RowRange(0, 1, "replicated", shift=3, two_hop=two_hop), RowRange(1, 4, "node", shift=1),
-        RowRange(4, 5, "fixed", rank=2, two_hop=two_hop), RowRange(5, 12, shift=2, two_hop=two_hop),
-    )  # fmt: skip
+        RowRange(0, 1, "replicated", shift=3, two_hop=two_hop),
+        RowRange(1, 4, "node", shift=1),
+        RowRange(4, 5, "fixed", rank=2, two_hop=two_hop),
+        RowRange(5, 12, shift=2, two_hop=two_hop),
+    )
     plan = Plan((TablePlan(shape, ranges),), W, G)
     profile = Profile.from_counts({"item": counts}, [shape], num_samples)
 

@@ -20,19 +20,25 @@ CASES = {
     # The first half of each table (12 + 10 + 9) on GPU 0, the second (3 + 1 + 1) on GPU 1.
     "(b) row-wise": (
         [ON_0] * 2 + [ON_1] * 2 + [ON_0] * 2 + [ON_1] + [ON_0] * 3 + [ON_1] * 2,
-        [7, 5], [62, 10], [[31, 5], [31, 5]],
+        [7, 5],
+        [62, 10],
+        [[31, 5], [31, 5]],
     ),
     # 9 + 1 + 2 + 6 + 0 against 3 + 2 + 8 + 1 + 2 + 1 + 1.
     "(c) by embedding": (
         [ON_0, ON_1, ON_1, ON_0, ON_1, ON_0, ON_1, ON_0, ON_1, ON_1, ON_1, ON_0],
-        [5, 7], [36, 36], [[18, 18], [18, 18]],
+        [5, 7],
+        [36, 36],
+        [[18, 18], [18, 18]],
     ),
     # The two hottest (9 + 8) on both; of the others 1 + 2 + 6 + 1 + 0 on GPU 0 and 3 + 2 + 1 + 2 + 1 on GPU 1.
     "(d) with copies": (
         [COPY, ON_1, ON_1, ON_0, COPY, ON_0, ON_1, ON_0, ON_1, ON_1, ON_0, ON_0],
-        [7, 7], [37, 35], [[27, 9], [10, 26]],
+        [7, 7],
+        [37, 35],
+        [[27, 9], [10, 26]],
     ),
-}  # fmt: skip
+}
 
 
 def literally(paths, sizes, accesses, costs):

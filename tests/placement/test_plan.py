@@ -24,12 +24,15 @@ def plans(draw):
         cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
         ranges = tuple(
             RowRange(
-                start, stop, draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
-                shift=draw(st.integers(0, world_size - 1)), rank=draw(st.integers(0, world_size - 1)),
+                start,
+                stop,
+                draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                shift=draw(st.integers(0, world_size - 1)),
+                rank=draw(st.integers(0, world_size - 1)),
                 two_hop=draw(st.booleans()),
             )
             for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
-        )  # fmt: skip
+        )
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 8, 8, 4), ranges))
     plan = Plan(tuple(tables), world_size, ranks_per_node, "random", {"seed": 1})
     return joined(plan, lambda: draw(st.booleans()))

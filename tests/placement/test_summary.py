@@ -49,9 +49,11 @@ def test_stretches_hold_every_range_once_in_order(case):
 
 def test_homes_are_named():
     ranges = (
-        RowRange(0, 1, "fixed", rank=3), RowRange(1, 2, "fixed", rank=1),
-        RowRange(2, 10, "dealt", shift=2), RowRange(10, 30, "fixed", rank=0),
-    )  # fmt: skip
+        RowRange(0, 1, "fixed", rank=3),
+        RowRange(1, 2, "fixed", rank=1),
+        RowRange(2, 10, "dealt", shift=2),
+        RowRange(10, 30, "fixed", rank=0),
+    )
     found = stretches(TablePlan(TableShape("item", 30, 64, 64), ranges))
     assert [(s.start, s.stop) for s in found] == [(0, 2), (2, 10), (10, 30)]
     assert [s.homes_text() for s in found] == ["one by one: ranks 3, 1", "dealt from rank 2 on", "rank 0"]

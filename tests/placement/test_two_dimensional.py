@@ -41,9 +41,12 @@ def test_all_numbers_and_arrangements_are_compared():
         chosen = {table.name for table in candidate.plan.tables if table.replicas == candidate.replicas}
         assert chosen == set(candidate.names)
         again = cost_with_replicas(
-            candidate.plan, comparison.problem.profile, comparison.problem.topology, comparison.problem.request,
+            candidate.plan,
+            comparison.problem.profile,
+            comparison.problem.topology,
+            comparison.problem.request,
             Synchronization(),
-        )  # fmt: skip
+        )
         assert candidate.total_s == again.total_s
     assert comparison.chosen.total_s == min(candidate.total_s for candidate in comparison.candidates)
 
@@ -58,8 +61,11 @@ def test_a_hot_table_is_replicated_where_the_cold_one_does_not_fit_twice():
     comparison = compare_replicas(hot_and_cold(), sync=AVERAGE)
     assert {table.name: table.replicas for table in comparison.plan.tables} == {"hot": 2, "cold": 1}
     assert max(comparison.plan.memory_bytes) <= LIMIT
-    assert all(candidate.over_bytes for candidate in comparison.candidates if set(candidate.names) == {"hot", "cold"}
-               and candidate.replicas > 1)  # fmt: skip
+    assert all(
+        candidate.over_bytes
+        for candidate in comparison.candidates
+        if set(candidate.names) == {"hot", "cold"} and candidate.replicas > 1
+    )
     single = comparison.candidates[0]
     assert comparison.chosen.total_s < single.total_s
     assert comparison.why.startswith("M = 2 for 1 of 2 tables, ")

@@ -21,9 +21,13 @@ def bags_of(batch):
 def weighted(batch):
     """Weights by which each id can be told."""
     return SparseBatch(
-        batch.features, batch.ids, batch.batch_size, bag_size=batch.bag_size, weights=batch.ids.double() / 7,
+        batch.features,
+        batch.ids,
+        batch.batch_size,
+        bag_size=batch.bag_size,
+        weights=batch.ids.double() / 7,
         jagged_offsets=batch.jagged_offsets,
-    )  # fmt: skip
+    )
 
 
 @st.composite

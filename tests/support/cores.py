@@ -37,9 +37,7 @@ class ReferenceCores:
         if self.table.pooling == "mean":
             weights = weights / torch.repeat_interleave(offsets.diff(), offsets.diff())
         every = torch.arange(len(ids))
-        return F.embedding_bag(
-            every, values, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
-        )  # fmt: skip
+        return F.embedding_bag(every, values, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
     def step(self, decay: float, number: int) -> None:
         """One step of the rule, of slices that an id read."""

@@ -72,9 +72,11 @@ def placed(draw, scenario):
     """The job with a plan of any kind, on hosts of two ranks or on one."""
     if scenario.world_size == 1:
         return scenario
-    per_node = draw(st.sampled_from([1, scenario.world_size])) if scenario.world_size == 2 else draw(
-        st.sampled_from([2, scenario.world_size])
-    )  # fmt: skip
+    per_node = (
+        draw(st.sampled_from([1, scenario.world_size]))
+        if scenario.world_size == 2
+        else draw(st.sampled_from([2, scenario.world_size]))
+    )
     scenario = replace(scenario, ranks_per_node=per_node if per_node < scenario.world_size else None)
     kind = draw(st.sampled_from(["dealt", "dealt", "any", "replicas"]))
     if kind == "any":

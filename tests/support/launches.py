@@ -75,9 +75,12 @@ def compile_forms(file: Path) -> Iterator[dict[str, Any]]:
         line: dict[str, Any] = {"kernel": launch.kernel.lstrip("_"), "launch": repr(launch)}
         try:
             form = kernel.warmup(
-                *map(_made, launch.arguments), grid=(1,), num_warps=launch.num_warps, enable_fp_fusion=False,
+                *map(_made, launch.arguments),
+                grid=(1,),
+                num_warps=launch.num_warps,
+                enable_fp_fusion=False,
                 **dict(launch.constants),
-            )  # fmt: skip
+            )
             if form in forms:
                 continue
             forms.add(form)

@@ -90,9 +90,8 @@ def _fill(owner: object) -> None:
 def same(mine: Trained, theirs: Trained) -> bool:
     """Whether two runs of a rank are equal to the bit."""
     return mine.losses == theirs.losses and all(
-        torch.equal(a, b)
-        for a, b in zip(_tensors(mine), _tensors(theirs), strict=True)
-    )  # fmt: skip
+        torch.equal(a, b) for a, b in zip(_tensors(mine), _tensors(theirs), strict=True)
+    )
 
 
 def _tensors(trained: Trained) -> list[torch.Tensor]:
@@ -131,9 +130,10 @@ def without_waiting(*args: Any, **options: Any) -> Schedule:
     schedule = make_schedule(*args, **options)
     stages = tuple(
         replace(stage, after=tuple(after for after in stage.after if after != After("update", 1)))
-        if stage.name == "rows" else stage
+        if stage.name == "rows"
+        else stage
         for stage in schedule.stages
-    )  # fmt: skip
+    )
     return replace(schedule, stages=stages)
 
 

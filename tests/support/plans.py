@@ -49,9 +49,11 @@ def random_plans(draw, tables, world_size, ranks_per_node):
     """Plans whose ranges follow any rule."""
     number = st.integers(0, 7)
     plan = make_plan(
-        tables, world_size, ranks_per_node,
+        tables,
+        world_size,
+        ranks_per_node,
         lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
-    )  # fmt: skip
+    )
     return joined(plan, lambda: draw(st.booleans()))
 
 

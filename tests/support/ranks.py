@@ -206,9 +206,14 @@ def _join(rank: int, store: str, mesh_timeout_s: float, world_size: int) -> dict
         parts = _connect_parts(size, mesh_timeout_s)
         if rank < size:
             meshes[size] = Mesh(
-                rank=rank, world_size=size, hosts=(0,) * size, pids=tuple(pids[:size]),
-                timeout_s=mesh_timeout_s, group=group, _subgroups=parts,
-            )  # fmt: skip
+                rank=rank,
+                world_size=size,
+                hosts=(0,) * size,
+                pids=tuple(pids[:size]),
+                timeout_s=mesh_timeout_s,
+                group=group,
+                _subgroups=parts,
+            )
     return meshes
 
 

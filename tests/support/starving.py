@@ -32,9 +32,12 @@ def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) 
     train(mesh, scenario, "one_sided")
     plan, synchronization = scenario.plan, scenario.synchronization
     collection = EmbeddingCollection(
-        scenario.tables, mesh=replace(mesh, timeout_s=timeout_s), transport="one_sided", plan=plan,
+        scenario.tables,
+        mesh=replace(mesh, timeout_s=timeout_s),
+        transport="one_sided",
+        plan=plan,
         synchronization=synchronization,
-    )  # fmt: skip
+    )
     held = arm(f"one_sided.update@2=hold:{folder}/held") if mesh.rank == LATE else contextlib.nullcontext()
     with held:
         first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which nobody closes

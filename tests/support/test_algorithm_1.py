@@ -11,8 +11,12 @@ from tests.support.algorithm_1 import Algorithm1, train_algorithm_1
 from tests.support.scenario import Scenario
 from tests.support.training import train_reference
 
-MAKE = {"sgd": SGD(lr=0.3), "adagrad": AdaGrad(lr=0.1, eps=0.1), "row_wise_adagrad": RowWiseAdaGrad(lr=0.1, eps=0.1),
-        "adam": Adam(lr=0.05, eps=0.1)}  # fmt: skip
+MAKE = {
+    "sgd": SGD(lr=0.3),
+    "adagrad": AdaGrad(lr=0.1, eps=0.1),
+    "row_wise_adagrad": RowWiseAdaGrad(lr=0.1, eps=0.1),
+    "adam": Adam(lr=0.05, eps=0.1),
+}
 
 
 def tables(rule, dtype=torch.float64):
@@ -30,8 +34,9 @@ def assert_equal_jobs(mine, theirs, tolerance=1e-12):
     torch.testing.assert_close(
         [mine.losses, mine.outputs, mine.head, mine.rows, mine.state],
         [theirs.losses, theirs.outputs, theirs.head, theirs.rows, theirs.state],
-        rtol=tolerance, atol=tolerance,
-    )  # fmt: skip
+        rtol=tolerance,
+        atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -80,8 +85,9 @@ def test_two_groups_by_hand(moment_scale, c):
     """Row 0 is named by both groups, row 1 by the second, row 2 by none."""
     algorithm = Algorithm1(
         torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], dtype=torch.float64),
-        RowWiseAdaGrad(lr=0.5, eps=0.25, moment_scale=moment_scale), num_groups=2,
-    )  # fmt: skip
+        RowWiseAdaGrad(lr=0.5, eps=0.25, moment_scale=moment_scale),
+        num_groups=2,
+    )
     gradients = [torch.tensor([[1.0, 3.0], [9, 9], [9, 9]]), torch.tensor([[-2.0, 2.0], [4.0, 0.0], [9, 9]])]
     touched = [torch.tensor([True, False, False]), torch.tensor([True, True, False])]
     algorithm.iterate([g.double() for g in gradients], touched)

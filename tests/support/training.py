@@ -309,9 +309,12 @@ class ReferenceTable:
             initial_values(table_key(seed, table.name), rows, table.dim, table.initializer.name, a, b)
         )
         self.bag = torch.nn.EmbeddingBag(
-            table.num_rows, table.dim, mode="mean" if table.pooling == "mean" else "sum",
-            include_last_offset=True, _weight=start.to(dtype).to(table.dtype).to(dtype),
-        )  # fmt: skip
+            table.num_rows,
+            table.dim,
+            mode="mean" if table.pooling == "mean" else "sum",
+            include_last_offset=True,
+            _weight=start.to(dtype).to(table.dtype).to(dtype),
+        )
         self.touched = torch.zeros(table.num_rows, dtype=torch.bool)
         shapes = {"row": (table.num_rows,), "element": (table.num_rows, table.dim)}
         self.state = {

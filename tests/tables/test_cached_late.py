@@ -177,11 +177,13 @@ BROKEN = {
     "1, 4: kernels do not wait for copies": (CacheMemory, "marks", no_marks),
     "2, 3: copies do not wait for kernels": (Uses, "of", no_marks),
     "5: outward copies do not wait for inward ones": (
-        CacheMemory, "take", lambda memory, *args: take_beside(memory, *args)
+        CacheMemory,
+        "take",
+        lambda memory, *args: take_beside(memory, *args),
     ),
     "6, 7: the host does not wait for copies": (Copier, "packed", lambda copier: packed_at_once(copier)),
     "7: staging buffers are filled at once": (Copier, "_next_stage", lambda copier: copier._stages[0]),
-}  # fmt: skip
+}
 
 
 def take_beside(memory, stage, cache_slots):

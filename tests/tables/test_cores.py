@@ -13,9 +13,8 @@ SHAPE = TensorTrainShape.choose(8000, 16, rank=16)
 
 
 @pytest.mark.parametrize(
-    "initializer, std",
-    [(Normal(std=0.5), 0.5), (Uniform(bound=0.3), 0.3 / 3**0.5), (Uniform(), 8000**-0.5 / 3**0.5)],
-)  # fmt: skip
+    "initializer, std", [(Normal(std=0.5), 0.5), (Uniform(bound=0.3), 0.3 / 3**0.5), (Uniform(), 8000**-0.5 / 3**0.5)]
+)
 def test_rows_have_the_moments_of_a_dense_table(initializer, std):
     """Over ten draws: rows of one draw share cores, so one draw's own moments spread by a few percent."""
     draws = torch.stack([dense(draw_cores(SHAPE, initializer, seed, "item", torch.float64)) for seed in range(10)])

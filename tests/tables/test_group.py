@@ -30,9 +30,21 @@ def test_every_part_of_a_specification_separates():
     ]
     groups = fuse([table("a"), *others, table("b")])
     assert [[member.name for member in group.tables] for group in groups] == [
-        ["a", "b"], ["dim"], ["optimizer"], ["lr"], ["initializer"], ["dtype"], ["sequence"],
-    ]  # fmt: skip
+        ["a", "b"],
+        ["dim"],
+        ["optimizer"],
+        ["lr"],
+        ["initializer"],
+        ["dtype"],
+        ["sequence"],
+    ]
     assert [group.name for group in groups] == [
-        "dim4_sgd", "dim5_sgd", "dim4_adam", "dim4_sgd_2", "dim4_sgd_3", "dim4_sgd_bfloat16", "dim4_sgd_sequence",
-    ]  # fmt: skip
+        "dim4_sgd",
+        "dim5_sgd",
+        "dim4_adam",
+        "dim4_sgd_2",
+        "dim4_sgd_3",
+        "dim4_sgd_bfloat16",
+        "dim4_sgd_sequence",
+    ]
     assert groups[-1].is_sequence

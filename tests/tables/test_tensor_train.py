@@ -23,9 +23,7 @@ def test_rows_are_padded_a_little(num_rows):
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 7, 11, 30, 97])
 def test_no_three_factors_have_a_smaller_sum(num_rows):
     found = factor_rows(num_rows)
-    all_sums = [
-        (a + b + -(-num_rows // (a * b))) for a in range(1, num_rows + 1) for b in range(1, num_rows + 1)
-    ]  # fmt: skip
+    all_sums = [(a + b + -(-num_rows // (a * b))) for a in range(1, num_rows + 1) for b in range(1, num_rows + 1)]
     assert sum(found) == min(all_sums)
 
 

@@ -36,9 +36,7 @@ def test_truncation_is_near_the_best(rank):
     error = float((dense(tt_svd(table, shape)) - table).norm())
     (p1, p2, p3), (q1, q2, q3) = shape.row_factors, shape.dim_factors
     cube = table.view(p1, p2, p3, q1, q2, q3).permute(0, 3, 1, 4, 2, 5)
-    tails = [
-        torch.linalg.svdvals(cube.reshape(size, -1))[rank:].norm() for size in (p1 * q1, p1 * q1 * p2 * q2)
-    ]  # fmt: skip
+    tails = [torch.linalg.svdvals(cube.reshape(size, -1))[rank:].norm() for size in (p1 * q1, p1 * q1 * p2 * q2)]
     assert float(max(tails)) * 0.999 <= error <= 2**0.5 * float(max(tails)) * 1.001
 
 

@@ -41,9 +41,7 @@ def use_device(monkeypatch):
 
 
 def make(where, mode="sum", dtype=torch.float64, **options):
-    return TensorTrainEmbeddingBag(
-        NUM_ROWS, DIM, mode=mode, dtype=dtype, rank=(2, 3), seed=1, device=where, **options
-    )  # fmt: skip
+    return TensorTrainEmbeddingBag(NUM_ROWS, DIM, mode=mode, dtype=dtype, rank=(2, 3), seed=1, device=where, **options)
 
 
 def on_cpu(bag):
@@ -86,10 +84,18 @@ def check(where, ids, offsets, mode, padding, is_weighted, trains_weights, inclu
     out = bag(ids.to(where), offsets.to(where), mine)
     cores, dense = on_cpu(bag)
     bounds = offsets[:-1] if includes_last else offsets
-    expected = nn.functional.embedding_bag(
-        ids[:used], dense, bounds, mode=mode, padding_idx=padding,
-        per_sample_weights=None if theirs is None else theirs[:used],
-    ) if bounds.numel() else dense.new_zeros(0, DIM)  # fmt: skip
+    expected = (
+        nn.functional.embedding_bag(
+            ids[:used],
+            dense,
+            bounds,
+            mode=mode,
+            padding_idx=padding,
+            per_sample_weights=None if theirs is None else theirs[:used],
+        )
+        if bounds.numel()
+        else dense.new_zeros(0, DIM)
+    )
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-12)
     if not (bounds.numel() and used):
         return

@@ -32,9 +32,16 @@ FULL = TensorTrainShape.choose(NUM_ROWS, DIM).full_ranks
 def make(shape, mode="sum", dtype=torch.float64, **options):
     num_rows, dim, row_factors, dim_factors, ranks = shape
     return TensorTrainEmbeddingBag(
-        num_rows, dim, mode=mode, dtype=dtype, row_factors=row_factors, dim_factors=dim_factors, rank=ranks, seed=1,
+        num_rows,
+        dim,
+        mode=mode,
+        dtype=dtype,
+        row_factors=row_factors,
+        dim_factors=dim_factors,
+        rank=ranks,
+        seed=1,
         **options,
-    )  # fmt: skip
+    )
 
 
 def table(dtype=torch.float64):

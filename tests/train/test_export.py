@@ -67,7 +67,7 @@ def test_vectors_stand_beside_their_values(both, tmp_path, monkeypatch, dtype, s
     cores = TensorTrain(rank=4) if storage == "tensor_train" else None
     table = TableSpec(
         name="item", num_rows=num_rows, dim=dim, dtype=dtype, storage=storage, tensor_train=cores, optimizer=AdaGrad()
-    )  # fmt: skip
+    )
     embeddings = EmbeddingCollection([table])
     trained = rows_of(embeddings, "item", num_rows, dim)
     run = make_run(tmp_path / "run", data, embeddings)

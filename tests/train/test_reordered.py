@@ -47,8 +47,10 @@ def test_the_same_model_up_to_the_bijection(both, optimizer):
     prepared, reordered = both
     generator = torch.Generator().manual_seed(0)
     initial = {t.name: torch.randn(t.num_rows, 4, generator=generator) for t in prepared.tables}
-    rows = {t.name: torch.from_numpy(reordered.bijection(t.name).rows(torch.arange(t.num_rows).numpy()))
-            for t in prepared.tables}  # fmt: skip
+    rows = {
+        t.name: torch.from_numpy(reordered.bijection(t.name).rows(torch.arange(t.num_rows).numpy()))
+        for t in prepared.tables
+    }
     moved = {name: torch.empty_like(values) for name, values in initial.items()}
     for name, values in initial.items():
         moved[name][rows[name]] = values

@@ -79,10 +79,16 @@ def find_order(data: Prepared, table: Table, options: ReorderOptions, progress: 
                 best, best_after, resolution = bijection, after, candidate
             progress(f"communities of {table.name}", done / len(RESOLUTIONS))
     return TableOrder(
-        bijection=best, num_edges=num_edges, communities=communities, resolution=resolution, prefix_rows=prefix_rows,
-        held_out_batches=len(held_out), prefixes_before=float(before.sum() / max(len(before), 1)),
-        prefixes_after=float(best_after.sum() / max(len(before), 1)), elapsed_s=time.perf_counter() - started,
-    )  # fmt: skip
+        bijection=best,
+        num_edges=num_edges,
+        communities=communities,
+        resolution=resolution,
+        prefix_rows=prefix_rows,
+        held_out_batches=len(held_out),
+        prefixes_before=float(before.sum() / max(len(before), 1)),
+        prefixes_after=float(best_after.sum() / max(len(before), 1)),
+        elapsed_s=time.perf_counter() - started,
+    )
 
 
 def is_better(before: NDArray[np.int64], after: NDArray[np.int64]) -> bool:

@@ -88,9 +88,22 @@ def _value(order, told, ends, group, at, end, before, inside, columns, D: tl.con
 
 @triton.jit(do_not_specialize=("own", "num_groups"))
 def _average(
-    table, order, slots, starts, num, told, ends, old, out, own, num_groups, share: tl.float64,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    table,
+    order,
+    slots,
+    starts,
+    num,
+    told,
+    ends,
+    old,
+    out,
+    own,
+    num_groups,
+    share: tl.float64,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The mean over groups of each merged slot's row: w₀ + Σ (wₘ − w₀) / M, in the order of the groups."""
     dtype: tl.constexpr = tl.float64 if table.dtype.element_ty == tl.float64 else tl.float32
     count, columns = tl.load(num), tl.arange(0, COLUMNS)
@@ -210,9 +223,24 @@ def average(
     rows = max(min(rows // 2, _MOST_ROWS), 1)  # a program holds four tiles
     programs = min(ceil_div(merged.slots.numel(), rows), MOST_PROGRAMS)
     launch(
-        _average, programs, table, merged.order, merged.slots, merged.starts, merged.num, told, ends, old, out, own,
-        num_groups, 1.0 / num_groups, D=dim, COLUMNS=columns, ROWS=rows,
-    )  # fmt: skip
+        _average,
+        programs,
+        table,
+        merged.order,
+        merged.slots,
+        merged.starts,
+        merged.num,
+        told,
+        ends,
+        old,
+        out,
+        own,
+        num_groups,
+        1.0 / num_groups,
+        D=dim,
+        COLUMNS=columns,
+        ROWS=rows,
+    )
 
 
 _TILE = {"D": 64, "COLUMNS": 64, "ROWS": 16}
@@ -224,7 +252,8 @@ SIGNATURES = (
     Signature(_put, "*fp32 *i64 *fp32 *i32 i32", _TILE),
     Signature(_average, "*fp32 *i64 *i64 *i32 *i32 *fp32 *i64 *fp32 i32 i32 fp64", {"out": None, **_TILE}),
     Signature(
-        _average, "*bf16 *i64 *i64 *i32 *i32 *bf16 *i64 *bf16 *bf16 i32 i32 fp64",
+        _average,
+        "*bf16 *i64 *i64 *i32 *i32 *bf16 *i64 *bf16 *bf16 i32 i32 fp64",
         {"D": 1, "COLUMNS": 1, "ROWS": _MOST_ROWS},
     ),
-)  # fmt: skip
+)

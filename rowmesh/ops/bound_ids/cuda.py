@@ -16,9 +16,7 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=("num_ids", "num_features", "num_steps"))
-def _bound_ids(
-    ids, offsets, limits, substitutes, out, outside, num_ids, num_features, num_steps, BLOCK: tl.constexpr
-):  # fmt: skip
+def _bound_ids(ids, offsets, limits, substitutes, out, outside, num_ids, num_features, num_steps, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = position < num_ids
     low = tl.zeros_like(position)
@@ -37,7 +35,7 @@ def _bound_ids(
 
 def bound_ids(
     ids: Tensor, offsets: Tensor, limits: Tensor, substitutes: Tensor, out: Tensor, outside: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Replaces ids below 0 or past their table.
 
     Args:
@@ -64,17 +62,30 @@ def bound_ids(
     """
     num_features = limits.numel()
     for name, tensor, size in (
-        ("ids", ids, ids.numel()), ("out", out, ids.numel()), ("offsets", offsets, num_features + 1),
-        ("limits", limits, num_features), ("substitutes", substitutes, num_features),
+        ("ids", ids, ids.numel()),
+        ("out", out, ids.numel()),
+        ("offsets", offsets, num_features + 1),
+        ("limits", limits, num_features),
+        ("substitutes", substitutes, num_features),
         ("outside", outside, num_features),
-    ):  # fmt: skip
+    ):
         check(name, tensor, (torch.int64,), 1, ids.device)
         if tensor.numel() != size:
             raise ValueError(f"{name} must have {size} elements, got {tensor.numel()}")
     launch(
-        _bound_ids, ceil_div(ids.numel(), _BLOCK), ids, offsets, limits, substitutes, out, outside, ids.numel(),
-        num_features, (num_features - 1).bit_length(), BLOCK=_BLOCK,
-    )  # fmt: skip
+        _bound_ids,
+        ceil_div(ids.numel(), _BLOCK),
+        ids,
+        offsets,
+        limits,
+        substitutes,
+        out,
+        outside,
+        ids.numel(),
+        num_features,
+        (num_features - 1).bit_length(),
+        BLOCK=_BLOCK,
+    )
     return out
 
 

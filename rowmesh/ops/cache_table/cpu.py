@@ -295,9 +295,16 @@ class CacheTable:
             The cache slots that became free, valid until the next call.
         """
         count = _unpin(
-            self._cells, self._shift, self._entries, self._entries_memory.address, self._counts, cache_slots, changed,
-            retain, self._freed,
-        )  # fmt: skip
+            self._cells,
+            self._shift,
+            self._entries,
+            self._entries_memory.address,
+            self._counts,
+            cache_slots,
+            changed,
+            retain,
+            self._freed,
+        )
         return self._freed[:count]
 
     def oldest_dirty(self, cache_slots: np.ndarray, pinned: bool = False) -> int:

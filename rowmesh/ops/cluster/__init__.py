@@ -32,7 +32,7 @@ __all__ = ["MAX_MICRO_BATCHES", "SHARE", "cluster"]
 
 def cluster(
     keys: Tensor, bags: Tensor | int, counts: Tensor, sizes: Sequence[int], *, slack: int = 4, light_ends: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """An order of the samples, to be cut into micro-batches of the given sizes.
 
     Args:

@@ -77,9 +77,15 @@ def _add(counts, mask):
     to_h = g & to_g
     full = h & to_h
     return (
-        (a ^ mask) | full, (b ^ to_b) | full, (c ^ to_c) | full, (d ^ to_d) | full,
-        (e ^ to_e) | full, (f ^ to_f) | full, (g ^ to_g) | full, (h ^ to_h) | full,
-    )  # fmt: skip
+        (a ^ mask) | full,
+        (b ^ to_b) | full,
+        (c ^ to_c) | full,
+        (d ^ to_d) | full,
+        (e ^ to_e) | full,
+        (f ^ to_f) | full,
+        (g ^ to_g) | full,
+        (h ^ to_h) | full,
+    )
 
 
 @inlined

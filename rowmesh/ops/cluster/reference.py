@@ -14,7 +14,7 @@ MOST_COUNTED = 255
 
 def cluster(
     keys: Tensor, bags: Tensor | int, counts: Tensor, sizes: Sequence[int], *, slack: int = 4, light_ends: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `rowmesh.ops.cluster.cluster`."""
     samples = _by_sample(keys.tolist(), bags, sum(sizes))
     parts = [255] * len(samples)

@@ -33,9 +33,18 @@ def _gather(table, slots, out, count, num_slots, DIM: tl.constexpr, COLUMNS: tl.
 
 @triton.jit(do_not_specialize=("num_slots",))
 def _gather_from(
-    bases, ends, slots, places, out, num_slots,
-    WORLD: tl.constexpr, RANKS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    bases,
+    ends,
+    slots,
+    places,
+    out,
+    num_slots,
+    WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     ranks = tl.arange(0, RANKS)
     limits = tl.load(ends + ranks, mask=ranks < WORLD, other=_MOST)
     end = tl.minimum(tl.load(ends + WORLD - 1), num_slots).to(tl.int32)
@@ -133,16 +142,25 @@ def gather_from(bases: Tensor, ends: Tensor, slots: Tensor, places: Tensor, out:
     columns, rows = tile_of_rows(dim, out.dtype)
     programs = min(ceil_div(num_slots, rows), MOST_PROGRAMS)
     launch(
-        _gather_from, programs, bases, ends, slots, places, out, num_slots,
-        WORLD=world_size, RANKS=next_power_of_2(world_size), DIM=dim, COLUMNS=columns, ROWS=rows,
-    )  # fmt: skip
+        _gather_from,
+        programs,
+        bases,
+        ends,
+        slots,
+        places,
+        out,
+        num_slots,
+        WORLD=world_size,
+        RANKS=next_power_of_2(world_size),
+        DIM=dim,
+        COLUMNS=columns,
+        ROWS=rows,
+    )
     return out
 
 
 SIGNATURES = tuple(
-    Signature(
-        _gather, f"*{storage} *{index} *{storage} *i64 i32", {"DIM": dim, "COLUMNS": columns, "ROWS": rows}
-    )
+    Signature(_gather, f"*{storage} *{index} *{storage} *i64 i32", {"DIM": dim, "COLUMNS": columns, "ROWS": rows})
     for storage, index, dim, columns, rows in (
         ("fp32", "i64", 64, 64, 32),
         ("fp32", "i64", 128, 128, 16),
@@ -151,7 +169,8 @@ SIGNATURES = tuple(
     )
 ) + tuple(
     Signature(
-        _gather_from, f"*i64 *i64 *i32 *i32 *{storage} i32",
+        _gather_from,
+        f"*i64 *i64 *i32 *i32 *{storage} i32",
         {"WORLD": world, "RANKS": ranks, "DIM": dim, "COLUMNS": columns, "ROWS": rows},
     )
     for storage, world, ranks, dim, columns, rows in (
@@ -160,4 +179,4 @@ SIGNATURES = tuple(
         ("bf16", 2, 2, 100, 128, 32),
         ("fp64", 4, 4, 3, 4, 256),
     )
-)  # fmt: skip
+)

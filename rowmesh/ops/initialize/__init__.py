@@ -14,9 +14,7 @@ _BLOCK_BYTES = 1 << 26  # of a device's values that are computed at a time
 _ONLY_ON_HOST = ("normal",)  # no two libraries have equal bits of a logarithm or cosine
 
 
-def initialize(
-    out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float
-) -> None:  # fmt: skip
+def initialize(out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float) -> None:
     """Writes the initial values of rows first, first + stride, … into `out`.
 
     Normal values of a device's rows are computed by the host.

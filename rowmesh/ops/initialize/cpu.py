@@ -70,9 +70,7 @@ def _kernel(storage: int) -> SimpleNamespace:
     return SimpleNamespace(fill=fill, fill_slots=fill_slots)
 
 
-def initialize(
-    out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float
-) -> None:  # fmt: skip
+def initialize(out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float) -> None:
     """Writes the initial values of some rows; see `rowmesh.ops.initialize.initialize`, which checks arguments."""
     num_rows, dim = out.shape
     rule = (stride, DISTRIBUTIONS[distribution], float(a), float(b))
@@ -92,7 +90,7 @@ STREAM = np.dtype([("key", np.uint64), ("a", np.float64), ("b", np.float64)])
 
 def initialize_slots(
     out: Tensor, places: np.ndarray, slots: np.ndarray, pieces: np.ndarray, streams: np.ndarray, distribution: str
-) -> None:  # fmt: skip
+) -> None:
     """Writes the initial values of the rows in `slots` into `out[places]`, whatever tables they are of.
 
     Args:

@@ -36,9 +36,7 @@ def _fill(out, integers, floats, num_elements, DIM: tl.constexpr, UNIFORM: tl.co
     tl.store(out + element, value.to(out.dtype.element_ty), mask=element < num_elements)
 
 
-def initialize(
-    out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float
-) -> None:  # fmt: skip
+def initialize(out: Tensor, key: int, *, first: int, stride: int, distribution: str, a: float, b: float) -> None:
     """Writes the initial values of rows first, first + stride, … into `out`: the bits that a CPU computes.
 
     Args:
@@ -77,9 +75,16 @@ def initialize(
 
 def _initialize(out: Tensor, integers: Tensor, floats: Tensor, distribution: str) -> None:
     launch(
-        _fill, ceil_div(out.numel(), _BLOCK), out, integers, floats, out.numel(),
-        DIM=out.shape[1], UNIFORM=distribution == "uniform", BLOCK=_BLOCK,
-    )  # fmt: skip
+        _fill,
+        ceil_div(out.numel(), _BLOCK),
+        out,
+        integers,
+        floats,
+        out.numel(),
+        DIM=out.shape[1],
+        UNIFORM=distribution == "uniform",
+        BLOCK=_BLOCK,
+    )
 
 
 SIGNATURES = tuple(

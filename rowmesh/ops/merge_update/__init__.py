@@ -116,9 +116,13 @@ def copy_slots(merged: Merged, out: Tensor, first: int = 0, part: tuple[int, int
 
 
 def update(
-    rows: Tensor, state: Sequence[Tensor], merged: Merged, rule: str, numbers: tuple[float, ...],
+    rows: Tensor,
+    state: Sequence[Tensor],
+    merged: Merged,
+    rule: str,
+    numbers: tuple[float, ...],
     part: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Changes the rows of merged slots and their states, in place.
 
     Args:

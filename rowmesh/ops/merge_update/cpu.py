@@ -52,9 +52,20 @@ _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 @kernel
 def _merge(
-    num_segments, num_sources, sources, gradient_bytes, arena, row_bytes,
-    table, merged_slots, merged_offsets, heads, tails, nexts, addresses,
-):  # fmt: skip
+    num_segments,
+    num_sources,
+    sources,
+    gradient_bytes,
+    arena,
+    row_bytes,
+    table,
+    merged_slots,
+    merged_offsets,
+    heads,
+    tails,
+    nexts,
+    addresses,
+):
     """Chains the requests of all sources for each distinct slot, in the order of the sources.
 
     sources: int64 `[sources, 3]`, the addresses of each source's slots, segment offsets and gradients, in its own
@@ -194,9 +205,26 @@ def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
 
 @inlined
 def change_row(
-    gradient, slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction, size,
-    dim, storage, out, rule, row_bytes, state_bytes,
-):  # fmt: skip
+    gradient,
+    slot,
+    arena,
+    state1,
+    state2,
+    lr,
+    eps,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    correction,
+    size,
+    dim,
+    storage,
+    out,
+    rule,
+    row_bytes,
+    state_bytes,
+):
     """One row and its state, given the row's gradient; the formulas of `rowmesh.optim.rules`."""
     address = arena + slot * row_bytes
     row = load_row(address, dim, storage)
@@ -273,9 +301,24 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
 
     @kernel
     def update_merged(
-        slots, heads, nexts, addresses, first, end, node_ends, num_nodes, arena, state1, state2,
-        lr_, scaling_, eps_, beta1_, beta2_, correction_,
-    ):  # fmt: skip
+        slots,
+        heads,
+        nexts,
+        addresses,
+        first,
+        end,
+        node_ends,
+        num_nodes,
+        arena,
+        state1,
+        state2,
+        lr_,
+        scaling_,
+        eps_,
+        beta1_,
+        beta2_,
+        correction_,
+    ):
         """Sums the chains of the distinct slots first … end − 1 and updates their rows."""
         lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
         # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
@@ -288,17 +331,38 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
             total = _sum_chain(load_u32(heads + 4 * m), nexts, addresses, node_ends, num_nodes, DIM, OUT)
             slot = load_u32(slots + 4 * m)
             change_row(
-                scale(scaling, total), slot, arena, state1, state2, lr, eps, beta1, beta2, rest1, rest2, correction,
-                size, DIM, STORAGE, OUT, RULE, ROW_BYTES, STATE_BYTES,
-            )  # fmt: skip
+                scale(scaling, total),
+                slot,
+                arena,
+                state1,
+                state2,
+                lr,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                size,
+                DIM,
+                STORAGE,
+                OUT,
+                RULE,
+                ROW_BYTES,
+                STATE_BYTES,
+            )
 
     return SimpleNamespace(update_merged=update_merged)
 
 
 def update(
-    rows: Tensor, state: Sequence[Tensor], merged: HostMerged, rule: str, numbers: tuple[float, ...],
+    rows: Tensor,
+    state: Sequence[Tensor],
+    merged: HostMerged,
+    rule: str,
+    numbers: tuple[float, ...],
     part: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Changes the rows of merged slots and their states; see `rowmesh.ops.merge_update.update`."""
     if rows.is_cuda or rows.dim() != 2 or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous [R, D] in the host's memory, got {tuple(rows.shape)} {rows.device}")
@@ -306,9 +370,19 @@ def update(
     state1 = state[0].data_ptr() if state else 0
     state2 = state[1].data_ptr() if len(state) > 1 else 0
     update_kernels(rows.shape[1], STORAGE[rows.dtype], rule).update_merged(
-        merged.merged_slots, merged.heads, merged.nexts, merged.addresses, first, end,
-        merged.node_ends, merged.num_nodes, rows.data_ptr(), state1, state2, *numbers,
-    )  # fmt: skip
+        merged.merged_slots,
+        merged.heads,
+        merged.nexts,
+        merged.addresses,
+        first,
+        end,
+        merged.node_ends,
+        merged.num_nodes,
+        rows.data_ptr(),
+        state1,
+        state2,
+        *numbers,
+    )
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def _list_heads(keys, ranks, slots, starts, num_entries, BLOCK: tl.constexpr):
 
 def merge(
     slots: Tensor, count: Tensor | None = None, *, most: int | None = None, node_ends: Tensor | None = None
-) -> Merged:  # fmt: skip
+) -> Merged:
     """Sorts entries by slot.
 
     Args:
@@ -197,16 +197,35 @@ def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor
     num_slots, num_ranges = merged.slots.numel(), kinds.numel()
     if num_slots:
         launch(
-            _count_ranges, ceil_div(num_ranges, _RANGES), merged.slots, merged.num, starts, kinds, totals,
-            num_ranges, num_slots.bit_length(), BLOCK=_RANGES,
-        )  # fmt: skip
+            _count_ranges,
+            ceil_div(num_ranges, _RANGES),
+            merged.slots,
+            merged.num,
+            starts,
+            kinds,
+            totals,
+            num_ranges,
+            num_slots.bit_length(),
+            BLOCK=_RANGES,
+        )
 
 
 @triton.jit
 def _sum_entries(
-    order, starts, node_ends, partials, gradients, m, is_slot, columns, inside,
-    D: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, NUM_NODES: tl.constexpr,
-):  # fmt: skip
+    order,
+    starts,
+    node_ends,
+    partials,
+    gradients,
+    m,
+    is_slot,
+    columns,
+    inside,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+):
     """The sums of the gradients of distinct slots `m`, `[ROWS, COLUMNS]`."""
     begin = tl.load(starts + m, mask=is_slot, other=0)
     end = tl.load(starts + m + 1, mask=is_slot, other=0)
@@ -244,10 +263,7 @@ def _sum_entries(
 
 
 @triton.jit
-def _sum_chunks(
-    order, starts, ranks, gradients, partials,
-    D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _sum_chunks(order, starts, ranks, gradients, partials, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """`partials[b]` = the sum of the chunk, not the first of its slot, that begins at a sorted entry from b · CHUNK on.
 
     There is at most one in a block: it belongs to the slot of entry b · CHUNK, as any slot that begins later in the
@@ -285,9 +301,25 @@ def _quotient_of(x, y):
 
 @triton.jit
 def change(
-    g, rows, state1, state2, at, inside, slot, is_slot, lr_, eps_, beta1_, beta2_, rest1_, rest2_, correction_,
-    D: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+    g,
+    rows,
+    state1,
+    state2,
+    at,
+    inside,
+    slot,
+    is_slot,
+    lr_,
+    eps_,
+    beta1_,
+    beta2_,
+    rest1_,
+    rest2_,
+    correction_,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RULE: tl.constexpr,
+):
     """Rows and their states, given the gradients; the formulas of `rowmesh.optim.rules`.
 
     `at` are offsets of elements, `slot` those of whole rows. Numbers come as float64, so that 1 − β is exact before it
@@ -323,13 +355,32 @@ def change(
 
 @triton.jit
 def _update_merged(
-    order, slots, starts, num, node_ends, partials, gradients, rows, state1, state2,
+    order,
+    slots,
+    starts,
+    num,
+    node_ends,
+    partials,
+    gradients,
+    rows,
+    state1,
+    state2,
     # Numbers would be passed as float32 where nothing else is said.
-    lr: tl.float64, scaling: tl.float64, eps: tl.float64, beta1: tl.float64, beta2: tl.float64, rest1: tl.float64,
-    rest2: tl.float64, correction: tl.float64,
-    D: tl.constexpr, RULE: tl.constexpr, NUM_NODES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    lr: tl.float64,
+    scaling: tl.float64,
+    eps: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    rest1: tl.float64,
+    rest2: tl.float64,
+    correction: tl.float64,
+    D: tl.constexpr,
+    RULE: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Sums the gradients of ROWS distinct slots and updates their rows."""
     dtype: tl.constexpr = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
     count, columns = tl.load(num), tl.arange(0, COLUMNS)
@@ -339,20 +390,45 @@ def _update_merged(
         inside = is_slot[:, None] & (columns < D)[None, :]
         slot = tl.load(slots + m, mask=is_slot, other=0)
         total = _sum_entries(
-            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES,
-        )  # fmt: skip
+            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES
+        )
         change(
-            total * tl.full((), scaling, dtype), rows, state1, state2, slot[:, None] * D + columns[None, :], inside,
-            slot, is_slot, lr, eps, beta1, beta2, rest1, rest2, correction, D, dtype, RULE,
-        )  # fmt: skip
+            total * tl.full((), scaling, dtype),
+            rows,
+            state1,
+            state2,
+            slot[:, None] * D + columns[None, :],
+            inside,
+            slot,
+            is_slot,
+            lr,
+            eps,
+            beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            D,
+            dtype,
+            RULE,
+        )
 
 
 @triton.jit
 def _store_sums(
-    order, starts, num, node_ends, partials, gradients, out,
-    D: tl.constexpr, NUM_NODES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    order,
+    starts,
+    num,
+    node_ends,
+    partials,
+    gradients,
+    out,
+    D: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Sums the gradients of ROWS distinct slots."""
     dtype: tl.constexpr = out.dtype.element_ty
     count, columns = tl.load(num), tl.arange(0, COLUMNS)
@@ -361,14 +437,14 @@ def _store_sums(
         is_slot = m < count
         inside = is_slot[:, None] & (columns < D)[None, :]
         total = _sum_entries(
-            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES,
-        )  # fmt: skip
+            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES
+        )
         tl.store(out + m.to(tl.int64)[:, None] * D + columns[None, :], total, mask=inside)
 
 
 def update(
     rows: Tensor, state: tuple[Tensor, ...], merged: Merged, gradients: Tensor, rule: str, numbers: tuple[float, ...]
-) -> None:  # fmt: skip
+) -> None:
     """Changes the rows of merged slots and their states, in place.
 
     Args:
@@ -393,11 +469,29 @@ def update(
     lr, scaling, eps, beta1, beta2, correction = numbers
     shape = _shape_of(rows.shape[1])
     launch(
-        _update_merged, _programs_of(merged, shape), merged.order, merged.slots, merged.starts,
-        merged.num, merged.node_ends, _partials(merged, gradients, compute), gradients, rows,
-        *(*state, None, None)[:2], lr, scaling, eps, beta1, beta2, 1.0 - beta1, 1.0 - beta2, correction,
-        RULE=rule, NUM_NODES=merged.num_nodes, **shape,
-    )  # fmt: skip
+        _update_merged,
+        _programs_of(merged, shape),
+        merged.order,
+        merged.slots,
+        merged.starts,
+        merged.num,
+        merged.node_ends,
+        _partials(merged, gradients, compute),
+        gradients,
+        rows,
+        *(*state, None, None)[:2],
+        lr,
+        scaling,
+        eps,
+        beta1,
+        beta2,
+        1.0 - beta1,
+        1.0 - beta2,
+        correction,
+        RULE=rule,
+        NUM_NODES=merged.num_nodes,
+        **shape,
+    )
 
 
 def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
@@ -414,9 +508,18 @@ def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
     check("gradients", gradients, (gradients.dtype,), 2, gradients.device)
     shape = _shape_of(out.shape[1])
     launch(
-        _store_sums, _programs_of(merged, shape), merged.order, merged.starts, merged.num,
-        merged.node_ends, _partials(merged, gradients, out.dtype), gradients, out, NUM_NODES=merged.num_nodes, **shape,
-    )  # fmt: skip
+        _store_sums,
+        _programs_of(merged, shape),
+        merged.order,
+        merged.starts,
+        merged.num,
+        merged.node_ends,
+        _partials(merged, gradients, out.dtype),
+        gradients,
+        out,
+        NUM_NODES=merged.num_nodes,
+        **shape,
+    )
     return out
 
 
@@ -428,9 +531,18 @@ def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor
     partials = torch.empty(num_blocks, dim, dtype=compute, device=gradients.device)
     columns = next_power_of_2(dim)
     launch(
-        _sum_chunks, num_blocks, merged.order, merged.starts, merged.ranks, gradients, partials,
-        D=dim, COLUMNS=columns, CHUNK=CHUNK, num_warps=_warps_of(columns),
-    )  # fmt: skip
+        _sum_chunks,
+        num_blocks,
+        merged.order,
+        merged.starts,
+        merged.ranks,
+        gradients,
+        partials,
+        D=dim,
+        COLUMNS=columns,
+        CHUNK=CHUNK,
+        num_warps=_warps_of(columns),
+    )
     return partials
 
 
@@ -468,9 +580,7 @@ SIGNATURES = (
     Signature(_flag_heads, "*i32 *i32 i32", {"BLOCK": BLOCK}),
     Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK}),
     Signature(_count_ranges, "*i64 *i32 *i64 *i64 *i64 i32 i32", {"BLOCK": _RANGES}),
-    Signature(
-        _sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)
-    ),
+    Signature(_sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)),
     Signature(_store_sums, "*i64 *i32 *i32 *fp32 *fp32 *fp32", {"NUM_NODES": 1, "node_ends": None, **_shape_of(64)}),
     _update_signature("fp32", "sgd", 128),
     _update_signature("bf16", "adagrad", 128, num_states=1),
@@ -479,4 +589,4 @@ SIGNATURES = (
     _update_signature("fp32", "row_wise_adagrad", 1024, num_states=1),
     _update_signature("fp32", "adam", 100, num_states=2),
     _update_signature("fp64", "adam", 64, num_states=2),
-)  # fmt: skip
+)

@@ -16,10 +16,18 @@ def merge(slots: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def update(
-    rule: str, weights: Tensor, state: dict[str, Tensor], slots: Tensor, grads: Tensor,
-    lr: float, eps: float = 0.0, beta1: float = 0.0, beta2: float = 0.0, step: int = 1,
+    rule: str,
+    weights: Tensor,
+    state: dict[str, Tensor],
+    slots: Tensor,
+    grads: Tensor,
+    lr: float,
+    eps: float = 0.0,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    step: int = 1,
     moment_scale: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Applies one step of a rule to distinct rows, in place; see `rowmesh.optim.rules` for the formulas."""
     g = grads
     rows = weights[slots].to(g.dtype)

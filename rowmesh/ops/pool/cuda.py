@@ -60,9 +60,12 @@ class Bags:
 
     @classmethod
     def describe(
-        cls, features: Sequence[Sequence[int]], device: torch.device, offsets: Tensor | None = None,
+        cls,
+        features: Sequence[Sequence[int]],
+        device: torch.device,
+        offsets: Tensor | None = None,
         weights: Tensor | None = None,
-    ) -> Bags:  # fmt: skip
+    ) -> Bags:
         """Takes descriptors to the device, without waiting for it.
 
         Args:
@@ -82,12 +85,14 @@ class Bags:
             raise ValueError(f"a feature has {DESCRIPTOR} numbers, got a table of shape {list(table.shape)}")
         common = math.gcd(_WIDEST, *(number for feature in features for number in feature[5:7]))
         return cls(
-            table.to(device, non_blocking=True), offsets, weights,
+            table.to(device, non_blocking=True),
+            offsets,
+            weights,
             num_bags=max(feature[4] for feature in features),
             has_mean=any(feature[7] for feature in features),
             is_single=all(feature[2] < 0 and feature[3] == 1 for feature in features),
             alignment=common,
-        )  # fmt: skip
+        )
 
     @property
     def has_factors(self) -> bool:
@@ -162,9 +167,20 @@ def _factor_of(weights, feature, at, size, here, MEAN: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _vectors_of(
-    rows, slots, inverse, weights, feature, at, size, here, columns, is_column,
-    DIM: tl.constexpr, DTYPE: tl.constexpr, MEAN: tl.constexpr,
-):  # fmt: skip
+    rows,
+    slots,
+    inverse,
+    weights,
+    feature,
+    at,
+    size,
+    here,
+    columns,
+    is_column,
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MEAN: tl.constexpr,
+):
     """The rows of ids `at`, times their factors; zero where there is no id."""
     row = tl.load(inverse + at, mask=here, other=0).to(tl.int64)
     if slots is not None:
@@ -178,10 +194,21 @@ def _vectors_of(
 
 @triton.jit
 def _pool(
-    rows, slots, inverse, features, offsets, weights, out,
-    DIM: tl.constexpr, DTYPE: tl.constexpr, MEAN: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    rows,
+    slots,
+    inverse,
+    features,
+    offsets,
+    weights,
+    out,
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MEAN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """The sums of BAGS bags of a feature; programs are numbered by tile and feature. UNROLL is 0 for bags of one id."""
     feature = features + tl.program_id(1) * 8
     num_bags = tl.load(feature + 4)
@@ -195,15 +222,26 @@ def _pool(
         # Not a loop of one round: there the assembler lets each load wait for the sum before it.
         total = _vectors_of(
             rows, slots, inverse, weights, feature, first, size, is_bag, columns, is_column, DIM, DTYPE, MEAN
-        )  # fmt: skip
+        )
     else:
         total = tl.zeros([BAGS, COLUMNS], DTYPE)
         for j in range(0, tl.max(size), UNROLL):
             for k in tl.static_range(UNROLL):
                 total += _vectors_of(
-                    rows, slots, inverse, weights, feature, first + j + k, size, j + k < size, columns, is_column,
-                    DIM, DTYPE, MEAN,
-                )  # fmt: skip
+                    rows,
+                    slots,
+                    inverse,
+                    weights,
+                    feature,
+                    first + j + k,
+                    size,
+                    j + k < size,
+                    columns,
+                    is_column,
+                    DIM,
+                    DTYPE,
+                    MEAN,
+                )
     # What the compiler cannot see, and what lets it write 16 bytes at a time.
     cell = tl.multiple_of(tl.load(feature + 5) + bag * tl.load(feature + 6), ALIGNMENT)
     tl.store(out + cell[:, None] + columns[None, :], total, mask=is_bag[:, None] & is_column[None, :])
@@ -245,18 +283,30 @@ def pool(rows: Tensor, inverse: Tensor, bags: Bags, out: Tensor, slots: Tensor |
     tile = max(tile // max(unroll, 1), 1)  # as many loads under way, whether of different bags or of one
     tile = tile if bags.offsets is None else min(tile, _MOST_JAGGED)
     launch(
-        _pool, (ceil_div(bags.num_bags, tile), len(bags.features)),
-        rows, slots, inverse, bags.features, bags.offsets, bags.weights, out,
-        DIM=rows.shape[1], DTYPE=_arithmetic(compute), MEAN=bags.has_mean, ALIGNMENT=bags.alignment, BAGS=tile,
-        COLUMNS=columns, UNROLL=unroll,
-    )  # fmt: skip
+        _pool,
+        (ceil_div(bags.num_bags, tile), len(bags.features)),
+        rows,
+        slots,
+        inverse,
+        bags.features,
+        bags.offsets,
+        bags.weights,
+        out,
+        DIM=rows.shape[1],
+        DTYPE=_arithmetic(compute),
+        MEAN=bags.has_mean,
+        ALIGNMENT=bags.alignment,
+        BAGS=tile,
+        COLUMNS=columns,
+        UNROLL=unroll,
+    )
     return out
 
 
 @triton.jit
 def _find_cells(
     features, offsets, weights, cells, factors, DTYPE: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr
-):  # fmt: skip
+):
     """The cell of every id, and its factor, in the order of the ids."""
     feature = features + tl.program_id(1) * 8
     num_bags = tl.load(feature + 4)
@@ -292,7 +342,7 @@ def _file(order, rows, cells, factors, pointers, filed_cells, filed_factors, num
 
 def file_cells(
     inverse: Tensor, bags: Bags, num_rows: int, dtype: torch.dtype = torch.float32, *, is_covered: bool = True
-) -> FiledCells:  # fmt: skip
+) -> FiledCells:
     """Files the output cell of every id, and its factor, under its row, in the order of the ids.
 
     Args:
@@ -322,16 +372,32 @@ def file_cells(
         torch.empty(num_ids, dtype=dtype, device=device) if bags.has_factors else None for _ in range(2)
     )
     launch(
-        _find_cells, (ceil_div(bags.num_bags, _FEW), len(bags.features)),
-        bags.features, bags.offsets, bags.weights, cells, factors,
-        DTYPE=_arithmetic(dtype), MEAN=bags.has_mean, BAGS=_FEW,
-    )  # fmt: skip
+        _find_cells,
+        (ceil_div(bags.num_bags, _FEW), len(bags.features)),
+        bags.features,
+        bags.offsets,
+        bags.weights,
+        cells,
+        factors,
+        DTYPE=_arithmetic(dtype),
+        MEAN=bags.has_mean,
+        BAGS=_FEW,
+    )
     rows, order = torch.sort(inverse, stable=True)
     pointers = torch.full((num_rows + 1,), num_ids, dtype=torch.int32, device=device)
     launch(
-        _file, ceil_div(num_ids, _BLOCK), order, rows, cells, factors, pointers, filed_cells, filed_factors, num_ids,
+        _file,
+        ceil_div(num_ids, _BLOCK),
+        order,
+        rows,
+        cells,
+        factors,
+        pointers,
+        filed_cells,
+        filed_factors,
+        num_ids,
         BLOCK=_BLOCK,
-    )  # fmt: skip
+    )
     return FiledCells(rows, pointers, filed_cells, filed_factors, bags.alignment)
 
 
@@ -347,10 +413,19 @@ def _gradient_of(grad, cells, factors, entry, here, columns, is_column, ALIGNMEN
 
 @triton.jit
 def _sum_chunks(
-    grad, rows, pointers, cells, factors, partials,
-    DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    grad,
+    rows,
+    pointers,
+    cells,
+    factors,
+    partials,
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """`partials[b]` = the sum of the chunk, other than a row's first, that begins in entries b · CHUNK … + CHUNK − 1.
 
     There is one at most. It belongs to the row of entry b · CHUNK, since a row that begins later in the block has its
@@ -376,10 +451,23 @@ def _sum_chunks(
 
 @triton.jit(do_not_specialize=("num_rows",))
 def _sum_rows(
-    grad, pointers, cells, factors, partials, out, count, num_rows,
-    DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, UNROLL: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
+    grad,
+    pointers,
+    cells,
+    factors,
+    partials,
+    out,
+    count,
+    num_rows,
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ADDS: tl.constexpr,
+):
     """`out[u]` = the sum of row u's entries: one by one up to CHUNK of them, then the sums of chunks.
 
     With ADDS the sum goes on from what `out[u]` is, and rows without entries are neither read nor written: another
@@ -416,7 +504,7 @@ def _sum_rows(
 
 def backward(
     grad: Tensor, filed: FiledCells, out: Tensor, count: Tensor | None = None, *, adds: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradients of rows: sums over the cells that each went into. See [Note: rows with many ids].
 
     Args:
@@ -450,19 +538,38 @@ def backward(
         check("count", count, _INDEX, 1, device)
     columns, tile = tile_of_rows(dim, dtype)
     tile = max(tile // _UNROLL.value, 1)
-    common = {
-        "DIM": dim, "DTYPE": _arithmetic(dtype), "ALIGNMENT": filed.alignment, "COLUMNS": columns, "CHUNK": CHUNK,
-    }  # fmt: skip
+    common = {"DIM": dim, "DTYPE": _arithmetic(dtype), "ALIGNMENT": filed.alignment, "COLUMNS": columns, "CHUNK": CHUNK}
     num_chunks = ceil_div(num_ids, CHUNK)
     partials = torch.empty(num_chunks, dim, dtype=dtype, device=device)
     launch(
-        _sum_chunks, num_chunks, grad, filed.rows, filed.pointers, filed.cells, filed.factors, partials,
-        num_warps=max(1, min(4, columns // 128)), UNROLL=_CHUNK_UNROLL.value, **common,
-    )  # fmt: skip
+        _sum_chunks,
+        num_chunks,
+        grad,
+        filed.rows,
+        filed.pointers,
+        filed.cells,
+        filed.factors,
+        partials,
+        num_warps=max(1, min(4, columns // 128)),
+        UNROLL=_CHUNK_UNROLL.value,
+        **common,
+    )
     launch(
-        _sum_rows, min(ceil_div(num_rows, tile), MOST_PROGRAMS), grad, filed.pointers, filed.cells, filed.factors,
-        partials, out, count, num_rows, ROWS=tile, UNROLL=_UNROLL.value, ADDS=adds, **common,
-    )  # fmt: skip
+        _sum_rows,
+        min(ceil_div(num_rows, tile), MOST_PROGRAMS),
+        grad,
+        filed.pointers,
+        filed.cells,
+        filed.factors,
+        partials,
+        out,
+        count,
+        num_rows,
+        ROWS=tile,
+        UNROLL=_UNROLL.value,
+        ADDS=adds,
+        **common,
+    )
     return out
 
 
@@ -479,7 +586,8 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
     return (
         Signature(_pool, f"*{storage} *i32 *i64 *{compute}", common | single),
         Signature(
-            _pool, f"*{storage} *i64 *i32 *i64 *i64 *{compute} *{compute}",
+            _pool,
+            f"*{storage} *i64 *i32 *i64 *i64 *{compute} *{compute}",
             common | {"MEAN": True, "BAGS": min(tile // 4, _MOST_JAGGED), "UNROLL": _UNROLL.value},
         ),
         Signature(
@@ -490,10 +598,11 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
         ),
         Signature(_sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *{compute} *i64 i32", common | row_sums),
         Signature(
-            _sum_rows, f"*{compute} *i32 *i64 *{compute} *{compute} *i64 i32",
+            _sum_rows,
+            f"*{compute} *i32 *i64 *{compute} *{compute} *i64 i32",
             common | row_sums | {"factors": None, "ADDS": True},
         ),
-    )  # fmt: skip
+    )
 
 
 SIGNATURES = (

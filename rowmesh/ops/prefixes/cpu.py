@@ -215,9 +215,27 @@ def _touched(buckets, num_buckets, slots, touched):
 
 @kernel
 def arrange(
-    ids, count, num_rows, p1, p2, p3, keys, order, buckets,
-    arranged, lasts, last_slots, starts, firsts, first_slots, group_starts, touched1, touched2, touched3, counts,
-):  # fmt: skip
+    ids,
+    count,
+    num_rows,
+    p1,
+    p2,
+    p3,
+    keys,
+    order,
+    buckets,
+    arranged,
+    lasts,
+    last_slots,
+    starts,
+    firsts,
+    first_slots,
+    group_starts,
+    touched1,
+    touched2,
+    touched3,
+    counts,
+):
     """Sorts distinct ids by (i₂, i₁) and says where prefixes and groups begin.
 
     Args:

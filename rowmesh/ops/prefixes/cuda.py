@@ -59,9 +59,7 @@ def _flag_heads(keys, flags, num_ids, p1, p2, p3, SHARED: tl.constexpr, BLOCK: t
 
 
 @triton.jit(do_not_specialize=("num_ids", "p1", "p2", "p3"))
-def _list_prefixes(
-    keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3, BLOCK: tl.constexpr
-):  # fmt: skip
+def _list_prefixes(keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3, BLOCK: tl.constexpr):
     """What `Arrangement` has of every id and prefix."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_ids
@@ -101,7 +99,7 @@ def tile_of(starts, num_segments, tile, SIZE: tl.constexpr, SEARCHED: tl.constex
 
 def arrange(
     ids: Tensor, row_factors: tuple[int, int, int], num_rows: int, count: Tensor | None = None, *, shared: bool = True
-) -> Arrangement:  # fmt: skip
+) -> Arrangement:
     """Sorts ids by (i₂, i₁, i₃) and says where prefixes and groups begin.
 
     Args:
@@ -128,14 +126,34 @@ def arrange(
     most = min(num_ids, p1 * p2) if shared else num_ids
     firsts, seconds = (torch.full((most,), p, dtype=torch.int32, device=device) for p in (p1, p2))
     launch(
-        _list_prefixes, programs, keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3,
+        _list_prefixes,
+        programs,
+        keys,
+        ranks,
+        prefixes,
+        lasts,
+        starts,
+        firsts,
+        seconds,
+        num_ids,
+        p1,
+        p2,
+        p3,
         BLOCK=BLOCK,
-    )  # fmt: skip
+    )
     num_prefixes = ranks[-1:] if num_ids else starts
     return Arrangement(
-        row_factors, order, prefixes, lasts, starts, firsts, seconds, starts_of(seconds, p2), num_prefixes,
+        row_factors,
+        order,
+        prefixes,
+        lasts,
+        starts,
+        firsts,
+        seconds,
+        starts_of(seconds, p2),
+        num_prefixes,
         torch.where(refused == _NONE.value, -1, refused),
-    )  # fmt: skip
+    )
 
 
 def sort_distinct(
@@ -182,4 +200,4 @@ SIGNATURES = (
     Signature(_keys_of, "*i64 *i32 *i64 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
     Signature(_flag_heads, "*i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK, "SHARED": True}),
     Signature(_list_prefixes, "*i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
-)  # fmt: skip
+)

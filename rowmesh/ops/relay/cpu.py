@@ -8,9 +8,25 @@ from rowmesh.ops.simd import kernel, load_i64, load_u32, store_i64, store_u32
 
 @kernel
 def sort_relay(
-    keys, merged_offsets, heads, first_segment, num_segments, num_fetched, num_replying, num_nodes, node, key_stride,
-    arena, row_bytes, received, slots, sorted_heads, offsets, reply_offsets, addresses,
-):  # fmt: skip
+    keys,
+    merged_offsets,
+    heads,
+    first_segment,
+    num_segments,
+    num_fetched,
+    num_replying,
+    num_nodes,
+    node,
+    key_stride,
+    arena,
+    row_bytes,
+    received,
+    slots,
+    sorted_heads,
+    offsets,
+    reply_offsets,
+    addresses,
+):
     """What an agent asks of each node, and where every row that it was asked for will be read.
 
     All arguments but the numbers and row_bytes are addresses. S″ relayed segments begin with `first_segment`. The rows

@@ -24,14 +24,26 @@ PREFETCHED_ROW_BYTES = 128
 # A header of int64 values, which stays the same from batch to batch, and where each stands.
 HEADER = 14
 (
-    RANGES, INDEX, BUCKETS, NUM_ROWS, NUM_TABLES, NUM_KINDS, NUM_REPLYING, WORLD_SIZE, RANK, RANKS_PER_NODE, KEY_STRIDE,
-    ARENAS, ROW_BYTES, KIND_FLAGS,
-) = range(0, 8 * HEADER, 8)  # fmt: skip
+    RANGES,
+    INDEX,
+    BUCKETS,
+    NUM_ROWS,
+    NUM_TABLES,
+    NUM_KINDS,
+    NUM_REPLYING,
+    WORLD_SIZE,
+    RANK,
+    RANKS_PER_NODE,
+    KEY_STRIDE,
+    ARENAS,
+    ROW_BYTES,
+    KIND_FLAGS,
+) = range(0, 8 * HEADER, 8)
 DESCRIPTOR, INDEX_ENTRY = 11, 6  # int64 values that describe a range, and a table
 _DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
-(
-    _START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _ORIGIN, _PER_MODULUS, _PER_DIVISOR,
-) = range(0, _DESCRIPTOR_BYTES, 8)  # fmt: skip
+(_START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _ORIGIN, _PER_MODULUS, _PER_DIVISOR) = range(
+    0, _DESCRIPTOR_BYTES, 8
+)
 _KIND_BITS = 24  # a stop and its kind share 32 bits
 RELAY, COPY = 1, 2  # flags of a range: the stop is the agent; a copy is here
 FLAG_BITS = 2  # KIND_FLAGS has the flags of kind k in bits 2k and 2k + 1
@@ -42,10 +54,13 @@ def _table(header, table):
     """What `_find` needs to know of a table, read once: a loop that stores would read it for every id."""
     index = load_i64(header + INDEX) + _INDEX_BYTES * table
     return (
-        load_i64(header + RANGES) + _DESCRIPTOR_BYTES * load_i64(index), load_i64(index + 8),
+        load_i64(header + RANGES) + _DESCRIPTOR_BYTES * load_i64(index),
+        load_i64(index + 8),
         load_i64(header + BUCKETS) + 4 * load_i64(index + 16),
-        load_i64(index + 24), load_i64(index + 32), load_i64(index + 40),
-    )  # fmt: skip
+        load_i64(index + 24),
+        load_i64(index + 32),
+        load_i64(index + 40),
+    )
 
 
 @inlined
@@ -78,9 +93,14 @@ def _home(row, origin, shift, modulus, rank, base, per_modulus, per_divisor):
 def _describe(part):
     """What `_home` needs to know of a range."""
     return (
-        load_i64(part + _ORIGIN), load_i64(part + _SHIFT), load_i64(part + _MODULUS), load_i64(part + _RANK),
-        load_i64(part + _BASE), load_f64(part + _PER_MODULUS), load_f64(part + _PER_DIVISOR),
-    )  # fmt: skip
+        load_i64(part + _ORIGIN),
+        load_i64(part + _SHIFT),
+        load_i64(part + _MODULUS),
+        load_i64(part + _RANK),
+        load_i64(part + _BASE),
+        load_f64(part + _PER_MODULUS),
+        load_f64(part + _PER_DIVISOR),
+    )
 
 
 @kernel
@@ -98,9 +118,20 @@ def locate(header, table, ids, count, homes, slots):
 
 @kernel
 def route(
-    header, unique, unique_offsets, counts, stop_scratch, key_scratch, received, keys, uniques, segment_offsets,
-    accesses, reply_offsets, addresses,
-):  # fmt: skip
+    header,
+    unique,
+    unique_offsets,
+    counts,
+    stop_scratch,
+    key_scratch,
+    received,
+    keys,
+    uniques,
+    segment_offsets,
+    accesses,
+    reply_offsets,
+    addresses,
+):
     """Where every unique id is asked for, sorted.
 
     All arguments are addresses. S′ = kinds · tables, W ranks.
@@ -130,26 +161,54 @@ def route(
     for i in range(world_size * num_segments):
         store_i64(accesses + 8 * i, 0)
     refused = _place_all(
-        header, unique, unique_offsets, counts, stop_scratch, key_scratch, segment_offsets, accesses, num_tables,
-        num_segments, world_size,
-    )  # fmt: skip
+        header,
+        unique,
+        unique_offsets,
+        counts,
+        stop_scratch,
+        key_scratch,
+        segment_offsets,
+        accesses,
+        num_tables,
+        num_segments,
+        world_size,
+    )
     if refused >= 0:
         return refused
     num_replying = load_i64(header + NUM_REPLYING) * num_tables
     to_offsets(segment_offsets, reply_offsets, world_size, num_segments, num_replying, -1)
     _sort(
-        header, unique_offsets, stop_scratch, key_scratch, received, keys, uniques, segment_offsets, reply_offsets,
-        addresses, num_tables, num_segments,
-    )  # fmt: skip
+        header,
+        unique_offsets,
+        stop_scratch,
+        key_scratch,
+        received,
+        keys,
+        uniques,
+        segment_offsets,
+        reply_offsets,
+        addresses,
+        num_tables,
+        num_segments,
+    )
     restore(segment_offsets, reply_offsets, world_size, num_segments)
     return -1
 
 
 @inlined
 def _place_all(
-    header, unique, unique_offsets, counts, stop_scratch, key_scratch, segment_offsets, accesses, num_tables,
-    num_segments, world_size,
-):  # fmt: skip
+    header,
+    unique,
+    unique_offsets,
+    counts,
+    stop_scratch,
+    key_scratch,
+    segment_offsets,
+    accesses,
+    num_tables,
+    num_segments,
+    world_size,
+):
     """Finds stop, kind and key of every unique id and counts them by (stop, segment)."""
     rank, per_node = load_i64(header + RANK), load_i64(header + RANKS_PER_NODE)
     key_stride = load_i64(header + KEY_STRIDE)
@@ -206,9 +265,19 @@ def _count(stop, segment, num_segments, segment_offsets, accesses, count):
 
 @inlined
 def _sort(
-    header, unique_offsets, stop_scratch, key_scratch, received, keys, uniques, segment_offsets, reply_offsets,
-    addresses, num_tables, num_segments,
-):  # fmt: skip
+    header,
+    unique_offsets,
+    stop_scratch,
+    key_scratch,
+    received,
+    keys,
+    uniques,
+    segment_offsets,
+    reply_offsets,
+    addresses,
+    num_tables,
+    num_segments,
+):
     """Brings keys in order, and finds where each row is read."""
     arenas, row_bytes = load_i64(header + ARENAS), load_i64(header + ROW_BYTES)
     rank, key_stride = load_i64(header + RANK), load_i64(header + KEY_STRIDE)

@@ -61,17 +61,25 @@ class DeviceMap:
 
     @classmethod
     def make(
-        cls, device: torch.device, ranges: NDArray[np.int64], index: NDArray[np.int64], num_rows: tuple[int, ...],
-        *, num_kinds: int, num_replying: int, world_size: int, rank: int, ranks_per_node: int, key_stride: int,
-    ) -> DeviceMap:  # fmt: skip
+        cls,
+        device: torch.device,
+        ranges: NDArray[np.int64],
+        index: NDArray[np.int64],
+        num_rows: tuple[int, ...],
+        *,
+        num_kinds: int,
+        num_replying: int,
+        world_size: int,
+        rank: int,
+        ranks_per_node: int,
+        key_stride: int,
+    ) -> DeviceMap:
         """Copies the arrays of an `AddressMap` to a device."""
         fields = torch.from_numpy(np.ascontiguousarray(ranges[:, :_FIELDS].T)).to(device)
         places = torch.from_numpy(np.ascontiguousarray(index[:, :2].T)).to(device)
         limits = torch.tensor(num_rows, dtype=torch.int64, device=device)
         most = int(index[:, 1].max())
-        return cls(
-            fields, places, limits, most, num_kinds, num_replying, world_size, rank, ranks_per_node, key_stride
-        )  # fmt: skip
+        return cls(fields, places, limits, most, num_kinds, num_replying, world_size, rank, ranks_per_node, key_stride)
 
     @property
     def num_tables(self) -> int:
@@ -151,9 +159,7 @@ def _home(ranges, num_ranges, part, row):
 
 
 @triton.jit(do_not_specialize=("table", "num_ids", "num_ranges", "num_tables", "num_steps"))
-def _locate(
-    ids, homes, slots, ranges, index, table, num_ids, num_ranges, num_tables, num_steps, BLOCK: tl.constexpr
-):  # fmt: skip
+def _locate(ids, homes, slots, ranges, index, table, num_ids, num_ranges, num_tables, num_steps, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + i, mask=i < num_ids, other=0)
     part = _find(ranges, index, num_tables, table + tl.zeros_like(row), row, num_steps)
@@ -164,14 +170,39 @@ def _locate(
 
 @triton.jit(
     do_not_specialize=(
-        "num_unique", "num_ranges", "num_tables", "num_segments", "world_size", "rank", "ranks_per_node", "key_stride",
-        "table_steps", "range_steps",
+        "num_unique",
+        "num_ranges",
+        "num_tables",
+        "num_segments",
+        "world_size",
+        "rank",
+        "ranks_per_node",
+        "key_stride",
+        "table_steps",
+        "range_steps",
     )
-)  # fmt: skip
+)
 def _place_all(
-    unique, offsets, cells, keys, refused, ranges, index, num_rows, num_unique, num_ranges, num_tables, num_segments,
-    world_size, rank, ranks_per_node, key_stride, table_steps, range_steps, BLOCK: tl.constexpr,
-):  # fmt: skip
+    unique,
+    offsets,
+    cells,
+    keys,
+    refused,
+    ranges,
+    index,
+    num_rows,
+    num_unique,
+    num_ranges,
+    num_tables,
+    num_segments,
+    world_size,
+    rank,
+    ranks_per_node,
+    key_stride,
+    table_steps,
+    range_steps,
+    BLOCK: tl.constexpr,
+):
     """Cell, stop · S′ + segment, and key of every unique id; the last cell for what is no row or no id."""
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = u < tl.load(offsets + num_tables)
@@ -195,9 +226,24 @@ def _place_all(
 
 @triton.jit(do_not_specialize=("num_unique", "num_tables", "num_segments", "world_size", "rank", "key_stride"))
 def _place_sorted(
-    order, cells, keys, counts, kind_flags, shifts, sorted_keys, uniques, places, accesses,
-    num_unique, num_tables, num_segments, world_size, rank, key_stride, BLOCK: tl.constexpr,
-):  # fmt: skip
+    order,
+    cells,
+    keys,
+    counts,
+    kind_flags,
+    shifts,
+    sorted_keys,
+    uniques,
+    places,
+    accesses,
+    num_unique,
+    num_tables,
+    num_segments,
+    world_size,
+    rank,
+    key_stride,
+    BLOCK: tl.constexpr,
+):
     """Keys and ids in sorted order, and where the row of each is."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     u = tl.load(order + p, mask=p < num_unique, other=0)
@@ -234,15 +280,24 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
     check("ids", ids, (torch.int64,), 1, device_map.ranges.device)
     homes, slots = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids)
     launch(
-        _locate, ceil_div(ids.numel(), BLOCK), ids, homes, slots, device_map.ranges, device_map.index, table,
-        ids.numel(), device_map.ranges.shape[1], device_map.num_tables, _steps(device_map.most_ranges), BLOCK=BLOCK,
-    )  # fmt: skip
+        _locate,
+        ceil_div(ids.numel(), BLOCK),
+        ids,
+        homes,
+        slots,
+        device_map.ranges,
+        device_map.index,
+        table,
+        ids.numel(),
+        device_map.ranges.shape[1],
+        device_map.num_tables,
+        _steps(device_map.most_ranges),
+        BLOCK=BLOCK,
+    )
     return homes, slots
 
 
-def route(
-    device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor
-) -> Routed:  # fmt: skip
+def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
     """Where every unique id is asked for, sorted by (stop, segment).
 
     Args:
@@ -264,10 +319,28 @@ def route(
     keys, sorted_keys, uniques = (torch.empty(num_unique, dtype=torch.int32, device=device) for _ in range(3))
     refused = torch.full((1,), _NONE.value, dtype=torch.int64, device=device)
     launch(
-        _place_all, ceil_div(num_unique, BLOCK), unique, offsets, cells, keys, refused, m.ranges, m.index, m.num_rows,
-        num_unique, m.ranges.shape[1], m.num_tables, m.num_segments, m.world_size, m.rank, m.ranks_per_node,
-        m.key_stride, _steps(m.num_tables), _steps(m.most_ranges), BLOCK=BLOCK,
-    )  # fmt: skip
+        _place_all,
+        ceil_div(num_unique, BLOCK),
+        unique,
+        offsets,
+        cells,
+        keys,
+        refused,
+        m.ranges,
+        m.index,
+        m.num_rows,
+        num_unique,
+        m.ranges.shape[1],
+        m.num_tables,
+        m.num_segments,
+        m.world_size,
+        m.rank,
+        m.ranks_per_node,
+        m.key_stride,
+        _steps(m.num_tables),
+        _steps(m.most_ranges),
+        BLOCK=BLOCK,
+    )
     cells, order = torch.sort(cells, stable=True)
     bounds = torch.searchsorted(cells, torch.arange(num_cells + 1, dtype=narrow, device=device))
     begins = bounds[:-1].view(m.world_size, m.num_segments)
@@ -275,10 +348,26 @@ def route(
     replies = replying - begins[:, 0]
     places, accesses = torch.empty_like(unique), torch.zeros(num_unique + 1, dtype=torch.int64, device=device)
     launch(
-        _place_sorted, ceil_div(num_unique, BLOCK), order, cells, keys, counts, kind_flags,
-        replies.cumsum(0) - replying, sorted_keys, uniques, places, accesses[1:],
-        num_unique, m.num_tables, m.num_segments, m.world_size, m.rank, m.key_stride, BLOCK=BLOCK,
-    )  # fmt: skip
+        _place_sorted,
+        ceil_div(num_unique, BLOCK),
+        order,
+        cells,
+        keys,
+        counts,
+        kind_flags,
+        replies.cumsum(0) - replying,
+        sorted_keys,
+        uniques,
+        places,
+        accesses[1:],
+        num_unique,
+        m.num_tables,
+        m.num_segments,
+        m.world_size,
+        m.rank,
+        m.key_stride,
+        BLOCK=BLOCK,
+    )
     # Sums over a cell are differences of running sums: no atomics, however uneven the cells.
     sizes = torch.cat(
         [torch.where(refused == _NONE.value, -1, refused), bounds.diff(), accesses.cumsum(0)[bounds].diff()]
@@ -299,4 +388,4 @@ SIGNATURES = (
     Signature(
         _place_sorted, "*i64 *i16 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 i32 i32 i32 i32 i32 i64", {"BLOCK": BLOCK}
     ),
-)  # fmt: skip
+)

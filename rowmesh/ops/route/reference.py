@@ -8,7 +8,7 @@ from torch import Tensor
 
 def route(
     stops: Tensor, keys: Tensor, segments: Tensor, counts: Tensor, world_size: int, num_segments: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sort of `rowmesh.ops.route.cpu.route`, given where each unique id goes.
 
     Args:

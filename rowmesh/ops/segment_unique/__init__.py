@@ -46,8 +46,15 @@ def segment_unique(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
     unique_offsets = torch.zeros(num_segments + 1, dtype=torch.int64, device="cpu")
     segments = np.arange(num_segments)
     SegmentHash([0] * num_segments, offsets.diff().tolist())(
-        ids.data_ptr(), offsets.data_ptr(), 8, segments.ctypes.data, num_segments,
-        unique.data_ptr(), counts.data_ptr(), inverse.data_ptr(), unique_offsets.data_ptr(),
-    )  # fmt: skip
+        ids.data_ptr(),
+        offsets.data_ptr(),
+        8,
+        segments.ctypes.data,
+        num_segments,
+        unique.data_ptr(),
+        counts.data_ptr(),
+        inverse.data_ptr(),
+        unique_offsets.data_ptr(),
+    )
     found = int(unique_offsets[-1])
     return unique[:found], inverse, unique_offsets, counts[:found]

@@ -20,9 +20,21 @@ _LOW = 0xFFFFFFFF
 
 @kernel
 def _segment_unique(
-    ids, ranges, stride, segments, num_ranges, num_segments,
-    table, multipliers, bits, limits, unique, counts, inverse, unique_offsets,
-):  # fmt: skip
+    ids,
+    ranges,
+    stride,
+    segments,
+    num_ranges,
+    num_segments,
+    table,
+    multipliers,
+    bits,
+    limits,
+    unique,
+    counts,
+    inverse,
+    unique_offsets,
+):
     """Ranges of ids, sorted by segment → unique ids, their counts and the inverse, in order of first appearance.
 
     Returns −1, or the first segment that needs a larger table.
@@ -95,17 +107,35 @@ class SegmentHash:
         self._reserve()
 
     def __call__(
-        self, ids: int, ranges: int, stride: int, segments: int, num_ranges: int,
-        unique: int, counts: int, inverse: int, unique_offsets: int,
-    ) -> None:  # fmt: skip
+        self,
+        ids: int,
+        ranges: int,
+        stride: int,
+        segments: int,
+        num_ranges: int,
+        unique: int,
+        counts: int,
+        inverse: int,
+        unique_offsets: int,
+    ) -> None:
         """Arguments are addresses, but for `num_ranges` and `stride`: range r begins at `ranges[r · stride]`, in
         bytes, and its end stands next to it.
         """
         while True:
             refused = _segment_unique(
-                ids, ranges, stride, segments, num_ranges, len(self._bits), self._table_address,
-                *self._addresses, unique, counts, inverse, unique_offsets,
-            )  # fmt: skip
+                ids,
+                ranges,
+                stride,
+                segments,
+                num_ranges,
+                len(self._bits),
+                self._table_address,
+                *self._addresses,
+                unique,
+                counts,
+                inverse,
+                unique_offsets,
+            )
             if refused < 0:
                 return
             self._grow(refused)

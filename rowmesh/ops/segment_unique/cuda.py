@@ -182,7 +182,7 @@ def _flag(cells, places, tallies, num_ids, num_blocks, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=("num_ids", "num_blocks"))
 def _number(
     ids, firsts, tallies, ranks, unique, counts, num_ids, num_blocks, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
+):
     """`ranks[i]` = how many unique ids come before position i, `ranks[N]` = U; counts of unique ids are set to 0."""
     program = tl.program_id(0)
     others = tl.arange(0, PROGRAMS)
@@ -255,21 +255,51 @@ def segment_unique(
     places.fill_(_EMPTY.value)
     steps = (num_segments - 1).bit_length()
     launch(
-        _insert, ceil_div(num_ids, _PROBES), ids, offsets, cells, places, num_ids, num_segments,
-        num_warps=1, STEPS=steps, BLOCK=_PROBES,
-    )  # fmt: skip
+        _insert,
+        ceil_div(num_ids, _PROBES),
+        ids,
+        offsets,
+        cells,
+        places,
+        num_ids,
+        num_segments,
+        num_warps=1,
+        STEPS=steps,
+        BLOCK=_PROBES,
+    )
     # One program at least, which says where the segments of no ids begin.
     num_blocks = max(ceil_div(num_ids, _BLOCK * MOST_PROGRAMS), 1)
     programs = max(ceil_div(num_ids, _BLOCK * num_blocks), 1)
     launch(_flag, programs, cells, places, tallies, num_ids, num_blocks, num_warps=8, BLOCK=_BLOCK)
     launch(
-        _number, programs, ids, places, tallies, ranks, out.unique, out.counts, num_ids, num_blocks,
-        num_warps=8, BLOCK=_BLOCK, PROGRAMS=MOST_PROGRAMS,
-    )  # fmt: skip
+        _number,
+        programs,
+        ids,
+        places,
+        tallies,
+        ranks,
+        out.unique,
+        out.counts,
+        num_ids,
+        num_blocks,
+        num_warps=8,
+        BLOCK=_BLOCK,
+        PROGRAMS=MOST_PROGRAMS,
+    )
     launch(
-        _invert, ceil_div(max(num_ids, num_segments + 1), _BLOCK), places, ranks, offsets, out.inverse, out.counts,
-        out.offsets, num_ids, num_segments, num_warps=8, BLOCK=_BLOCK,
-    )  # fmt: skip
+        _invert,
+        ceil_div(max(num_ids, num_segments + 1), _BLOCK),
+        places,
+        ranks,
+        offsets,
+        out.inverse,
+        out.counts,
+        out.offsets,
+        num_ids,
+        num_segments,
+        num_warps=8,
+        BLOCK=_BLOCK,
+    )
     return out
 
 

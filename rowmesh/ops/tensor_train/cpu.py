@@ -173,8 +173,8 @@ def forward_kernel(constants: Constants) -> Any:
 
     @kernel
     def forward(
-        core1, core2, core3, arranged, lasts, starts, firsts, group_starts, seconds, num_groups, keep, products, rows,
-    ):  # fmt: skip
+        core1, core2, core3, arranged, lasts, starts, firsts, group_starts, seconds, num_groups, keep, products, rows
+    ):
         """Products of all prefixes and rows of all distinct ids.
 
         `products` has room for all of them where `keep`, else for those of the largest group.
@@ -186,22 +186,50 @@ def forward_kernel(constants: Constants) -> Any:
             for j in range(BLOCKS):  # a block of G₂'s columns stays in the first-level cache for all of the group
                 for p in range(begin, end):
                     multiply(
-                        out + (p - begin) * PRODUCT + j * BLOCK_BYTES, core1 + load_u32(firsts + 4 * p) * SLICE1,
-                        slice2 + j * BLOCK_BYTES, R1, Q1, BLOCK, LINE, RANK1, ELEMENT, LINE, 1, STORAGE,
-                    )  # fmt: skip
+                        out + (p - begin) * PRODUCT + j * BLOCK_BYTES,
+                        core1 + load_u32(firsts + 4 * p) * SLICE1,
+                        slice2 + j * BLOCK_BYTES,
+                        R1,
+                        Q1,
+                        BLOCK,
+                        LINE,
+                        RANK1,
+                        ELEMENT,
+                        LINE,
+                        1,
+                        STORAGE,
+                    )
             if REST:
                 for p in range(begin, end):
                     multiply(
                         out + (p - begin) * PRODUCT + BLOCKS * BLOCK_BYTES,
-                        core1 + load_u32(firsts + 4 * p) * SLICE1, slice2 + BLOCKS * BLOCK_BYTES,
-                        R1, Q1, REST, LINE, RANK1, ELEMENT, LINE, 1, STORAGE,
-                    )  # fmt: skip
+                        core1 + load_u32(firsts + 4 * p) * SLICE1,
+                        slice2 + BLOCKS * BLOCK_BYTES,
+                        R1,
+                        Q1,
+                        REST,
+                        LINE,
+                        RANK1,
+                        ELEMENT,
+                        LINE,
+                        1,
+                        STORAGE,
+                    )
             for p in range(begin, end):
                 for i in range(load_u32(starts + 4 * p), load_u32(starts + 4 * p + 4)):
                     multiply_transposed(
-                        rows + load_u32(arranged + 4 * i) * ROW, out + (p - begin) * PRODUCT,
-                        core3 + load_u32(lasts + 4 * i) * SLICE3, Q12, Q3, R2, THIRD, RANK2, RANK2, 1, STORAGE,
-                    )  # fmt: skip
+                        rows + load_u32(arranged + 4 * i) * ROW,
+                        out + (p - begin) * PRODUCT,
+                        core3 + load_u32(lasts + 4 * i) * SLICE3,
+                        Q12,
+                        Q3,
+                        R2,
+                        THIRD,
+                        RANK2,
+                        RANK2,
+                        1,
+                        STORAGE,
+                    )
 
     return forward
 
@@ -225,12 +253,44 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
 
     @kernel
     def backward(
-        core1, core2, core3, arranged, lasts, last_slots, starts, firsts, first_slots, group_starts, seconds,
-        num_groups, products, row_gradients, product_gradients, group_slices,
-        gradient1, gradient2, gradient3, compact, stride2,
-        touched1, num_touched1, touched3, num_touched3, state11, state12, state21, state22, state31, state32,
-        lr_, scaling_, eps_, beta1_, beta2_, correction_,
-    ):  # fmt: skip
+        core1,
+        core2,
+        core3,
+        arranged,
+        lasts,
+        last_slots,
+        starts,
+        firsts,
+        first_slots,
+        group_starts,
+        seconds,
+        num_groups,
+        products,
+        row_gradients,
+        product_gradients,
+        group_slices,
+        gradient1,
+        gradient2,
+        gradient3,
+        compact,
+        stride2,
+        touched1,
+        num_touched1,
+        touched3,
+        num_touched3,
+        state11,
+        state12,
+        state21,
+        state22,
+        state31,
+        state32,
+        lr_,
+        scaling_,
+        eps_,
+        beta1_,
+        beta2_,
+        correction_,
+    ):
         """From the summed gradients of the distinct ids' rows to those of the cores, or to updated cores.
 
         `gradient1` and `gradient3` must be zero. Slices of the gradients are numbered by what is touched where
@@ -259,43 +319,117 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
                     slot = load_u32(last_slots + 4 * i) if compact else last
                     to = gradient3 + slot * SLICE3
                     multiply(to, row, product, Q12, Q3, R2, RANK2, ELEMENT, THIRD, RANK2, 0, STORAGE)
-                copy_bytes(
-                    group_slices + (p - begin) * SLICE1, core1 + load_u32(firsts + 4 * p) * SLICE1, SLICE1
-                )  # fmt: skip
+                copy_bytes(group_slices + (p - begin) * SLICE1, core1 + load_u32(firsts + 4 * p) * SLICE1, SLICE1)
             for j in range(BLOCKS):  # a block of G₂'s lines stays in the first-level cache for all of the group
                 for p in range(begin, end):
                     slot = load_u32((first_slots if compact else firsts) + 4 * p)
                     multiply_transposed(
-                        gradient1 + slot * SLICE1 + j * BLOCK_BYTES, product_gradients + (p - begin) * PRODUCT,
-                        slice2 + j * BLOCK_LINES, Q1, BLOCK, COLUMNS, RANK1, LINE, LINE, 0, STORAGE,
-                    )  # fmt: skip
+                        gradient1 + slot * SLICE1 + j * BLOCK_BYTES,
+                        product_gradients + (p - begin) * PRODUCT,
+                        slice2 + j * BLOCK_LINES,
+                        Q1,
+                        BLOCK,
+                        COLUMNS,
+                        RANK1,
+                        LINE,
+                        LINE,
+                        0,
+                        STORAGE,
+                    )
             if REST:
                 for p in range(begin, end):
                     slot = load_u32((first_slots if compact else firsts) + 4 * p)
                     multiply_transposed(
                         gradient1 + slot * SLICE1 + BLOCKS * BLOCK_BYTES,
-                        product_gradients + (p - begin) * PRODUCT, slice2 + BLOCKS * BLOCK_LINES,
-                        Q1, REST, COLUMNS, RANK1, LINE, LINE, 0, STORAGE,
-                    )  # fmt: skip
+                        product_gradients + (p - begin) * PRODUCT,
+                        slice2 + BLOCKS * BLOCK_LINES,
+                        Q1,
+                        REST,
+                        COLUMNS,
+                        RANK1,
+                        LINE,
+                        LINE,
+                        0,
+                        STORAGE,
+                    )
             to = gradient2 + (g if compact else second) * stride2
             multiply(
-                to, group_slices, product_gradients, (end - begin) * Q1,
-                R1, COLUMNS, LINE, ELEMENT, RANK1, LINE, 1, STORAGE,
-            )  # fmt: skip
+                to,
+                group_slices,
+                product_gradients,
+                (end - begin) * Q1,
+                R1,
+                COLUMNS,
+                LINE,
+                ELEMENT,
+                RANK1,
+                LINE,
+                1,
+                STORAGE,
+            )
             if RULE != NO_RULE:
                 at = second * SLICE2
                 change_slice(
-                    to, core2 + at, state21 + at, state22 + at, SLICE2, CHUNK2_BYTES,
-                    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK2, STORAGE, RULE,
-                )  # fmt: skip
+                    to,
+                    core2 + at,
+                    state21 + at,
+                    state22 + at,
+                    SLICE2,
+                    CHUNK2_BYTES,
+                    lr,
+                    scaling,
+                    eps,
+                    beta1,
+                    beta2,
+                    rest1,
+                    rest2,
+                    correction,
+                    CHUNK2,
+                    STORAGE,
+                    RULE,
+                )
         if RULE != NO_RULE:
             change_slices(
-                num_touched1, touched1, gradient1, core1, state11, state12, SLICE1, CHUNK1_BYTES,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK1, STORAGE, RULE,
-            )  # fmt: skip
+                num_touched1,
+                touched1,
+                gradient1,
+                core1,
+                state11,
+                state12,
+                SLICE1,
+                CHUNK1_BYTES,
+                lr,
+                scaling,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                CHUNK1,
+                STORAGE,
+                RULE,
+            )
             change_slices(
-                num_touched3, touched3, gradient3, core3, state31, state32, SLICE3, CHUNK3_BYTES,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK3, STORAGE, RULE,
-            )  # fmt: skip
+                num_touched3,
+                touched3,
+                gradient3,
+                core3,
+                state31,
+                state32,
+                SLICE3,
+                CHUNK3_BYTES,
+                lr,
+                scaling,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                CHUNK3,
+                STORAGE,
+                RULE,
+            )
 
     return backward

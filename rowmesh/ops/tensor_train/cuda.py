@@ -48,10 +48,22 @@ _SLICE = 256  # elements of a slice that a program finishes
 
 @triton.jit(do_not_specialize=("num_groups",))
 def _multiply(
-    core1, core2, firsts, group_starts, products, num_groups,
-    Q1: tl.constexpr, R1: tl.constexpr, WIDTH: tl.constexpr, PREFIXES: tl.constexpr, LINES: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    core1,
+    core2,
+    firsts,
+    group_starts,
+    products,
+    num_groups,
+    Q1: tl.constexpr,
+    R1: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PREFIXES: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Products of up to PREFIXES prefixes of a group with COLUMNS columns of its slice, WIDTH = Q₂ · R₂ wide."""
     group, begin, end = tile_of(group_starts, num_groups, tl.program_id(0), PREFIXES, SEARCHED)
     if begin < end:
@@ -76,10 +88,22 @@ def _multiply(
 
 @triton.jit
 def _multiply_last(
-    core3, products, order, prefixes, lasts, starts, num_prefixes, rows,
-    Q12: tl.constexpr, Q3: tl.constexpr, R2: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, TERMS: tl.constexpr,
-):  # fmt: skip
+    core3,
+    products,
+    order,
+    prefixes,
+    lasts,
+    starts,
+    num_prefixes,
+    rows,
+    Q12: tl.constexpr,
+    Q3: tl.constexpr,
+    R2: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    TERMS: tl.constexpr,
+):
     """Rows of some ids: every line of a product, of R₂ values, with the Q₃ columns of the id's last slice."""
     end, column = tl.load(starts + tl.load(num_prefixes)).to(tl.int64) * Q12, tl.arange(0, COLUMNS)
     for begin in range(tl.program_id(0).to(tl.int64) * LINES, end, tl.num_programs(0) * LINES):
@@ -106,10 +130,20 @@ def _multiply_last(
 
 @triton.jit
 def _product_gradients(
-    core3, row_gradients, order, lasts, starts, num_prefixes, gradients,
-    Q12: tl.constexpr, Q3: tl.constexpr, R2: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+    core3,
+    row_gradients,
+    order,
+    lasts,
+    starts,
+    num_prefixes,
+    gradients,
+    Q12: tl.constexpr,
+    Q3: tl.constexpr,
+    R2: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of products: Σ over a prefix's ids, in order, of the row's gradient times its last slice."""
     end_line, r = tl.load(num_prefixes).to(tl.int64) * Q12, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0).to(tl.int64) * LINES, end_line, tl.num_programs(0) * LINES):
@@ -136,10 +170,21 @@ def _product_gradients(
 
 @triton.jit(do_not_specialize=("num_groups",))
 def _first_parts(
-    core2, product_gradients, group_starts, parts, num_groups,
-    Q1: tl.constexpr, R1: tl.constexpr, WIDTH: tl.constexpr, PREFIXES: tl.constexpr, LINES: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    core2,
+    product_gradients,
+    group_starts,
+    parts,
+    num_groups,
+    Q1: tl.constexpr,
+    R1: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PREFIXES: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """What each prefix adds to the gradient of its slice of G₁: the gradient of its product times G₂'s, transposed."""
     group, begin, end = tile_of(group_starts, num_groups, tl.program_id(0), PREFIXES, SEARCHED)
     if begin < end:
@@ -161,10 +206,24 @@ def _first_parts(
 
 @triton.jit(do_not_specialize=("num_slices",))
 def _last_parts(
-    products, row_gradients, order, prefixes, by_last, last_starts, parts, num_slices,
-    Q12: tl.constexpr, Q3: tl.constexpr, R2: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    products,
+    row_gradients,
+    order,
+    prefixes,
+    by_last,
+    last_starts,
+    parts,
+    num_slices,
+    Q12: tl.constexpr,
+    Q3: tl.constexpr,
+    R2: tl.constexpr,
+    IDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """What up to IDS ids add to the gradient of a slice of G₃: their rows' gradients, transposed, times products."""
     tile = tl.program_id(0)
     _, begin, end = tile_of(last_starts, num_slices, tile, IDS, SEARCHED)
@@ -190,12 +249,31 @@ def _last_parts(
 
 @triton.jit
 def _finish_second(
-    core1, product_gradients, firsts, group_starts, core2, out, state1, state2,
-    lr: tl.float64, scaling: tl.float64, eps: tl.float64, beta1: tl.float64, beta2: tl.float64, rest1: tl.float64,
-    rest2: tl.float64, correction: tl.float64,
-    Q1: tl.constexpr, R1: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+    core1,
+    product_gradients,
+    firsts,
+    group_starts,
+    core2,
+    out,
+    state1,
+    state2,
+    lr: tl.float64,
+    scaling: tl.float64,
+    eps: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    rest1: tl.float64,
+    rest2: tl.float64,
+    correction: tl.float64,
+    Q1: tl.constexpr,
+    R1: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RULE: tl.constexpr,
+):
     """A part of a slice of G₂: its gradient over all prefixes of the group; stored, or with a rule applied at once."""
     group = tl.program_id(0)
     begin, end = tl.load(group_starts + group) * Q1, tl.load(group_starts + group + 1) * Q1
@@ -218,18 +296,49 @@ def _finish_second(
     elif begin < end:
         total *= tl.full((), scaling, total.dtype)
         change(
-            total, core2, state1, state2, at, inside, n, n < R1, lr, eps, beta1, beta2, rest1, rest2, correction,
-            1, total.dtype, RULE,
-        )  # fmt: skip
+            total,
+            core2,
+            state1,
+            state2,
+            at,
+            inside,
+            n,
+            n < R1,
+            lr,
+            eps,
+            beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            1,
+            total.dtype,
+            RULE,
+        )
 
 
 @triton.jit
 def _finish(
-    parts, order, starts, core, out, state1, state2,
-    lr: tl.float64, scaling: tl.float64, eps: tl.float64, beta1: tl.float64, beta2: tl.float64, rest1: tl.float64,
-    rest2: tl.float64, correction: tl.float64,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+    parts,
+    order,
+    starts,
+    core,
+    out,
+    state1,
+    state2,
+    lr: tl.float64,
+    scaling: tl.float64,
+    eps: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    rest1: tl.float64,
+    rest2: tl.float64,
+    correction: tl.float64,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RULE: tl.constexpr,
+):
     """A part of a slice of G₁ or G₃: the sum, in order, of what prefixes or chunks of ids add to its gradient.
 
     With `order`, parts are those of the prefixes that it lists; without, those of the tiles of CHUNK ids of `tile_of`.
@@ -255,9 +364,25 @@ def _finish(
         inside = (count > 0)[:, None] & (column < SIZE)[None, :]
         total *= tl.full((), scaling, total.dtype)
         change(
-            total, core, state1, state2, at, inside, slice_, count > 0, lr, eps, beta1, beta2, rest1, rest2, correction,
-            1, total.dtype, RULE,
-        )  # fmt: skip
+            total,
+            core,
+            state1,
+            state2,
+            at,
+            inside,
+            slice_,
+            count > 0,
+            lr,
+            eps,
+            beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            1,
+            total.dtype,
+            RULE,
+        )
 
 
 def multiply(cores: Sequence[Tensor], arrangement: Arrangement, *, precision: str | None = None) -> Tensor:
@@ -266,16 +391,25 @@ def multiply(cores: Sequence[Tensor], arrangement: Arrangement, *, precision: st
     num_products = arrangement.firsts.numel()
     products = cores[0].new_empty(num_products, shape.q12, shape.r2)
     launch(
-        _multiply, (num_products // shape.prefixes + p2, ceil_div(shape.width, shape.columns(shape.width))),
-        cores[0], cores[1], arrangement.firsts, arrangement.group_starts, products, p2, **shape.tile(shape.width),
-        STEP=shape.step(shape.r1), SEARCHED=_SEARCHED, PRECISION=shape.precision,
-    )  # fmt: skip
+        _multiply,
+        (num_products // shape.prefixes + p2, ceil_div(shape.width, shape.columns(shape.width))),
+        cores[0],
+        cores[1],
+        arrangement.firsts,
+        arrangement.group_starts,
+        products,
+        p2,
+        **shape.tile(shape.width),
+        STEP=shape.step(shape.r1),
+        SEARCHED=_SEARCHED,
+        PRECISION=shape.precision,
+    )
     return products
 
 
 def forward(
     cores: Sequence[Tensor], arrangement: Arrangement, rows: Tensor | None = None, *, precision: str | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The rows of the arranged ids.
 
     Args:
@@ -296,18 +430,36 @@ def forward(
     check("rows", rows, (cores[0].dtype,), 2, cores[0].device)
     products = multiply(cores, arrangement, precision=precision)
     launch(
-        _multiply_last, min(ceil_div(num_ids * shape.q12, LINES), MOST_PROGRAMS), cores[2], products,
-        arrangement.order, arrangement.prefixes, arrangement.lasts, arrangement.starts, arrangement.num_prefixes, rows,
-        Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=LINES, COLUMNS=next_power_of_2(shape.q3),
-        STEP=min(LINES, next_power_of_2(shape.r2)), TERMS=shape.terms,
-    )  # fmt: skip
+        _multiply_last,
+        min(ceil_div(num_ids * shape.q12, LINES), MOST_PROGRAMS),
+        cores[2],
+        products,
+        arrangement.order,
+        arrangement.prefixes,
+        arrangement.lasts,
+        arrangement.starts,
+        arrangement.num_prefixes,
+        rows,
+        Q12=shape.q12,
+        Q3=shape.q3,
+        R2=shape.r2,
+        LINES=LINES,
+        COLUMNS=next_power_of_2(shape.q3),
+        STEP=min(LINES, next_power_of_2(shape.r2)),
+        TERMS=shape.terms,
+    )
     return rows, products
 
 
 def backward(
-    cores: Sequence[Tensor], arrangement: Arrangement, products: Tensor, row_gradients: Tensor,
-    out: Sequence[Tensor] | None = None, *, precision: str | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    cores: Sequence[Tensor],
+    arrangement: Arrangement,
+    products: Tensor,
+    row_gradients: Tensor,
+    out: Sequence[Tensor] | None = None,
+    *,
+    precision: str | None = None,
+) -> tuple[Tensor, ...]:
     """The gradients of the cores.
 
     Args:
@@ -325,9 +477,16 @@ def backward(
 
 
 def update(
-    cores: Sequence[Tensor], states: Sequence[tuple[Tensor, ...]], arrangement: Arrangement, products: Tensor,
-    row_gradients: Tensor, rule: str, numbers: tuple[float, ...], *, precision: str | None = None,
-) -> None:  # fmt: skip
+    cores: Sequence[Tensor],
+    states: Sequence[tuple[Tensor, ...]],
+    arrangement: Arrangement,
+    products: Tensor,
+    row_gradients: Tensor,
+    rule: str,
+    numbers: tuple[float, ...],
+    *,
+    precision: str | None = None,
+) -> None:
     """Updates the slices of the cores that the ids touch, in place.
 
     Args:
@@ -346,9 +505,13 @@ class _Backward:
     """What the gradients of cores are made of; nothing is changed yet."""
 
     def __init__(
-        self, cores: Sequence[Tensor], arrangement: Arrangement, products: Tensor, row_gradients: Tensor,
+        self,
+        cores: Sequence[Tensor],
+        arrangement: Arrangement,
+        products: Tensor,
+        row_gradients: Tensor,
         precision: str | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cores, self.arrangement, self.products = cores, arrangement, products
         self.shape = shape = Shape.of(cores, precision)
         check("row_gradients", row_gradients, (cores[0].dtype,), 2, cores[0].device)
@@ -359,31 +522,64 @@ class _Backward:
         columns = min(next_power_of_2(shape.r2), LINES)
         programs = min(ceil_div(len(products) * shape.q12, _GRADIENT_LINES), MOST_PROGRAMS)
         launch(
-            _product_gradients, (programs, ceil_div(shape.r2, columns)), cores[2], row_gradients, a.order, a.lasts,
-            a.starts, a.num_prefixes, self.gradients, Q12=shape.q12, Q3=shape.q3, R2=shape.r2, LINES=_GRADIENT_LINES,
-            COLUMNS=columns, TERMS=shape.terms,
-        )  # fmt: skip
+            _product_gradients,
+            (programs, ceil_div(shape.r2, columns)),
+            cores[2],
+            row_gradients,
+            a.order,
+            a.lasts,
+            a.starts,
+            a.num_prefixes,
+            self.gradients,
+            Q12=shape.q12,
+            Q3=shape.q3,
+            R2=shape.r2,
+            LINES=_GRADIENT_LINES,
+            COLUMNS=columns,
+            TERMS=shape.terms,
+        )
         self.first_parts = cores[0].new_empty(len(products), shape.q1, shape.r1)
         launch(
-            _first_parts, (len(products) // shape.prefixes + p2, ceil_div(shape.r1, shape.columns(shape.r1))),
-            cores[1], self.gradients, a.group_starts, self.first_parts, p2, **shape.tile(shape.r1),
-            STEP=shape.step(shape.width), SEARCHED=_SEARCHED, PRECISION=shape.precision,
-        )  # fmt: skip
+            _first_parts,
+            (len(products) // shape.prefixes + p2, ceil_div(shape.r1, shape.columns(shape.r1))),
+            cores[1],
+            self.gradients,
+            a.group_starts,
+            self.first_parts,
+            p2,
+            **shape.tile(shape.r1),
+            STEP=shape.step(shape.width),
+            SEARCHED=_SEARCHED,
+            PRECISION=shape.precision,
+        )
         firsts, self.by_first = torch.sort(_narrow(a.firsts, p1), stable=True)
         lasts, by_last = torch.sort(_narrow(a.lasts, p3), stable=True)
         self.first_starts, self.last_starts = starts_of(firsts, p1), starts_of(lasts, p3)
         num_tiles = a.order.numel() // shape.ids + p3
         self.last_parts = cores[0].new_empty(num_tiles, shape.q3, shape.r2)
         launch(
-            _last_parts, (num_tiles, ceil_div(shape.r2, shape.columns(shape.r2))), products, row_gradients, a.order,
-            a.prefixes, by_last, self.last_starts, self.last_parts, p3, Q12=shape.q12, Q3=shape.q3, R2=shape.r2,
-            IDS=shape.ids, ROWS=max(next_power_of_2(shape.q3), 16), COLUMNS=shape.columns(shape.r2), STEP=STEP,
-            SEARCHED=_SEARCHED, PRECISION=shape.precision,
-        )  # fmt: skip
+            _last_parts,
+            (num_tiles, ceil_div(shape.r2, shape.columns(shape.r2))),
+            products,
+            row_gradients,
+            a.order,
+            a.prefixes,
+            by_last,
+            self.last_starts,
+            self.last_parts,
+            p3,
+            Q12=shape.q12,
+            Q3=shape.q3,
+            R2=shape.r2,
+            IDS=shape.ids,
+            ROWS=max(next_power_of_2(shape.q3), 16),
+            COLUMNS=shape.columns(shape.r2),
+            STEP=STEP,
+            SEARCHED=_SEARCHED,
+            PRECISION=shape.precision,
+        )
 
-    def finish(
-        self, rule: str | None, numbers: tuple[float, ...], places: Sequence[tuple[Tensor | None, ...]]
-    ) -> None:  # fmt: skip
+    def finish(self, rule: str | None, numbers: tuple[float, ...], places: Sequence[tuple[Tensor | None, ...]]) -> None:
         """Stores the gradients, or updates the cores: G₂ first, whose gradient reads G₁ as it was.
 
         Args:
@@ -396,11 +592,24 @@ class _Backward:
         p1, p2, p3 = self.arrangement.row_factors
         rows, columns = shape.columns(shape.r1), shape.columns(shape.width)
         launch(
-            _finish_second, (p2, ceil_div(shape.r1, rows), ceil_div(shape.width, columns)), core1, self.gradients,
-            self.arrangement.firsts, self.arrangement.group_starts, core2, *places[1], *scalars, Q1=shape.q1,
-            R1=shape.r1, WIDTH=shape.width, ROWS=rows, COLUMNS=columns, STEP=STEP, PRECISION=shape.precision,
+            _finish_second,
+            (p2, ceil_div(shape.r1, rows), ceil_div(shape.width, columns)),
+            core1,
+            self.gradients,
+            self.arrangement.firsts,
+            self.arrangement.group_starts,
+            core2,
+            *places[1],
+            *scalars,
+            Q1=shape.q1,
+            R1=shape.r1,
+            WIDTH=shape.width,
+            ROWS=rows,
+            COLUMNS=columns,
+            STEP=STEP,
+            PRECISION=shape.precision,
             RULE=rule,
-        )  # fmt: skip
+        )
         for p, core, place, parts, order, starts, chunk in (
             (p1, core1, places[0], self.first_parts, self.by_first, self.first_starts, 1),
             (p3, core3, places[2], self.last_parts, None, self.last_starts, shape.ids),
@@ -408,9 +617,19 @@ class _Backward:
             size = core[0].numel()
             columns = min(next_power_of_2(size), _SLICE)
             launch(
-                _finish, (p, ceil_div(size, columns)), parts, order, starts, core, *place, *scalars, SIZE=size,
-                CHUNK=chunk, COLUMNS=columns, RULE=rule,
-            )  # fmt: skip
+                _finish,
+                (p, ceil_div(size, columns)),
+                parts,
+                order,
+                starts,
+                core,
+                *place,
+                *scalars,
+                SIZE=size,
+                CHUNK=chunk,
+                COLUMNS=columns,
+                RULE=rule,
+            )
 
 
 def _narrow(keys: Tensor, most: int) -> Tensor:
@@ -429,35 +648,50 @@ def _signatures(shape: Shape, storage: str = "fp32", rule: str = "sgd") -> tuple
     rows, columns = shape.columns(shape.r1), shape.columns(shape.width)
     updated = {"RULE": rule, "out": None, "state1": None, "state2": None}
     second = {
-        "Q1": shape.q1, "R1": shape.r1, "WIDTH": shape.width, "ROWS": rows, "COLUMNS": columns, "STEP": STEP,
-        "PRECISION": shape.precision, **updated,
-    }  # fmt: skip
+        "Q1": shape.q1,
+        "R1": shape.r1,
+        "WIDTH": shape.width,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "STEP": STEP,
+        "PRECISION": shape.precision,
+        **updated,
+    }
     return (
         Signature(
-            _multiply, f"{f} {f} *i32 *i32 {f} i32",
+            _multiply,
+            f"{f} {f} *i32 *i32 {f} i32",
             {**shape.tile(shape.width), "STEP": shape.step(shape.r1), **searched},
         ),
         Signature(
-            _multiply_last, f"{f} {f} *i64 *i32 *i32 *i32 *i32 {f}",
+            _multiply_last,
+            f"{f} {f} *i64 *i32 *i32 *i32 *i32 {f}",
             {**last, "LINES": LINES, "COLUMNS": next_power_of_2(shape.q3), "STEP": step, "TERMS": shape.terms},
         ),
         Signature(
-            _product_gradients, f"{f} {f} *i64 *i32 *i32 *i32 {f}",
+            _product_gradients,
+            f"{f} {f} *i64 *i32 *i32 *i32 {f}",
             {**last, "LINES": _GRADIENT_LINES, "COLUMNS": step, "TERMS": shape.terms},
         ),
         Signature(
-            _first_parts, f"{f} {f} *i32 {f} i32",
+            _first_parts,
+            f"{f} {f} *i32 {f} i32",
             {**shape.tile(shape.r1), "STEP": shape.step(shape.width), **searched},
         ),
         Signature(
-            _last_parts, f"{f} {f} *i64 *i32 *i64 *i32 {f} i32",
+            _last_parts,
+            f"{f} {f} *i64 *i32 *i64 *i32 {f} i32",
             {
-                **last, "IDS": shape.ids, "ROWS": max(next_power_of_2(shape.q3), 16),
-                "COLUMNS": shape.columns(shape.r2), "STEP": STEP, **searched,
+                **last,
+                "IDS": shape.ids,
+                "ROWS": max(next_power_of_2(shape.q3), 16),
+                "COLUMNS": shape.columns(shape.r2),
+                "STEP": STEP,
+                **searched,
             },
         ),
         Signature(_finish_second, f"{f} {f} *i32 *i32 {f}{_NUMBERS}", second),
-    )  # fmt: skip
+    )
 
 
 def _finish_signature(rule: str | None, num_states: int) -> Signature:
@@ -473,4 +707,4 @@ SIGNATURES = (
     *_signatures(Shape(1, 1, 17, 16, 16, "ieee"), "fp64"),
     _finish_signature(None, 0),
     _finish_signature("adam", 2),
-)  # fmt: skip
+)

@@ -134,9 +134,20 @@ def _literals(values: tuple[Any, ...]) -> list[int] | None:
 
 @_intrinsic
 def multiply(
-    typing: Any, out: Any, a: Any, b: Any, count: Any, rows: Any, columns: Any, out_row: Any, a_row: Any, a_step: Any,
-    b_step: Any, fresh: Any, storage: Any,
-) -> Any:  # fmt: skip
+    typing: Any,
+    out: Any,
+    a: Any,
+    b: Any,
+    count: Any,
+    rows: Any,
+    columns: Any,
+    out_row: Any,
+    a_row: Any,
+    a_step: Any,
+    b_step: Any,
+    fresh: Any,
+    storage: Any,
+) -> Any:
     """`out[m, :columns] += Σ_k a[m, k] · b[k, :columns]` for k < count and m < rows; `=` where `fresh`.
 
     a[m, k] is at a + m·a_row + k·a_step, so a may be transposed. `count` is 1 or more and need not be constant.
@@ -154,9 +165,20 @@ def multiply(
 
 
 def _emit_multiply(
-    builder: Any, out: Any, a: Any, b: Any, count: Any, rows: int, columns: int, out_row: int, a_row: int,
-    a_step: int, b_step: int, fresh: int, storage: int,
-) -> None:  # fmt: skip
+    builder: Any,
+    out: Any,
+    a: Any,
+    b: Any,
+    count: Any,
+    rows: int,
+    columns: int,
+    out_row: int,
+    a_row: int,
+    a_step: int,
+    b_step: int,
+    fresh: int,
+    storage: int,
+) -> None:
     e = _Emitter(builder, storage)
     if rows == 0 or columns == 0:
         return
@@ -197,9 +219,19 @@ def _emit_multiply(
 
 @_intrinsic
 def multiply_transposed(
-    typing: Any, out: Any, x: Any, z: Any, rows: Any, columns: Any, length: Any, out_row: Any, x_row: Any, z_row: Any,
-    fresh: Any, storage: Any,
-) -> Any:  # fmt: skip
+    typing: Any,
+    out: Any,
+    x: Any,
+    z: Any,
+    rows: Any,
+    columns: Any,
+    length: Any,
+    out_row: Any,
+    x_row: Any,
+    z_row: Any,
+    fresh: Any,
+    storage: Any,
+) -> Any:
     """`out[m, n] += Σ_k x[m, k] · z[n, k]` for m < rows, n < columns, k < length; `=` where `fresh`.
 
     Each is a product of two rows. The sums over the lanes are made for a whole vector of results at once, in a tree.
@@ -217,9 +249,19 @@ def multiply_transposed(
 
 
 def _emit_multiply_transposed(
-    builder: Any, out: Any, x: Any, z: Any, rows: int, columns: int, length: int, out_row: int, x_row: int, z_row: int,
-    fresh: int, storage: int,
-) -> None:  # fmt: skip
+    builder: Any,
+    out: Any,
+    x: Any,
+    z: Any,
+    rows: int,
+    columns: int,
+    length: int,
+    out_row: int,
+    x_row: int,
+    z_row: int,
+    fresh: int,
+    storage: int,
+) -> None:
     e = _Emitter(builder, storage)
     if rows == 0 or columns == 0:
         return
@@ -240,9 +282,7 @@ def _emit_multiply_transposed(
     e.blocks(columns, block_columns, column_block)
 
 
-def _row_products(
-    e: _Emitter, x: Any, z: Any, height: int, width: int, length: int, x_row: int, z_row: int
-) -> Any:  # fmt: skip
+def _row_products(e: _Emitter, x: Any, z: Any, height: int, width: int, length: int, x_row: int, z_row: int) -> Any:
     """A vector of the products of every row of x with every row of z; at most as many as a vector has lanes."""
     cells = [(m, n) for m in range(height) for n in range(width)]
     full, rest = divmod(length, e.lanes)

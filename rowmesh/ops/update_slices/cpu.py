@@ -40,29 +40,93 @@ def update_slices(
 
 @inlined
 def change_slice(
-    gradient, weight, state1, state2, slice_bytes, chunk_bytes,
-    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-):  # fmt: skip
+    gradient,
+    weight,
+    state1,
+    state2,
+    slice_bytes,
+    chunk_bytes,
+    lr,
+    scaling,
+    eps,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    correction,
+    chunk,
+    storage,
+    rule,
+):
     """A slice of a core and its state, given its gradient, a chunk of elements after the other as if they were rows."""
     for at in range(0, slice_bytes, chunk_bytes):
         change_row(
-            scale(scaling, load_row(gradient + at, chunk, storage)), 0, weight + at, state1 + at, state2 + at,
-            lr, eps, beta1, beta2, rest1, rest2, correction, chunk, chunk, storage, storage, rule, 0, 0,
-        )  # fmt: skip
+            scale(scaling, load_row(gradient + at, chunk, storage)),
+            0,
+            weight + at,
+            state1 + at,
+            state2 + at,
+            lr,
+            eps,
+            beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            chunk,
+            chunk,
+            storage,
+            storage,
+            rule,
+            0,
+            0,
+        )
 
 
 @inlined
 def change_slices(
-    count, slices, gradients, core, state1, state2, slice_bytes, chunk_bytes,
-    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-):  # fmt: skip
+    count,
+    slices,
+    gradients,
+    core,
+    state1,
+    state2,
+    slice_bytes,
+    chunk_bytes,
+    lr,
+    scaling,
+    eps,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    correction,
+    chunk,
+    storage,
+    rule,
+):
     """The slices of a core that are touched; their gradients follow each other."""
     for t in range(count):
         at = load_i64(slices + 8 * t) * slice_bytes
         change_slice(
-            gradients + t * slice_bytes, core + at, state1 + at, state2 + at, slice_bytes, chunk_bytes,
-            lr, scaling, eps, beta1, beta2, rest1, rest2, correction, chunk, storage, rule,
-        )  # fmt: skip
+            gradients + t * slice_bytes,
+            core + at,
+            state1 + at,
+            state2 + at,
+            slice_bytes,
+            chunk_bytes,
+            lr,
+            scaling,
+            eps,
+            beta1,
+            beta2,
+            rest1,
+            rest2,
+            correction,
+            chunk,
+            storage,
+            rule,
+        )
 
 
 def chunk_of(elements: int) -> int:
@@ -79,9 +143,20 @@ def _update_kernel(storage: int, rule: str) -> Any:
 
     @kernel
     def update(
-        gradients, touched, num_slices, slice_bytes, core, state1, state2,
-        lr_, scaling_, eps_, beta1_, beta2_, correction_,
-    ):  # fmt: skip
+        gradients,
+        touched,
+        num_slices,
+        slice_bytes,
+        core,
+        state1,
+        state2,
+        lr_,
+        scaling_,
+        eps_,
+        beta1_,
+        beta2_,
+        correction_,
+    ):
         """Updates the slices of one core whose element of `touched` is not 0; `gradients` is laid out like the core."""
         lr, scaling, eps, beta1, beta2 = SCALAR(lr_), SCALAR(scaling_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
         rest1, rest2, correction = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_), SCALAR(correction_)
@@ -91,13 +166,43 @@ def _update_kernel(storage: int, rule: str) -> Any:
                 continue
             at = t * slice_bytes
             change_slice(
-                gradients + at, core + at, state1 + at, state2 + at, whole, CHUNK_BYTES,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, CHUNK, STORAGE, RULE,
-            )  # fmt: skip
+                gradients + at,
+                core + at,
+                state1 + at,
+                state2 + at,
+                whole,
+                CHUNK_BYTES,
+                lr,
+                scaling,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                CHUNK,
+                STORAGE,
+                RULE,
+            )
             at += whole
             change_slice(
-                gradients + at, core + at, state1 + at, state2 + at, slice_bytes - whole, ELEMENT,
-                lr, scaling, eps, beta1, beta2, rest1, rest2, correction, 1, STORAGE, RULE,
-            )  # fmt: skip
+                gradients + at,
+                core + at,
+                state1 + at,
+                state2 + at,
+                slice_bytes - whole,
+                ELEMENT,
+                lr,
+                scaling,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                1,
+                STORAGE,
+                RULE,
+            )
 
     return update

@@ -23,11 +23,23 @@ _MOST_COLUMNS = 1024  # elements of a slice that a program changes
 
 @triton.jit
 def _update_slices(
-    gradient, touched, core, state1, state2,
-    lr: tl.float64, scaling: tl.float64, eps: tl.float64, beta1: tl.float64, beta2: tl.float64, rest1: tl.float64,
-    rest2: tl.float64, correction: tl.float64,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+    gradient,
+    touched,
+    core,
+    state1,
+    state2,
+    lr: tl.float64,
+    scaling: tl.float64,
+    eps: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    rest1: tl.float64,
+    rest2: tl.float64,
+    correction: tl.float64,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RULE: tl.constexpr,
+):
     """A part of a slice and its states, where the slice's element of `touched` is not 0."""
     slice_ = tl.program_id(0) + tl.arange(0, 1)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -37,14 +49,30 @@ def _update_slices(
     total = tl.load(gradient + at, mask=inside, other=0)
     total *= tl.full((), scaling, total.dtype)
     change(
-        total, core, state1, state2, at, inside, slice_, is_touched, lr, eps, beta1, beta2, rest1, rest2, correction,
-        1, total.dtype, RULE,
-    )  # fmt: skip
+        total,
+        core,
+        state1,
+        state2,
+        at,
+        inside,
+        slice_,
+        is_touched,
+        lr,
+        eps,
+        beta1,
+        beta2,
+        rest1,
+        rest2,
+        correction,
+        1,
+        total.dtype,
+        RULE,
+    )
 
 
 def update_slices(
     core: Tensor, states: Sequence[Tensor], gradient: Tensor, touched: Tensor, rule: str, numbers: tuple[float, ...]
-) -> None:  # fmt: skip
+) -> None:
     """Changes the touched slices of a core and their states, in place.
 
     Args:
@@ -65,9 +93,25 @@ def update_slices(
     size = core[0].numel()
     columns = min(next_power_of_2(size), _MOST_COLUMNS)
     launch(
-        _update_slices, (len(core), ceil_div(size, columns)), gradient, touched, core, state1, state2, lr, scaling, eps,
-        beta1, beta2, 1.0 - beta1, 1.0 - beta2, correction, SIZE=size, COLUMNS=columns, RULE=rule,
-    )  # fmt: skip
+        _update_slices,
+        (len(core), ceil_div(size, columns)),
+        gradient,
+        touched,
+        core,
+        state1,
+        state2,
+        lr,
+        scaling,
+        eps,
+        beta1,
+        beta2,
+        1.0 - beta1,
+        1.0 - beta2,
+        correction,
+        SIZE=size,
+        COLUMNS=columns,
+        RULE=rule,
+    )
 
 
 def _signature(storage: str, rule: str, num_states: int) -> Signature:

@@ -12,7 +12,7 @@ from rowmesh.ops.merge_update import reference
 
 def update_slices(
     rule: str, core: Tensor, state: Mapping[str, Tensor], gradient: Tensor, touched: Tensor, *numbers: Any
-) -> None:  # fmt: skip
+) -> None:
     """Changes the touched slices of a core and their states, in place.
 
     Args:

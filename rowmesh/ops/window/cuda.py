@@ -44,9 +44,12 @@ def _intersect(keys, others, num_keys, num_others, positions, most_keys, most_ot
 
 
 def intersect(
-    keys: Tensor, others: Tensor, num_keys: Tensor | None = None, num_others: Tensor | None = None,
+    keys: Tensor,
+    others: Tensor,
+    num_keys: Tensor | None = None,
+    num_others: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`out[i]` = where `keys[i]` stands among the others, or −1.
 
     Args:
@@ -78,9 +81,18 @@ def intersect(
     if out.numel() != keys.numel():
         raise ValueError(f"{keys.numel()} keys need as many positions, got {out.numel()}")
     launch(
-        _intersect, min(ceil_div(keys.numel(), _BLOCK), MOST_PROGRAMS), keys, others, num_keys, num_others, out,
-        keys.numel(), others.numel(), others.numel().bit_length(), BLOCK=_BLOCK,
-    )  # fmt: skip
+        _intersect,
+        min(ceil_div(keys.numel(), _BLOCK), MOST_PROGRAMS),
+        keys,
+        others,
+        num_keys,
+        num_others,
+        out,
+        keys.numel(),
+        others.numel(),
+        others.numel().bit_length(),
+        BLOCK=_BLOCK,
+    )
     return out
 
 

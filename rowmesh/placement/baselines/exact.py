@@ -79,8 +79,13 @@ def optimal(choices: Choices, steps: Steps, budget_bytes: int, time_limit_s: flo
     rows, bound = _deviations(
         choices.seconds[level, run] - choices.seconds[best[run], run],
         choices.extra_bytes[level, run] - used[run],
-        run, num_rows, most, budget_bytes - float(used @ choices.lengths), above, time_limit_s,
-    )  # fmt: skip
+        run,
+        num_rows,
+        most,
+        budget_bytes - float(used @ choices.lengths),
+        above,
+        time_limit_s,
+    )
     everywhere_best = float((priced.min(axis=0) - quick.multiplier * used) @ choices.lengths)
     bound = max(quick.bound_seconds, everywhere_best + bound)
     if rows is None:
@@ -106,9 +111,15 @@ def gap(choices: Choices, levels: Levels) -> float:
 
 
 def _deviations(
-    seconds: np.ndarray, extra_bytes: np.ndarray, run: np.ndarray, num_rows: np.ndarray, most: np.ndarray,
-    budget_bytes: float, scale: float, time_limit_s: float,
-) -> tuple[np.ndarray | None, float]:  # fmt: skip
+    seconds: np.ndarray,
+    extra_bytes: np.ndarray,
+    run: np.ndarray,
+    num_rows: np.ndarray,
+    most: np.ndarray,
+    budget_bytes: float,
+    scale: float,
+    time_limit_s: float,
+) -> tuple[np.ndarray | None, float]:
     """(rows of each choice that deviate from the best level, the least seconds that adds): at most `most`, of a run
     at most all, within the bytes that are left. The rows are None where time ran out, or the solver's tolerance hides
     that they do not fit.
@@ -124,10 +135,12 @@ def _deviations(
     limits: Any = np.concatenate([[budget_bytes / unit], num_rows[first]])
     upper: Any = most
     result: Any = milp(
-        seconds / scale, integrality=np.ones(len(run)), bounds=Bounds(0, upper),
+        seconds / scale,
+        integrality=np.ones(len(run)),
+        bounds=Bounds(0, upper),
         constraints=LinearConstraint(vstack([csr_matrix(extra_bytes / unit), of_run]).tocsc(), ub=limits),
         options={"time_limit": time_limit_s, "mip_rel_gap": SOLVER_GAP},
-    )  # fmt: skip
+    )
     bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale
     if result.x is None:
         return None, bound

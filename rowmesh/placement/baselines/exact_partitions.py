@@ -74,9 +74,12 @@ def _solve(problem: Problem, parts: Partitions, threshold: float) -> tuple[np.nd
     integrality = np.concatenate([np.ones(P * M), np.zeros(P * M * M + 1)])
     most: Any = np.concatenate([np.ones(P * M + P * M * M), [np.inf]])
     result: Any = milp(
-        objective, integrality=integrality, constraints=_constraints(read, stored, link_cost, M),
-        bounds=Bounds(0, most), options={"time_limit": problem.request.time_limit_s, "mip_rel_gap": WANTED_GAP},
-    )  # fmt: skip
+        objective,
+        integrality=integrality,
+        constraints=_constraints(read, stored, link_cost, M),
+        bounds=Bounds(0, most),
+        options={"time_limit": problem.request.time_limit_s, "mip_rel_gap": WANTED_GAP},
+    )
     if result.x is None:
         raise ConfigurationError(
             f"strategy 'exact_partitions' found no placement of {P:,} partitions on {M} ranks in "

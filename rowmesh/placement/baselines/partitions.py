@@ -112,9 +112,14 @@ class Partitions:
         stop = np.where(last, self.stop[source], np.append(start[1:], 0))
         share = (stop - start) / (self.stop - self.start)[source]
         cut = replace(
-            self, table=self.table[source], start=start, stop=stop, accesses=self.accesses[source] * share,
-            by_access=self.by_access[source], read_bytes=self.read_bytes[source] * share,
-        )  # fmt: skip
+            self,
+            table=self.table[source],
+            start=start,
+            stop=stop,
+            accesses=self.accesses[source] * share,
+            by_access=self.by_access[source],
+            read_bytes=self.read_bytes[source] * share,
+        )
         return cut, np.concatenate([home, rank])[order]
 
     def ranges(self, home: np.ndarray, everywhere: np.ndarray) -> list[list[RowRange]]:
@@ -124,9 +129,12 @@ class Partitions:
         last = np.append(first[1:], len(self)) - 1
         ranges: list[list[RowRange]] = [[] for _ in self.demand.shapes]
         for start, stop, table, holder in zip(
-            self.start[first].tolist(), self.stop[last].tolist(), self.table[first].tolist(), rank[first].tolist(),
+            self.start[first].tolist(),
+            self.stop[last].tolist(),
+            self.table[first].tolist(),
+            rank[first].tolist(),
             strict=True,
-        ):  # fmt: skip
+        ):
             part = RowRange(start, stop, "replicated") if holder < 0 else RowRange(start, stop, "fixed", rank=holder)
             ranges[table].append(part)
         return ranges

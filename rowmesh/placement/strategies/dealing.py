@@ -29,8 +29,12 @@ MAX_BLOCKS = 8
 TOLERANCE = 1e-4
 SWEEPS = 4
 RULES: dict[int, RuleName] = {
-    ONE_HOP: "dealt", TWO_HOP: "dealt", NODE: "node", REPLICATED: "replicated", REPLICATED_TWO_HOP: "replicated",
-}  # fmt: skip
+    ONE_HOP: "dealt",
+    TWO_HOP: "dealt",
+    NODE: "node",
+    REPLICATED: "replicated",
+    REPLICATED_TWO_HOP: "replicated",
+}
 
 
 @dataclass(frozen=True)
@@ -210,10 +214,11 @@ class _Hand:
         single = self.span.kind in (ONE_HOP, TWO_HOP)
         two_hop = self.span.kind in (TWO_HOP, REPLICATED_TWO_HOP)
         return [
-            RowRange(row, row + 1, "fixed", rank=rank, two_hop=two_hop) if single
+            RowRange(row, row + 1, "fixed", rank=rank, two_hop=two_hop)
+            if single
             else RowRange(row, row + 1, "replicated", shift=rank, two_hop=two_hop)
             for row, rank in enumerate(self.ranks.tolist(), self.start)
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(eq=False)
@@ -266,9 +271,10 @@ def _hands(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Hand]:
     found.sort(key=lambda entry: -entry[0])
     rows_so_far = accumulate(len(hand.loads) for _, hand in found)
     return [
-        hand for (spread, hand), rows in zip(found, rows_so_far, strict=True)
+        hand
+        for (spread, hand), rows in zip(found, rows_so_far, strict=True)
         if rows <= max_rows and spread > table.negligible
-    ]  # fmt: skip
+    ]
 
 
 def _blocks(span: Span, table: _Table) -> list[Span]:

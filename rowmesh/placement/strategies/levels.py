@@ -163,9 +163,14 @@ class Steps:
         pays = np.flatnonzero(np.isfinite(density) & (density > 0))
         order = pays[np.argsort(-density[pays], kind="stable")]
         return Steps(
-            run[order], to[order], skips[order], density[order], row_bytes[order], choices.lengths[run[order]],
+            run[order],
+            to[order],
+            skips[order],
+            density[order],
+            row_bytes[order],
+            choices.lengths[run[order]],
             float(cold @ choices.lengths),
-        )  # fmt: skip
+        )
 
     def take(self, budget_bytes: float, num_runs: int) -> Levels:
         """As many steps as fit; the first that does not is taken row by row."""

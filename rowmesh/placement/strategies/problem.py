@@ -33,9 +33,12 @@ class Problem:
     def demand(self) -> Demand:
         """What a step asks for."""
         return Demand.of(
-            self.profile, self.topology.world_size, self.topology.ranks_per_node, self.request.batch_size,
+            self.profile,
+            self.topology.world_size,
+            self.topology.ranks_per_node,
+            self.request.batch_size,
             deduplicated=self.request.deduplicated,
-        )  # fmt: skip
+        )
 
     @cached_property
     def limit_bytes(self) -> int:

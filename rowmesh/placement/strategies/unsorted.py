@@ -187,10 +187,12 @@ class _Pieces:
 
     def _joined(self, planned: TablePlan, world_size: int, ranks_per_node: int) -> _Pieces:
         keys: dict[Any, int] = {}
-        kinds = np.array([
-            keys.setdefault((part.rule, part.rank if part.rule == "fixed" else 0, part.two_hop), len(keys))
-            for part in planned.ranges
-        ])[self.number]  # fmt: skip
+        kinds = np.array(
+            [
+                keys.setdefault((part.rule, part.rank if part.rule == "fixed" else 0, part.two_hop), len(keys))
+                for part in planned.ranges
+            ]
+        )[self.number]
         is_alone = self.is_whole & self._is_kept(planned, world_size, ranks_per_node)
         heads = np.flatnonzero(np.append(True, (np.diff(kinds) != 0) | is_alone[1:] | is_alone[:-1]))
         stop = np.append(self.start[heads[1:]], self.stop[-1])

@@ -85,9 +85,15 @@ def test_pairs_are_found_as_often_as_they_are_alike():
             starts = np.full(1, 0, np.int64)
             for group in members:
                 module._sign(
-                    np.array([id_], np.int32), starts, starts + 1, int(group) + 100 * first, np.uint64(0), 0, num_ids,
+                    np.array([id_], np.int32),
+                    starts,
+                    starts + 1,
+                    int(group) + 100 * first,
+                    np.uint64(0),
+                    0,
+                    num_ids,
                     signatures,
-                )  # fmt: skip
+                )
     found = alike_pairs(signatures, 2, 10**6, seed=0)
     assert (np.sort(found, axis=1)[:, 0] % 2 == 0).all()
     assert (np.abs(found[:, 0] - found[:, 1]) == 1).all()

@@ -37,7 +37,7 @@ SCENARIOS = {
     "three ranks, evaluations": Scenario(
         tables=TABLES[:2], plan=with_copies(TABLES[:2], 3), batch_sizes=(1, 0, 2), num_steps=1, evaluates=True
     ),
-}  # fmt: skip
+}
 TRANSPORTS = ["collective", pytest.param("one_sided", marks=READ)]
 
 

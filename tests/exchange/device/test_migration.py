@@ -56,9 +56,12 @@ def test_rows_that_others_read_migrate_too(ranks):
 @pytest.mark.parametrize("mode", ["exact", "average"])
 def test_migrations_of_replicas(ranks, mode):
     scenario = Scenario(
-        tables=TABLES[:1], batch_sizes=(2, 1, 2, 0), num_steps=2, plan=dealt(TABLES[:1], 4, replicas=2),
+        tables=TABLES[:1],
+        batch_sizes=(2, 1, 2, 0),
+        num_steps=2,
+        plan=dealt(TABLES[:1], 4, replicas=2),
         synchronization=Synchronization(mode),
-    )  # fmt: skip
+    )
     plan = Plan(tuple(replace(of, replicas=2) for of in mixed(2).tables[:1]), 4, 4)
     moved = train_again(ranks, replace(scenario, migrations=((1, plan),)))
     assert_equal(scenario, moved, merged(scenario, train_on_device(ranks, scenario)))

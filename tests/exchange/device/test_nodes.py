@@ -69,9 +69,10 @@ def test_nodes_of_other_sizes(ranks, per_node):
 def test_nodes_within_replica_groups(ranks, mode):
     of_group = make_plan(TABLES[:1], 2, 1, lambda n: (("node", "dealt")[n % 2], n, n, True))
     plan = Plan(tuple(replace(each, replicas=2) for each in of_group.tables), 4, 1)
-    check(ranks, scenario_of(
-        "", False, tables=TABLES[:1], plan=plan, ranks_per_node=1, synchronization=Synchronization(mode)
-    ))  # fmt: skip
+    check(
+        ranks,
+        scenario_of("", False, tables=TABLES[:1], plan=plan, ranks_per_node=1, synchronization=Synchronization(mode)),
+    )
 
 
 @pytest.mark.parametrize(("rule", "per_node"), [("node", 2), ("node", 1), ("dealt", 2), ("replicated", 2)])

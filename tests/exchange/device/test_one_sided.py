@@ -30,10 +30,14 @@ SCENARIOS = {
     ),
     "cores beside rows": Scenario(tables=(table("a", 20, 4), cored("t", 30, 4, rank=2)), num_steps=2),
     "bfloat16, three ranks, batches that grow": Scenario(
-        tables=(table("b", 400, 3, "adagrad", dtype=torch.bfloat16),), bag_sizes=(2, 2), num_steps=2,
-        batch_sizes=(2, 1, 4), last_sizes=(300, 1, 2), skew=1,
+        tables=(table("b", 400, 3, "adagrad", dtype=torch.bfloat16),),
+        bag_sizes=(2, 2),
+        num_steps=2,
+        batch_sizes=(2, 1, 4),
+        last_sizes=(300, 1, 2),
+        skew=1,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

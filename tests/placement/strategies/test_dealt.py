@@ -30,7 +30,8 @@ def rows_by_rule(plan):
 
 @pytest.mark.parametrize("topology", [FLAT, NODES, Topology.grouped(4, 2, 4.21)], ids=lambda t: t.name)
 @pytest.mark.parametrize(
-    "request_", [
+    "request_",
+    [
         Request(batch_size=4096, mode="infer"),
         Request(batch_size=4096, mode="infer", deduplicated=False),
         Request(batch_size=4096, mode="infer", extra_memory=0.01),
@@ -40,7 +41,7 @@ def rows_by_rule(plan):
         Request(batch_size=4096, max_hops=1),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_big_tables_come_near_the_bound_balanced_and_within_memory(topology, request_):
     problem = Problem(BIG, topology, request_)
     plan = search(BIG, topology, request_)

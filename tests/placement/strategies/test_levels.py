@@ -25,9 +25,12 @@ def linear_optimum(search, budget):
     rows = np.tile(np.eye(len(choices.lengths)), 3)
     result = linprog(
         np.where(usable, seconds, 0.0).ravel(),
-        A_ub=choices.extra_bytes.ravel()[None], b_ub=[budget], A_eq=rows, b_eq=choices.lengths,
+        A_ub=choices.extra_bytes.ravel()[None],
+        b_ub=[budget],
+        A_eq=rows,
+        b_eq=choices.lengths,
         bounds=np.stack([np.zeros(variables), np.where(usable, np.inf, 0.0).ravel()]).T,
-    )  # fmt: skip
+    )
     assert result.success
     return result.fun
 

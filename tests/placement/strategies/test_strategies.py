@@ -73,8 +73,10 @@ def test_the_default_is_below_everything_on_power_laws(topology, mode, deduplica
 @pytest.mark.parametrize("world_size", [2, 8])
 @given(
     sizes=st.lists(st.sampled_from([5, 300, 4_000, 20_000]), min_size=1, max_size=3),
-    exponent=st.floats(0.8, 1.5), extra=st.sampled_from([0.02, 0.05, 0.2]), seed=st.integers(0, 9),
-)  # fmt: skip
+    exponent=st.floats(0.8, 1.5),
+    extra=st.sampled_from([0.02, 0.05, 0.2]),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=6)
 def test_the_default_is_never_above_the_papers_paths(world_size, deduplicated, sizes, exponent, extra, seed):
     """By the paper's equation (3), paths that no plan can run included."""

@@ -43,12 +43,13 @@ def cost(strategy, profile, topology, request):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "exact_partitions"])  # for inference alone
 @settings(max_examples=8)
 @given(
-    topology=st.sampled_from(TOPOLOGIES), sizes=st.lists(st.integers(1, 700), min_size=1, max_size=3),
-    exponent=st.floats(0.7, 1.6), extra=st.sampled_from([0.02, 0.05, 0.3]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_shuffled_counts_cost_what_sorted_ones_do(
-    strategy, mode, deduplicated, topology, sizes, exponent, extra, seed
-):  # fmt: skip
+    topology=st.sampled_from(TOPOLOGIES),
+    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=3),
+    exponent=st.floats(0.7, 1.6),
+    extra=st.sampled_from([0.02, 0.05, 0.3]),
+    seed=st.integers(0, 99),
+)
+def test_shuffled_counts_cost_what_sorted_ones_do(strategy, mode, deduplicated, topology, sizes, exponent, extra, seed):
     request = Request(batch_size=64, mode=mode, deduplicated=deduplicated, extra_memory=extra)
     try:
         best, expected = cost(strategy, power_law(sizes, exponent), topology, request)
