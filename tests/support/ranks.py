@@ -35,6 +35,7 @@ WORLD_SIZE = 4
 GRACE_S = 3.0  # what the other ranks get once one has failed
 START_TIMEOUT_S = 120.0
 MESH_TIMEOUT_S = 30.0
+GROUPS_PER_RUN = 1000
 PRELOADED = ["tests.support.pipelines", "torch._dynamo"]  # the second is what torch.optim imports at its first use
 
 
@@ -67,6 +68,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: str | None = None
+        self._num_runs = 0
 
     @property
     def pids(self) -> list[int]:
@@ -81,7 +83,9 @@ class RankPool:
         """
         if not self._processes:
             self._start()
-        request = pickle.dumps((function, args, world_size, torch.are_deterministic_algorithms_enabled()))
+        self._num_runs += 1
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        request = pickle.dumps((function, args, world_size, is_deterministic, self._num_runs))
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(request)
         results = self._collect(world_size, timeout_s)
@@ -170,13 +174,25 @@ def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float, world_size: 
         except EOFError:
             os._exit(0)  # without the process group's farewell, which could wait for the others
         try:
-            function, args, world_size, is_deterministic = pickle.loads(request)
+            function, args, world_size, is_deterministic, number = pickle.loads(request)
+            _count_groups_from(number * GROUPS_PER_RUN)
             torch.use_deterministic_algorithms(is_deterministic)  # as where the test runs
             result = function(meshes[world_size], *args)
         except BaseException:
             _answer(pipe, False, traceback.format_exc())
         else:
             _answer(pipe, True, result)
+
+
+def _count_groups_from(number: int) -> None:
+    """Has torch name the next process group by this number.
+
+    Ranks meet in a group by its name, which is how many groups they have made. Those that had a test of fewer ranks
+    for themselves may have made more than the others, which would wait in vain for them.
+    """
+    from torch.distributed.distributed_c10d import _world  # in the ranks alone
+
+    _world.group_count = number
 
 
 def _answer(pipe: Any, is_good: bool, value: Any) -> None:

@@ -47,3 +47,15 @@ def test_failures_name_the_rank_and_leave_nothing():
     finally:
         pool.close()
     assert not any(is_running(pid) for pid in pids)
+
+
+def connect(mesh, partition, use):
+    group = mesh.subgroup(partition, use)
+    total = torch.tensor([mesh.rank])
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def test_groups_that_a_test_of_fewer_ranks_makes_are_no_concern_of_the_next(ranks):
+    assert ranks.run(connect, [[0, 1, 2]], "of three", world_size=3) == [3, 3, 3]
+    assert ranks.run(connect, [[1, 0], [3, 2]], "of four", world_size=4) == [1, 1, 5, 5]
