@@ -26,7 +26,7 @@ def on_ranks(ranks, function, transport, *args, world_size=2):
 # The largest rows
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [
@@ -64,6 +64,7 @@ def test_vectors_that_a_user_keeps_are_not_overwritten(ranks, transport, world_s
     assert all(on_ranks(ranks, behaviour.keep_outputs, transport, world_size=world_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_memory_does_not_grow_over_500_steps(ranks, transport):
     for before, after in on_ranks(ranks, behaviour.footprints, transport, 500, 500):

@@ -59,7 +59,9 @@ TWO_RANKS = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "no dense table, evaluations" else ()) for n in ONE_RANK]
+)
 def test_trains_the_same_model(name):
     scenario = ONE_RANK[name]
     on_device = train(Mesh(), scenario, device="cuda")

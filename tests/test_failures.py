@@ -40,7 +40,10 @@ def test_a_rank_that_dies_in_a_step(transport, where):
     assert shared_files() == before
 
 
-@pytest.mark.parametrize("transport, where", [("one_sided", "step"), ("collective", "step"), ("auto", "start")])
+@pytest.mark.parametrize(
+    "transport, where",
+    [("one_sided", "step"), pytest.param("collective", "step", marks=pytest.mark.slow), ("auto", "start")],
+)
 def test_a_rank_that_does_not_come(transport, where):
     """Whoever waits names the rank that is missing, and no rank that waits as well."""
     pool = RankPool()

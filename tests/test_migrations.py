@@ -30,7 +30,7 @@ def a_plan(number, world_size=2, ranks_per_node=None, tables=behaviour.TABLES):
     return make_plan(tables, world_size, per_node, lambda i: (RULES[(i + number) % 4], i, i + number, i % 2 == 0))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_migrations_on_one_host(ranks, transport, optimizer):
     tables = several(optimizer)
@@ -72,7 +72,7 @@ def migrating(draw):
     return replace(scenario, migrations=tuple((step, draw(another)) for step in sorted(steps)))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(scenario=migrating(), one_sided=st.booleans())
 def test_random_migrations(ranks, scenario, one_sided):
     check_migrations(ranks, scenario, one_sided)

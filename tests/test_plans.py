@@ -53,7 +53,7 @@ def check(ranks, scenario, transport="collective"):
 
 @pytest.mark.parametrize("two_hop", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_rule_across_two_nodes(ranks, rule, two_hop, accumulate):
     tables = several("adam")
     plan = make_plan(tables, 4, 2, lambda number: (rule, number, 3 * number, two_hop))

@@ -53,8 +53,20 @@ def mixed(rule, dtype=torch.float32):
 SIZES = {1: (6,), 2: (5, 3), 4: (4, 0, 3, 6)}
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("one_sided", 2), ("collective", 4)])
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("rule", "transport", "world_size"),
+    [
+        ("adam", "auto", 1),
+        ("adagrad", "one_sided", 2),
+        ("sgd", "collective", 4),
+        *(
+            pytest.param(*job, marks=pytest.mark.slow)
+            for job in [("sgd", "auto", 1), ("adagrad", "auto", 1), ("sgd", "one_sided", 2), ("adam", "one_sided", 2)]
+        ),
+        pytest.param("adam", "collective", 4, marks=pytest.mark.slow),
+        pytest.param("adagrad", "collective", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_plain_torch(ranks, rule, transport, world_size):
     """Also what several forward passes before one step add up to, weights, and learning rates that change."""
     scenario = Scenario(
@@ -103,7 +115,7 @@ def scenarios(draw):
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(scenario=scenarios())
 def test_random_mixtures(ranks, scenario):
     check_mixture(ranks, scenario)
@@ -218,7 +230,9 @@ def train_beside_idle_ranks(mesh, rule, device):
     return [tensor.cpu().clone() for table in tables for tensor in collection.cores(table.name).tensors.values()]
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("sgd", marks=pytest.mark.slow), pytest.param("adagrad", marks=pytest.mark.slow), "adam"]
+)
 def test_separate_and_fused_updates_are_equal_to_the_bit(ranks, rule, device):
     """Two ranks sum gradients and then update; one does both in a pass. Times two and half are exact."""
     alone = train_beside_idle_ranks(Mesh(), rule, device)

@@ -54,7 +54,7 @@ def jobs(draw):
     return in_groups(scenario, replicas, draw(st.sampled_from(["shards", "replicas"])))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS))
 def test_exact_equals_one_group(ranks, scenario, transport):
     _, whole = on_ranks(ranks, scenario, transport)
@@ -95,7 +95,7 @@ def test_copies_within_groups_stay_equal(ranks, rule, transport, mode):
     assert_equal(scenario, dealt, whole)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS), every=st.integers(1, 3), size=st.integers(1, 5))
 def test_average_is_algorithm_1(ranks, scenario, transport, every, size):
     """Groups of equally many samples: the mean over ranks is then the mean over samples."""
@@ -123,7 +123,10 @@ def test_average_with_a_chosen_scale(ranks, rule, scale):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "row_wise_adagrad", "adam"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float64, torch.bfloat16))],
+)
 def test_touched_rows_are_all_that_differ(ranks, replicas, rule, dtype):
     """Averaging them equals averaging whole tables, to the bit."""
     scenario = in_groups(Scenario(tables=several(rule, dtype), batch_sizes=(3, 3, 3, 3), num_steps=5), replicas)

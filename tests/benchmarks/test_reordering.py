@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks.reordering import main
 
 
+@pytest.mark.slow
 def test_planted_communities_are_found(tmp_path):
     output = tmp_path / "lines.jsonl"
     main(["--quick", "--output", str(output), "--scratch", str(tmp_path)])

@@ -51,6 +51,7 @@ def test_other_batches_hold_the_same_ids_in_their_order(orders):
         np.testing.assert_array_equal(np.concatenate(parts), ids[: len(ids) // size * size])
 
 
+@pytest.mark.slow
 def test_every_arrangement_is_timed_in_every_order(options, orders, monkeypatch, tmp_path):
     monkeypatch.setattr(tensor_train_orders, "planted", lambda num_rows, options: orders)
     monkeypatch.setattr(options, "real_data", tmp_path)

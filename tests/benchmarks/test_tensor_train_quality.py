@@ -79,6 +79,7 @@ def test_training_is_the_same_every_time(clicks):
     assert trained(clicks, 4.0) == trained(clicks, 4.0)
 
 
+@pytest.mark.slow
 def test_the_command_reports_differences_of_equal_seeds(capsys, monkeypatch, tmp_path):
     data = Synthetic(samples=4_096, held_out=1_024, rows=tuple(Footprint.of("kaggle").tables.values()), head=50)
     tiny = Case(

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks.tensor_train import main
 from benchmarks.tensor_train_footprint import PAPER, sizes
 
@@ -24,6 +26,7 @@ def test_the_papers_data_sets_are_smaller_than_in_the_paper(tmp_path):
     assert len(summary["summary"]) == len(found) == 12
 
 
+@pytest.mark.slow
 def test_forty_million_rows_are_trained_in_a_few_megabytes(tmp_path):
     path = tmp_path / "lines.jsonl"
     main(["--versus-dense", "--quick", "--batch", "256", "--zipf", "1.2", "--output", str(path)])

@@ -34,6 +34,7 @@ def test_tables_are_multiplied_with_bags_of_their_own():
     assert max(bags) > 4
 
 
+@pytest.mark.slow
 def test_every_strategy_and_number_is_reported(capsys, tmp_path):
     output = tmp_path / "lines.jsonl"
     two_dimensional.main(

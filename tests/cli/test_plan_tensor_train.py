@@ -26,7 +26,7 @@ def test_it_says_what_cores_save_and_cost(run):
     assert re.search(r"ranks add up gradients of [\d.,]+ \w+ at rank 2, [\d.,]+ \w+ at rank 4", " ".join(out.split()))
 
 
-@pytest.mark.parametrize(("rule", "states"), [("adagrad", 1), ("adam", 2)])
+@pytest.mark.parametrize(("rule", "states"), [pytest.param("adagrad", 1, marks=pytest.mark.slow), ("adam", 2)])
 @pytest.mark.parametrize("storage", ["dense", "tensor_train"])
 def test_numbers_are_those_of_training(config_file, rule, states, storage):
     """Rows with the state of the optimizer of rows, cores with that of cores, distinct ids as batches have them."""

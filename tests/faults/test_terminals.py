@@ -157,9 +157,9 @@ def test_every_command_writes_what_an_encoding_has(made, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "variables",
     [
-        {"COLUMNS": "20", "TERM": "xterm-256color"},
+        pytest.param({"COLUMNS": "20", "TERM": "xterm-256color"}, marks=pytest.mark.slow),
         {"COLUMNS": "1", "LINES": "1", "TERM": "xterm"},
-        {"COLUMNS": "0", "TERM": "vt100"},
+        pytest.param({"COLUMNS": "0", "TERM": "vt100"}, marks=pytest.mark.slow),
         {"TERM": None},
         {"TERM": "dumb", "NO_COLOR": "1"},
         {"TERM": "no-such-terminal", "COLUMNS": "many"},

@@ -51,7 +51,7 @@ def exchange_often(mesh, delay_s):
     return mesh.roll_call.absent()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_comes_late_breaks_nothing(pool, world_size):
     """Later than anybody waits at a time."""
     assert pool.run(exchange_often, 2.5, world_size=world_size) == [[*range(world_size)]] * world_size
@@ -85,7 +85,7 @@ def _messengers():
     return sum(thread.name == "rowmesh messages" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("gives_up", [True, False])
+@pytest.mark.parametrize("gives_up", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_waiting_in_vain(pool, gives_up):
     left = pool.run(wait_in_vain, gives_up, world_size=2)
     message, elapsed_s, threads = left[0]

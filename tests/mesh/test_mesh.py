@@ -68,6 +68,7 @@ def test_sees_a_zombie():
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", [RuntimeError("connection reset")])
 def test_errors_of_collectives_name_the_dead(cause):
     process = subprocess.Popen([sys.executable, "-c", ""])

@@ -15,7 +15,9 @@ from tests.support.memory import Poisoned, Vast
 
 DIMS = [1, 3, 10, 16, 17, 64, 100, 130, 300]
 CASES = [(dim, torch.float32) for dim in DIMS] + [
-    (dim, dtype) for dtype in (torch.float64, torch.bfloat16) for dim in (1, 17, 130)
+    pytest.param(dim, dtype, marks=pytest.mark.slow if dim != 17 else ())
+    for dtype in (torch.float64, torch.bfloat16)
+    for dim in (1, 17, 130)
 ]
 
 

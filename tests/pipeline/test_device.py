@@ -63,11 +63,13 @@ def compare(mesh, scenario, *pipelines):
         assert_same_bits(found, in_parts)
 
 
+@pytest.mark.slow
 def test_one_rank():
     scenario = replace(JOB, batch_sizes=(4,), is_weighted=True, evaluates=True, num_steps=3)
     compare(Mesh(), scenario, {"depth": 1}, {"depth": 2, "micro_batches": 3})
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks):
     ranks.run(compare, JOB, {"depth": 1}, {"depth": 2, "micro_batches": 3}, world_size=2)
 
@@ -168,7 +170,7 @@ LATE = {"depth": 2, "micro_batches": 2}
 
 
 def test_streams_may_be_late(ranks):
-    ranks.run(train_late, replace(JOB, num_steps=5), LATE, range(2), world_size=2)
+    ranks.run(train_late, replace(JOB, num_steps=4), LATE, range(1), world_size=2)
 
 
 @pytest.mark.slow

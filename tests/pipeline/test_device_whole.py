@@ -36,10 +36,7 @@ GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
 ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
 JOBS = {
     "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
-    "tensor-train tables, one rank": replace(JOB, tables=CORED, batch_sizes=(3,), is_weighted=True),
     "one copy a node": replace(JOB, plan=ONE_COPY_A_NODE, ranks_per_node=1),
-    "tiered tables": replace(JOB, tables=TIERED, tiers=Tiers(fast_share=0.001, fast_rows=25, verify=True, poison=True)),
-    "replicas of one rank": in_groups(JOB, 2),
     "replicas of two ranks, averaged": in_groups(GROUPS, 2, mode="average"),
 }
 ONE_SIDED = {
@@ -48,6 +45,9 @@ ONE_SIDED = {
     "replicas, averaged": in_groups(GROUPS, 2, mode="average"),
 }
 SLOW = {
+    "tensor-train tables, one rank": replace(JOB, tables=CORED, batch_sizes=(3,), is_weighted=True),
+    "tiered tables": replace(JOB, tables=TIERED, tiers=Tiers(fast_share=0.001, fast_rows=25, verify=True, poison=True)),
+    "replicas of one rank": in_groups(JOB, 2),
     "tensor-train tables alone, one rank": replace(JOB, tables=CORED[:1], batch_sizes=(3,)),
     "replicas of two ranks": GROUPS,
     "replicas of one rank, averaged": in_groups(JOB, 2, mode="average"),
@@ -105,6 +105,7 @@ def train_late(mesh, scenario):
     assert late.num_late > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensor-train tables beside dense ones", pytest.param("one copy a node", marks=pytest.mark.slow)]
 )

@@ -47,7 +47,7 @@ def cases(*in_default):
     ]
 
 
-@pytest.mark.parametrize("stage, transport", cases("read", "compute"))
+@pytest.mark.parametrize("stage, transport", cases("read"))
 def test_an_error_in_any_stage(pool, stage, transport):
     """The rank says what and where; the others, that they waited for it."""
     ends = pool.run(pipelines.end, job(Fails(stage, 2, "raises")), transport, TIMEOUT_S, world_size=2)
@@ -87,7 +87,7 @@ def test_two_hosts(pool):
     assert ends[0][2] < TIMEOUT_S + 5
 
 
-@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+@pytest.mark.parametrize("transport", [pytest.param("collective", marks=pytest.mark.slow), "one_sided"])
 def test_a_rank_that_brings_more_batches(pool, transport):
     """Whoever waits for the others is told, within the timeout."""
     ends = pool.run(pipelines.bring_more, job(), transport, TIMEOUT_S, world_size=2)
@@ -131,7 +131,7 @@ def start(rank, port, stage, transport):
     )
 
 
-@pytest.mark.parametrize("leaves", ["open", "done"])
+@pytest.mark.parametrize("leaves", ["open", pytest.param("done", marks=pytest.mark.slow)])
 def test_programs_that_close_nothing_end(leaves):
     """With a loop half way or done, a pipeline and a mesh that nobody closes."""
     port = free_port()

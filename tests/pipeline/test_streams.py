@@ -122,7 +122,7 @@ def test_tasks_come_after_what_they_need(shape):
             assert Task("final", batch) in found.past[Task("compute", batch, 0)]
 
 
-@settings(max_examples=20)  # each collects garbage
+@settings(max_examples=8)  # each collects garbage
 @given(shapes)
 def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(shape):
     """All that computed and sent a batch, on the streams of all who allocated for it; and no later than can be."""

@@ -31,6 +31,9 @@ def run(ranks, scenario):
     return merged(scenario, ranks.run(train, scenario, "collective", world_size=scenario.world_size))
 
 
+FEW = [((9,), TIERED, True), ((7, 5), MIXED, False), ((7, 5), TIERED, True), ((4, 0, 6, 3), MIXED, True)]
+
+
 def assert_equal(mine, theirs):
     assert mine.losses == theirs.losses
     for a, b in zip(mine.outputs, theirs.outputs, strict=True):
@@ -41,9 +44,15 @@ def assert_equal(mine, theirs):
             torch.testing.assert_close(values, theirs.state[name][state], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("batch_sizes", [(9,), (7, 5), (4, 0, 6, 3)])
-@pytest.mark.parametrize("tables", [TIERED, MIXED], ids=["tiered", "mixed"])
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "file"])
+@pytest.mark.parametrize(
+    ("batch_sizes", "tables", "on_disk"),
+    [
+        pytest.param(sizes, tables, on_disk, marks=() if (sizes, tables, on_disk) in FEW else (pytest.mark.slow,))
+        for sizes in [(9,), (7, 5), (4, 0, 6, 3)]
+        for tables in (TIERED, MIXED)
+        for on_disk in (False, True)
+    ],
+)
 def test_tiers_change_nothing(ranks, tmp_path, batch_sizes, tables, on_disk):
     scenario = Scenario(tables=DENSE, batch_sizes=batch_sizes, num_steps=6, evaluates=True)
     plain = run(ranks, scenario)

@@ -169,7 +169,9 @@ def follow(mesh, device, transport):
     return found, rows
 
 
-@pytest.mark.parametrize("transport", ["collective", pytest.param("one_sided", marks=READ)])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("collective", marks=pytest.mark.slow), pytest.param("one_sided", marks=READ)]
+)
 def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
     runs = [ranks.run(follow, device, transport) for device in ("cuda", "cpu")]
     for (found, rows), (expected, theirs) in zip(*runs, strict=True):

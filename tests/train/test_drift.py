@@ -71,7 +71,7 @@ def train(mesh, transport, moves, follows):
     return told, coverage, rows
 
 
-@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+@pytest.mark.parametrize("transport", ["one_sided", pytest.param("collective", marks=pytest.mark.slow)])
 def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
     results = ranks.run(train, transport, True, True, world_size=2)
     told = results[0][0]

@@ -60,7 +60,8 @@ def test_spoilt_data_name_the_step_and_the_feature(config_file, clicks, spoil, c
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("transport", [pytest.param("one_sided", marks=pytest.mark.slow), "collective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
 def test_a_failing_rank_ends_the_run(config_file, spoil, tmp_path, transport):
     options = [spoil("I3", 700, math.nan), "data.shuffle=false", f"parallel.transport={transport}"]
     done = launch(["train", str(config_file), *options, *LONG], ranks=2)

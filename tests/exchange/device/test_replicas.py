@@ -86,7 +86,7 @@ TWICE = {
 }
 
 
-SLOW = ("average, now and then", "average, tables differ")
+SLOW = ("average, now and then", "average, tables differ", "whole tables", "exact, accumulation")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TWICE])
