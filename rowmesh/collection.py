@@ -252,7 +252,7 @@ class EmbeddingCollection(nn.Module):
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
         shard_group, exchange, number = self.engine.find_rows(table)
-        pieces = [shard_group.share(piece) for piece in exchange.address_map.homed(number)]
+        pieces = [shard_group.share(piece) for piece in exchange.address_map.owned(number)]
         return [view for piece in pieces for view in views_of(exchange, piece)]
 
     def held_rows(self, table: str) -> list[LocalRows]:

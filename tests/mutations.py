@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation(
         "route: a row of another owner", ROUTE, "stop = row + shift & mask", "stop = row + shift + 1 & mask", PLAIN
     ),
-    Mutation("route: slots of other rows", ROUTE, "home, base + quotient(x, per_divisor)", "home, base", PLANS),
+    Mutation("route: slots of other rows", ROUTE, "owner, base + quotient(x, per_divisor)", "owner, base", PLANS),
     Mutation(
         "route: the last id is not refused",
         ROUTE,

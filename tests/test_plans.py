@@ -104,7 +104,7 @@ def check_plan(ranks, scenario, one_sided):
 
 
 def totals_by_hand(scenario):
-    """Accesses of every table, and its distinct rows in each step; what agents merge counts once for each node."""
+    """Accesses of every table, and its distinct rows in each step; what node leaders merge counts once for each node."""
     accesses, distinct = Counter(), Counter()
     passes = [(part, rank) for part in range(scenario.accumulate) for rank in range(scenario.world_size)]
     plain = replace(scenario, plan=None)  # a plan cannot be hashed

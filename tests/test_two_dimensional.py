@@ -145,7 +145,7 @@ def test_replicas_share_what_is_saved(ranks):
 @pytest.mark.parametrize("rule", ["dealt", "node", "replicated"])
 @pytest.mark.parametrize("together", ["shards", "replicas"])
 def test_two_hops_within_groups(ranks, rule, together):
-    """Groups of two hosts each: agents and homes are ranks of the group, whatever their numbers in the whole."""
+    """Groups of two hosts each: node leaders and owners are ranks of the group, whatever their numbers in the whole."""
     tables = several("row_wise_adagrad")
     of_group = make_plan(tables, 2, 1, lambda number: (rule, number, number, True))
     plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 1, together=together)

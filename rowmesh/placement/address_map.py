@@ -3,15 +3,15 @@
 For a group's tables and one rank it says where every row is asked for (its *stop*), under which key, and of which kind
 the exchange of it is:
 
-    direct      at the home, which replies with the row
-    relayed     at the agent, the rank of this node that has the home's place in its node; the agent asks the home
-    node        at the agent, which holds a copy; gradients go on to the home
-    forwarded   nowhere: a copy is here; gradients go to the agent, then on to the home
-    replicated  nowhere: a copy is here; gradients go to the home
+    direct      at the owner, which replies with the row
+    relayed     at the agent, the rank of this node that has the owner's place in its node; the agent asks the owner
+    node        at the agent, which holds a copy; gradients go on to the owner
+    forwarded   nowhere: a copy is here; gradients go to the agent, then on to the owner
+    replicated  nowhere: a copy is here; gradients go to the owner
 
 Slots follow each other in a rank's memory range by range; ranges that join a deal follow the range they join. Ranges on
 a fixed rank come last, so that all others have the same slots on all ranks. A key is a slot; where an agent is between,
-it is the slot plus V times the home's node.
+it is the slot plus V times the owner's node.
 
 Source: OPER §5.1 (one address for every row, whatever its parallelism). Differs: a few ranges a table, each with a
 rule, instead of an array as long as the vocabulary.
@@ -60,7 +60,7 @@ class AddressMap:
         num_slots: of every rank.
         key_stride: V.
         ranges: int64 `[R, 11]`: start, shift, modulus, rank, divisor, base, kind, flags, origin, then 1 / modulus and
-            1 / divisor as the bits of a float64. Home = (row − origin + shift) mod modulus + rank, slot = base + (row −
+            1 / divisor as the bits of a float64. Owner = (row − origin + shift) mod modulus + rank, slot = base + (row −
             origin) // divisor. The origin is the start, less the places of its first round that others have. Flags: 1
             the stop is the agent, 2 a copy is here.
         index: int64 `[S, 6]`: the table's first range, how many it has, where its buckets begin in `buckets`, and the
@@ -114,7 +114,7 @@ class AddressMap:
         return range(chosen[0] * self.num_tables, (chosen[-1] + 1) * self.num_tables)
 
     def apart(self, kind: str) -> np.ndarray:
-        """`ranges`, with rows of one kind asked for at stop W instead of their homes; where no agent is between."""
+        """`ranges`, with rows of one kind asked for at stop W instead of their owners; where no agent is between."""
         ranges = self.ranges.copy()
         ranges[ranges[:, 6] == self.kinds.index(kind), 2:4] = 1, self.plan.world_size  # anything mod 1, plus W
         return ranges
@@ -152,11 +152,11 @@ class AddressMap:
     def locate(self, table: int, row: int) -> tuple[int, int, str]:
         """(stop, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
         plan, part, base = self.plan, *self._part(table, row)
-        home, kind = part.home(row, plan.world_size), self._kind(part)
+        owner, kind = part.owner(row, plan.world_size), self._kind(part)
         slot = base + (row - part.start + part.phase) // self._divisor(part)
         if kind not in RELAYS:
-            return home, slot, kind
-        node, place = divmod(home, plan.ranks_per_node)
+            return owner, slot, kind
+        node, place = divmod(owner, plan.ranks_per_node)
         return self.rank // plan.ranks_per_node * plan.ranks_per_node + place, node * self.key_stride + slot, kind
 
     def held(self, table: int, without: Container[str] = ()) -> Iterator[Piece]:
@@ -174,8 +174,8 @@ class AddressMap:
             begin = base + (first + part.phase) // stride
             yield Piece(rows, range(begin, begin + len(rows)))
 
-    def homed(self, table: int) -> Iterator[Piece]:
-        """The rows of a table whose home is this rank: every row of a table is in one rank's pieces."""
+    def owned(self, table: int) -> Iterator[Piece]:
+        """The rows of a table whose owner is this rank: every row of a table is in one rank's pieces."""
         for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
             if part.rule == "fixed":
                 if part.rank == self.rank:

@@ -4,12 +4,12 @@ A table's rows are cut into a few ranges. Each range has a rule instead of a lis
 rows is a few kilobytes:
 
     dealt        one copy; row r lives on rank (r − start + shift) mod W
-    node         one copy on every node, on the rank that has the same place in its node as the home has
+    node         one copy on every node, on the rank that has the same place in its node as the owner has
     replicated   a copy on every rank
     fixed        one copy, on one rank
 
-Every row has one *home*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
-rank (r − start + shift) mod W for rows with copies, whose homes thereby share the work of keeping copies equal.
+Every row has one *owner*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
+rank (r − start + shift) mod W for rows with copies, whose owners thereby share the work of keeping copies equal.
 
 A deal goes round the ranks, and each round takes a slot on all of them, whether or not it is full. Where rows of one
 rule do not stand together, as where rows are in no order of frequency, a range *joins* the last deal of its rule whose
@@ -106,7 +106,7 @@ class RowRange:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def home(self, row: int, world_size: int) -> int:
+    def owner(self, row: int, world_size: int) -> int:
         """The rank where the gradients of a row meet."""
         return self.rank if self.rule == "fixed" else (row - self.start + self.shift) % world_size
 
@@ -114,10 +114,10 @@ class RowRange:
         """The ranks that hold a copy of a row, in order."""
         if self.rule == "replicated":
             return tuple(range(world_size))
-        home = self.home(row, world_size)
+        owner = self.owner(row, world_size)
         if self.rule == "node":
-            return tuple(range(home % ranks_per_node, world_size, ranks_per_node))
-        return (home,)
+            return tuple(range(owner % ranks_per_node, world_size, ranks_per_node))
+        return (owner,)
 
     def num_slots(self, rank: int, world_size: int, ranks_per_node: int) -> int:
         """Slots that a rank keeps for the range; a deal may leave the last of them unused.
@@ -343,7 +343,7 @@ class Plan:
         raise ConfigurationError(f"the plan has no table {name!r}; it has {[table.name for table in self.tables]}")
 
     def check(self, memory_limit_bytes: int | None = None) -> None:
-        """Makes sure that every row has a home that exists, and that memory fits.
+        """Makes sure that every row has a owner that exists, and that memory fits.
 
         Raises:
             ConfigurationError: names the table and rows, or the rank and how much is missing.

@@ -98,7 +98,7 @@ class Stretch:
         """Of all parts."""
         return self.parts[0].two_hop
 
-    def homes_text(self, most: int = 8) -> str:
+    def owners_text(self, most: int = 8) -> str:
         """Which ranks the gradients of the rows meet on."""
         named = [part.rank if part.rule == "fixed" else part.shift for part in self.parts]
         if len(named) == 1:

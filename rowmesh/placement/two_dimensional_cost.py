@@ -5,8 +5,8 @@ are a column (`rowmesh.mesh.grid`). Within a group everything is as in `rowmesh.
 step of b samples a rank, every rank sends for its shard, whose rows a group touches with chance u, any group with U:
 
     exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. Of two
-               replicas, each sends u · w to the other; of more, u · w / M to each, which are homes of a share of the
-               rows, and as home U · w / M of sums back to each. u is of b · N samples, U of b · T.
+               replicas, each sends u · w to the other; of more, u · w / M to each, which are owners of a share of the
+               rows, and as owner U · w / M of sums back to each. u is of b · N samples, U of b · T.
     average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
                and a step pays 1 / k of it.
     dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
@@ -26,7 +26,7 @@ import numpy as np
 
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Homes, cost_under
+from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Owners, cost_under
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
@@ -150,7 +150,7 @@ class _Part:
     grid: Grid
     profile: Profile
     demand: Demand
-    homes: Homes
+    owners: Owners
 
     @staticmethod
     def of(whole: Plan, replicas: int, profile: Profile, request: Request) -> _Part:
@@ -159,7 +159,7 @@ class _Part:
         demand = Demand.of(
             profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
         )
-        return _Part(plan, whole.grid(replicas), profile, demand, Homes.of(plan, demand))
+        return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand))
 
     def cost(self, request: Request) -> Cost:
         """Of one group."""
@@ -200,7 +200,7 @@ class _Part:
     def _shard_bytes(self, touched: Floats, sync: Synchronization) -> Floats:
         """[N], of the touched rows that each shard holds."""
         of_table = self.demand.gradient_bytes if sync.mode == "exact" else self.demand.row_bytes
-        found = self.homes.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
+        found = self.owners.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
         in_nodes = found[NODE].reshape(-1, self.plan.ranks_per_node).sum(axis=0)
         everywhere = found.sum() - found[[ONE_HOP, TWO_HOP, NODE]].sum()
         return found[ONE_HOP] + found[TWO_HOP] + np.tile(in_nodes, self.plan.num_nodes) + everywhere

@@ -50,7 +50,7 @@ def explain_table(comparison: Comparison, name: str) -> list[str]:
         hops = ", two hops" if stretch.two_hop else ""
         lines.append(
             f"  {rows_text(stretch.start, stretch.stop):<32}{LEVEL_OF[stretch.rule]:<6}"
-            f"{_rule_text(stretch.rule)}{hops}; home {stretch.homes_text()}; "
+            f"{_rule_text(stretch.rule)}{hops}; owner {stretch.owners_text()}; "
             f"{share_text((last - first) / total)} of the accesses"
         )
     if len(found) > MAX_STRETCHES:
@@ -64,12 +64,12 @@ def explain_row(comparison: Comparison, name: str, row: int) -> list[str]:
     """Where a row is, how often it is read, what each way to hold it would cost, and why it is held as it is."""
     case = _Row(comparison, comparison.plan.table(name), row)
     W, G = comparison.plan.world_size, comparison.plan.ranks_per_node
-    holders, home = case.part.holders(row, W, G), case.part.home(row, W)
+    holders, owner = case.part.holders(row, W, G), case.part.owner(row, W)
     lines = [
         f"{name} row {row:,}: {LEVEL_OF[case.part.rule]}, {_rule_text(case.part.rule)}",
         f"  range    {rows_text(case.part.start, case.part.stop)}"
         + (", requests of other nodes merged in their own node first (two hops)" if case.part.two_hop else ""),
-        f"  holders  {_ranks_text(holders)}; home: rank {home}, where gradients meet",
+        f"  holders  {_ranks_text(holders)}; owner: rank {owner}, where gradients meet",
         f"  read     {case.accesses_text}",
         f"  cost of a step over all links, and extra memory over all ranks ({case.threshold_text}):",
     ]

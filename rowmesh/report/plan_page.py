@@ -275,13 +275,13 @@ def _ranges(table: TablePlan, profile: TableProfile) -> str:
         rows.append(
             f'<tr><td>{rows_text(stretch.start, stretch.stop)}</td><td class="words"><span class="dot {level}"></span>'
             f"{stretch.rule}{', two hops' if stretch.two_hop else ''}</td>"
-            f'<td class="words">{escape(stretch.homes_text())}</td><td>{share_text((last - first) / total)}</td></tr>'
+            f'<td class="words">{escape(stretch.owners_text())}</td><td>{share_text((last - first) / total)}</td></tr>'
         )
     more = f'<p class="note">and {len(found) - MAX_STRETCHES:,} more</p>' if len(found) > MAX_STRETCHES else ""
     count = f"{len(table.ranges):,} range{'s'[: len(table.ranges) != 1]}"
     return (
         f"<details><summary>{escape(table.name)} <small>{table.shape.num_rows:,} rows in {count}</small></summary>"
-        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th><th class="words">home</th>'
+        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th><th class="words">owner</th>'
         f"<th>accesses</th></tr></thead><tbody>{''.join(rows)}</tbody></table>{more}</div></details>"
     )
 

@@ -70,7 +70,7 @@ def test_explain_is_all_that_is_printed(run):
     assert "busiest link" not in table
     row = run("--ranks", 4, "--explain", "C1:3")
     assert re.search(r"^  why      \S", row, re.MULTILINE)
-    assert "home: rank" in row
+    assert "owner: rank" in row
 
 
 def test_what_the_configuration_says_is_the_default(run, config_file, tmp_path):

@@ -1,4 +1,4 @@
-"""Route in Triton against its reference and the plan: stops, keys, the stable sort, and where every row is."""
+"""Route in Triton against its reference and the plan: destinations, keys, the stable sort, and where every row is."""
 
 import hypothesis.strategies as st
 import pytest
@@ -77,11 +77,11 @@ def test_equals_the_reference(device, requests, spare):
     places = []
     for table in range(address_map.num_tables):
         for row in unique[offsets[table] : offsets[table + 1]]:
-            stop, key, kind = address_map.locate(table, row)
-            places.append((stop, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
-    stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
+            destination, key, kind = address_map.locate(table, row)
+            places.append((destination, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
+    destinations, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
     keys, order, bounds, accesses = reference.route(
-        stops, wanted, segments, counts.long(), world_size, address_map.num_segments
+        destinations, wanted, segments, counts.long(), world_size, address_map.num_segments
     )
     assert int(routed.refused) == -1
     assert (routed.keys[: len(unique)].cpu().long() % 2**32).tolist() == keys.tolist()
@@ -90,10 +90,10 @@ def test_equals_the_reference(device, requests, spare):
     assert routed.accesses.tolist() == accesses.tolist()
     reply = 0
     for u in order.tolist():  # in the order in which rows are asked for
-        stop, key, _, kind = places[u]
+        destination, key, _, kind = places[u]
         if kind in COPIES - REPLIES:
             expected = -1 - key % address_map.key_stride
-        elif stop == rank:
+        elif destination == rank:
             expected = cuda.NOWHERE if kind in RELAYS else -1 - key
         else:
             expected = reply
@@ -103,16 +103,16 @@ def test_equals_the_reference(device, requests, spare):
 
 @settings(max_examples=15)
 @given(requests=requests())
-def test_homes_and_slots_are_those_of_the_plan(device, requests):
+def test_owners_and_slots_are_those_of_the_plan(device, requests):
     address_map, unique, offsets, _ = requests
     plan = address_map.plan
     device_map, _ = on_device(address_map, device)
     for table, entry in enumerate(plan.tables):
         rows = unique[offsets[table] : offsets[table + 1]]
-        homes, slots = cuda.locate(device_map, table, torch.tensor(rows, dtype=torch.int64, device=device))
-        for row, home, slot in zip(rows, homes.tolist(), slots.tolist(), strict=True):
-            assert home == entry.range_of(row).home(row, plan.world_size)
-            pieces = AddressMap(plan, [t.name for t in plan.tables], home).homed(table)
+        owners, slots = cuda.locate(device_map, table, torch.tensor(rows, dtype=torch.int64, device=device))
+        for row, owner, slot in zip(rows, owners.tolist(), slots.tolist(), strict=True):
+            assert owner == entry.range_of(row).owner(row, plan.world_size)
+            pieces = AddressMap(plan, [t.name for t in plan.tables], owner).owned(table)
             assert [piece.slots[piece.rows.index(row)] for piece in pieces if row in piece.rows] == [slot]
 
 

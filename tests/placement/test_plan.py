@@ -45,15 +45,15 @@ def test_a_plan_survives_json(plan):
 
 
 @given(plans())
-def test_every_row_has_one_home_that_holds_it_and_slots_suffice(plan):
+def test_every_row_has_one_owner_that_holds_it_and_slots_suffice(plan):
     world_size, per_node = plan.world_size, plan.ranks_per_node
     for table in plan.tables:
         for part in table.ranges:
             held = Counter()
             for row in range(part.start, part.stop):
-                home, holders = part.home(row, world_size), part.holders(row, world_size, per_node)
-                assert 0 <= home < world_size
-                assert home in holders
+                owner, holders = part.owner(row, world_size), part.holders(row, world_size, per_node)
+                assert 0 <= owner < world_size
+                assert owner in holders
                 if part.rule == "node":
                     assert sorted(rank // per_node for rank in holders) == list(range(plan.num_nodes))
                 held.update(holders)

@@ -47,7 +47,7 @@ def test_stretches_hold_every_range_once_in_order(case):
         assert {(part.rule, part.two_hop) for part in stretch.parts} == {(stretch.rule, stretch.two_hop)}
 
 
-def test_homes_are_named():
+def test_owners_are_named():
     ranges = (
         RowRange(0, 1, "fixed", rank=3),
         RowRange(1, 2, "fixed", rank=1),
@@ -56,4 +56,4 @@ def test_homes_are_named():
     )
     found = stretches(TablePlan(TableShape("item", 30, 64, 64), ranges))
     assert [(s.start, s.stop) for s in found] == [(0, 2), (2, 10), (10, 30)]
-    assert [s.homes_text() for s in found] == ["one by one: ranks 3, 1", "dealt from rank 2 on", "rank 0"]
+    assert [s.owners_text() for s in found] == ["one by one: ranks 3, 1", "dealt from rank 2 on", "rank 0"]

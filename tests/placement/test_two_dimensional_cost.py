@@ -88,15 +88,15 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
     for table in part.tables:
         rows = touched[table.name]
         for row in range(table.shape.num_rows):
-            column = grid.columns[table.range_of(row).home(row, part.world_size)]
-            size, home = row_bytes(table.shape), row // part.world_size % replicas
+            column = grid.columns[table.range_of(row).owner(row, part.world_size)]
+            size, owner = row_bytes(table.shape), row // part.world_size % replicas
             for group, rank in enumerate(column):
                 for other in range(replicas):
                     if directly and other != group and rows[group, row]:
                         found[column[other], rank] += size
-                    if not directly and other != group and rows[group, row] and other == home:
+                    if not directly and other != group and rows[group, row] and other == owner:
                         found[column[other], rank] += size
-                    if not directly and other != group and rows[:, row].any() and group == home:
+                    if not directly and other != group and rows[:, row].any() and group == owner:
                         found[column[other], rank] += size
     return found
 
@@ -126,7 +126,7 @@ def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, dire
     assert cost.sync_bytes.sum() == pytest.approx(counted.sum(), rel=0.02)
     for column in plan.grid(replicas).columns:
         assert cost.sync_bytes[:, column].sum() == pytest.approx(counted[:, column].sum(), rel=0.03)
-    if directly:  # else it depends on which rows a column's ranks are homes of, which here are few
+    if directly:  # else it depends on which rows a column's ranks are owners of, which here are few
         assert cost.sync_bytes.sum(axis=0) == pytest.approx(counted.sum(axis=0), rel=0.05)
     assert cost.sync_s == pytest.approx(cost.sync_bytes.sum(axis=0).max())
 
@@ -139,8 +139,8 @@ def test_lookups_are_those_of_drawn_batches():
             for index, table in enumerate(plan.part(2).tables):
                 chances = np.repeat(profile.access_rate(index), profile.tables[index].lengths)
                 for row in set(rng.choice(table.shape.num_rows, 6, p=chances / chances.sum()).tolist()):
-                    home = table.range_of(row).home(row, grid.shards)
-                    counted[grid.groups[grid.place(rank)[0]][home]] += 1 / trials
+                    owner = table.range_of(row).owner(row, grid.shards)
+                    counted[grid.groups[grid.place(rank)[0]][owner]] += 1 / trials
     cost = costs(plan, Synchronization())
     assert cost.lookups == pytest.approx(counted, rel=0.05)
     assert cost.imbalance == pytest.approx(cost.lookups.max() / cost.lookups.mean())

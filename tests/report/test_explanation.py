@@ -38,7 +38,7 @@ def test_a_row_says_who_holds_it_as_the_plan_does(inference, row):
     plan = inference.plan
     part = plan.table("user").range_of(row)
     text = explained(inference, f"user:{row}")
-    assert f"home: rank {part.home(row, 4)}" in text
+    assert f"owner: rank {part.owner(row, 4)}" in text
     holders = part.holders(row, 4, 2)
     assert ("ranks 0 to 3;" in text) == (len(holders) == 4)
     if len(holders) == 1:

@@ -1,6 +1,6 @@
-"""Relay: from what a node's ranks ask of an agent to what the agent asks of homes on other nodes.
+"""Relay: from what a node's ranks ask of an agent to what the agent asks of owners on other nodes.
 
-An agent has merged the requests of its node: a key there is a slot at the home plus a stride times the home's node.
+An agent has merged the requests of its node: a key there is a slot at the owner plus a stride times the owner's node.
 `sort_relay` brings those keys in the order (node, segment) and says where each requested row will be read; the second
 hop of the exchange is then like the first.
 

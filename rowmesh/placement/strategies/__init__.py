@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Strategy(Protocol):
     """Makes a plan for a profile on a topology.
 
-    Every row has one home. `dealt`, `partitioned`, both exact ones and `auto` never exceed the request's memory and
+    Every row has one owner. `dealt`, `partitioned`, both exact ones and `auto` never exceed the request's memory and
     raise `ConfigurationError` where they cannot; the others do not look at it.
     """
 

@@ -1,4 +1,4 @@
-"""Dealing: from levels to ranges whose homes carry equal loads.
+"""Dealing: from levels to ranges whose owners carry equal loads.
 
 Rows that fall in frequency and go round the ranks give every rank nearly the same load, but for two things, which are
 put right here: the first rows of a table are far apart, and all tables begin somewhere. So the hottest rounds of W
@@ -158,7 +158,7 @@ def joined(ranges: Sequence[Sequence[RowRange]], shapes: Sequence[TableShape]) -
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Loads of rows and of their homes."""
+    """Loads of rows and of their owners."""
 
     demand: Demand
     seconds: np.ndarray
@@ -180,8 +180,8 @@ class _Table:
         first, last = (int(self.demand.first_row[span.table]) + row for row in (span.start, span.stop))
         low, high = int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last, "left"))
         bounds = np.clip(starts[low : high + 1], first, last) - first
-        of_row, lengths, home = self.seconds[span.kind, low:high], np.diff(bounds), bounds[:-1] % W
-        edges = np.bincount(home, of_row, 2 * W) - np.bincount(home + lengths % W, of_row, 2 * W)
+        of_row, lengths, owner = self.seconds[span.kind, low:high], np.diff(bounds), bounds[:-1] % W
+        edges = np.bincount(owner, of_row, 2 * W) - np.bincount(owner + lengths % W, of_row, 2 * W)
         line = np.cumsum(edges)
         return line[:W] + line[W:] + of_row @ (lengths // W)
 

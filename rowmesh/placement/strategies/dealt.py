@@ -2,7 +2,7 @@
 
 Hot rows on all ranks, warm ones on every node, cold ones once, as prefixes of each table and of its tail, whose rows
 are read more often again (`rowmesh.placement.strategies.levels` says which pay); requests and gradients of cold rows
-take two hops where enough ranks of a node want the same rows. Homes are dealt by arithmetic and balanced
+take two hops where enough ranks of a node want the same rows. Owners are dealt by arithmetic and balanced
 (`rowmesh.placement.strategies.dealing`).
 
 With deduplication and equal links, training gains nothing from copies: whoever reads a row must then be told of every
@@ -60,7 +60,7 @@ def _plan(problem: Problem, found: LevelSearch) -> Plan:
 def fit(
     problem: Problem, found: LevelSearch, take: Callable[[int], Levels]
 ) -> tuple[Levels, list[Span], list[list[RowRange]]]:
-    """The best levels that fit on every rank, their spans, and ranges whose homes carry equal seconds.
+    """The best levels that fit on every rank, their spans, and ranges whose owners carry equal seconds.
 
     A deal takes whole rounds of slots. Where that is a negligible part of the budget, the budget is cut by it; else
     the ends of tables are packed.

@@ -91,14 +91,14 @@ def test_ranks_need_not_push_the_same_routes(ranks, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_evaluation_reads_copies_and_sends_no_rows(ranks, transport):
-    """All rows are everywhere: only keys travel, if at all, which tell homes what gradients would be for."""
+    """All rows are everywhere: only keys travel, if at all, which tell owners what gradients would be for."""
     tables = (table("a", 9, 64),)
     plan = make_plan(tables, 2, 2, lambda _: ("replicated", 0, 0, False))
     found = ranks.run(look_up, tables, plan, transport)
     for vectors, expected, _ in found:
         assert torch.equal(vectors, expected)
-    keys_of_homes = [0, 0] if transport == "one_sided" else [4 * 3, 4 * 6]
-    assert sorted(counters.bytes_received for *_, counters in found) == keys_of_homes
+    keys_of_owners = [0, 0] if transport == "one_sided" else [4 * 3, 4 * 6]
+    assert sorted(counters.bytes_received for *_, counters in found) == keys_of_owners
 
 
 def look_up(mesh, tables, plan, transport):

@@ -1,4 +1,4 @@
-"""Dealing balances homes and costs no memory."""
+"""Dealing balances owners and costs no memory."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def dealt(sizes, world_size, kind=ONE_HOP, **options):
         of_row = np.repeat(seconds[kind, demand.table == index], profile.tables[index].lengths)
         for part in table.ranges:
             for row in range(part.start, part.stop):
-                loads[part.home(row, world_size)] += of_row[row]
+                loads[part.owner(row, world_size)] += of_row[row]
     return plan, loads, memory_bytes(spans, demand)
 
 
@@ -49,7 +49,7 @@ def test_loads_are_better_balanced_than_by_shifts_alone():
     assert loads.min() / loads.max() >= shifted.min() / shifted.max()
 
 
-def test_homes_of_replicated_rows_are_balanced_too():
+def test_owners_of_replicated_rows_are_balanced_too():
     plan, loads, _ = dealt((20_000, 500), 4, REPLICATED)
     assert {part.rule for table in plan.tables for part in table.ranges} == {"replicated"}
     assert loads.min() / loads.max() > 0.999

@@ -49,7 +49,7 @@ def test_levels_are_the_linear_programs_optimum(case):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(small(objective="total"))
 def test_a_plan_costs_what_its_levels_cost(case):
-    """Dealt homes meet all links equally often, as the rows' seconds suppose; uneven remainders differ by a little."""
+    """Dealt owners meet all links equally often, as the rows' seconds suppose; uneven remainders differ by a little."""
     topology, problem = case[1], Problem(*case)
     search = LevelSearch.of(problem)
     levels, _, _ = fit(problem, search, search.take)
@@ -102,5 +102,5 @@ def test_warm_is_no_level_within_one_node_or_among_nodes_of_one_rank():
 
 def test_link_costs_are_means():
     costs = LinkCosts.of(Topology.grouped(2, 2, 3.0))
-    assert (costs.intra, costs.inter, costs.agent) == (1.0, 3.0, 3.0)
+    assert (costs.intra, costs.inter, costs.leader) == (1.0, 3.0, 3.0)
     assert LinkCosts.of(Topology.uniform(1)) == LinkCosts(0.0, 0.0, 0.0)
