@@ -2,7 +2,7 @@
 
     python -m benchmarks.address_map
 
-One table of 33 M rows, dealt over 8 ranks by several kinds of plans; distinct ids of a batch, drawn by a power law or
+One table of 33 M rows, cyclic over 8 ranks by several kinds of plans; distinct ids of a batch, drawn by a power law or
 evenly. `locate` finds owner and slot; `route` is the whole kernel, which counts and sorts by (rank, segment) beside.
 Both peers are kernels of the same compiler and give the same owners and slots:
 
@@ -78,7 +78,7 @@ def make_plans(num_rows: int) -> dict[str, Plan]:
         if start < stop
     ]
     ranges = {
-        "dealt": [RowRange(0, num_rows, shift=3)],
+        "cyclic": [RowRange(0, num_rows, shift=3)],
         "hot, warm, cold": levels,
         f"{head} balanced rows": [*balanced, RowRange(head, num_rows, shift=2)],
         f"{len(partitions)} partitions": partitions,
@@ -88,7 +88,7 @@ def make_plans(num_rows: int) -> dict[str, Plan]:
 
 
 def _scattered(num_rows: int, count: int) -> list[RowRange]:
-    """Rows that stand all over a table and are replicated, and the others in one deal, as where ids are hashes."""
+    """Rows that stand all over a table and are replicated, and the others in one cycle, as where ids are hashes."""
     rows = np.sort(np.random.default_rng(0).permutation(num_rows // 2 - 1)[:count] * 2 + 1).tolist()
     ranges, taken = [], 0
     for start, stop in pairwise([-1, *rows, num_rows]):

@@ -51,12 +51,12 @@ def bound_ids_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def route_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """The unique ids of a batch, dealt over eight ranks; the peer knows how many there are, as the host does not."""
+    """The unique ids of a batch, cyclic over eight ranks; the peer knows how many there are, as the host does not."""
     ids, id_offsets = draw_ids(sizes, 1, device)
     found = unique_ops.segment_unique(ids, id_offsets)
     rows = Workload(max_rows=sizes.max_rows).table_rows
     shapes = [TableShape(f"t{number}", count, 4, 4) for number, count in enumerate(rows)]
-    address_map = AddressMap(Plan.dealt(shapes, _RANKS), [shape.name for shape in shapes], 0)
+    address_map = AddressMap(Plan.cyclic(shapes, _RANKS), [shape.name for shape in shapes], 0)
     device_map = route_ops.DeviceMap.make(
         device,
         address_map.ranges,

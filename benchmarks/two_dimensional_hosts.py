@@ -211,8 +211,8 @@ class Case:
         profile = true_profile(self._workload)
         if variant.planned:
             request = Request(batch_size=self._workload.global_batch // num_ranks, extra_memory=EXTRA_MEMORY)
-            return search("dealt", profile, topology(num_ranks, per_host), request)
-        return Plan.dealt(profile.shapes, num_ranks, per_host, replicas=variant.replicas, together=variant.together)
+            return search("cyclic", profile, topology(num_ranks, per_host), request)
+        return Plan.cyclic(profile.shapes, num_ranks, per_host, replicas=variant.replicas, together=variant.together)
 
     def _compare(self, ranks: Contestant, names: list[str], rest_ms: int) -> dict[str, dict[str, Any]]:
         """Rounds of all contestants, A B A B."""

@@ -101,7 +101,7 @@ class EmbeddingCollection(nn.Module):
         self.synchronization = synchronization or Synchronization()
         shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
         if plan is None:
-            plan = Plan.dealt(shapes, size, per_node, replicas=replicas)
+            plan = Plan.cyclic(shapes, size, per_node, replicas=replicas)
         elif replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)

@@ -34,7 +34,7 @@ def in_groups(scenario, replicas, together="shards"):
     """The same job with replicas of every table, or of each by name."""
     shapes = [TableShape.of(spec) for spec in scenario.tables]
     per_node = scenario.ranks_per_node or scenario.world_size
-    plan = Plan.dealt(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
+    plan = Plan.cyclic(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
     return replace(scenario, plan=plan)
 
 
@@ -85,14 +85,14 @@ def test_groups_that_are_the_nodes_change_no_bit(ranks, rule):
 @pytest.mark.parametrize("mode", ["exact", "average"])
 def test_copies_within_groups_stay_equal(ranks, rule, transport, mode):
     tables = several("adam")
-    of_group = make_plan(tables, 2, 2, lambda number: (rule if number % 2 else "dealt", number, number, True))
+    of_group = make_plan(tables, 2, 2, lambda number: (rule if number % 2 else "cyclic", number, number, True))
     plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 4)
     scenario = Scenario(
         tables=tables, batch_sizes=(5, 3, 4, 4), num_steps=4, plan=plan, synchronization=Synchronization(mode)
     )
     _, whole = on_ranks(ranks, scenario, transport)
-    dealt, _ = on_ranks(ranks, in_groups(scenario, 2), transport)
-    assert_equal(scenario, dealt, whole)
+    cyclic, _ = on_ranks(ranks, in_groups(scenario, 2), transport)
+    assert_equal(scenario, cyclic, whole)
 
 
 @settings(max_examples=40)
@@ -142,7 +142,7 @@ def test_replicas_share_what_is_saved(ranks):
     assert all(0 < len(part.owned["item"]) <= 51 for part in parts)
 
 
-@pytest.mark.parametrize("rule", ["dealt", "node", "replicated"])
+@pytest.mark.parametrize("rule", ["cyclic", "node", "replicated"])
 @pytest.mark.parametrize("together", ["shards", "replicas"])
 def test_two_hops_within_groups(ranks, rule, together):
     """Groups of two hosts each: node leaders and owners are ranks of the group, whatever their numbers in the whole."""
@@ -151,8 +151,8 @@ def test_two_hops_within_groups(ranks, rule, together):
     plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 1, together=together)
     scenario = Scenario(tables=tables, batch_sizes=(5, 3, 4, 2), plan=plan, ranks_per_node=1)
     _, whole = on_ranks(ranks, scenario)
-    dealt, _ = on_ranks(ranks, in_groups(scenario, 2, together))
-    assert_equal(scenario, dealt, whole)
+    cyclic, _ = on_ranks(ranks, in_groups(scenario, 2, together))
+    assert_equal(scenario, cyclic, whole)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -325,7 +325,7 @@ def test_bad_settings_are_named():
         EmbeddingCollection([table("user", 3)], replicas={"usr": 1})
     with pytest.raises(ConfigurationError, match="do not say how many table 'user' has"):
         EmbeddingCollection([table("user", 3)], replicas={})
-    plan = Plan.dealt([TableShape.of(spec) for spec in several("sgd")], 1)
+    plan = Plan.cyclic([TableShape.of(spec) for spec in several("sgd")], 1)
     with pytest.raises(ConfigurationError, match="replicas or a plan"):
         EmbeddingCollection(several("sgd"), replicas=2, plan=plan)
     scaled = replace(table("user", 30), optimizer=RowWiseAdaGrad(moment_scale=2.0))

@@ -128,12 +128,12 @@ class ShardGroup:
             table.shape.name
             for table in self.plan.tables
             if table.shape.name in names
-            and any(part.rule not in ("dealt", "fixed") or part.two_hop for part in table.ranges)
+            and any(part.rule not in ("cyclic", "fixed") or part.two_hop for part in table.ranges)
         ]
         if self.replicas > 1 or copied:
             raise ConfigurationError(
                 f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
-                "that deals rows (leave placement.plan and placement.strategy out), or storage='dense'"
+                "that keeps rows cyclic (leave placement.plan and placement.strategy out), or storage='dense'"
             )
 
     def allocate(self) -> None:

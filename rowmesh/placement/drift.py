@@ -86,9 +86,9 @@ class Traffic:
         self._on_device: dict[AddressMap, Tensor] = {}  # what the host has not looked at
 
     def add(self, address_map: AddressMap, offsets: NDArray[np.int64], accesses: NDArray[np.int64]) -> None:
-        """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`.
+        """Counts the requests of one batch for one group: by destination and segment, `[W, S′ + 1]` and `[W, S′]`.
 
-        There may be a stop more than ranks, for rows that all of them have.
+        There may be one destination more than ranks, for rows that all of them have.
         """
         replying = len(address_map.segments(REPLIES))
         self._provided += (offsets[:, replying] - offsets[:, 0])[: self._world_size]
@@ -104,7 +104,8 @@ class Traffic:
 
         Args:
             address_map: of the group.
-            sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses; of a stop more where there is one.
+            sizes: int64 `[2 · W · S′]`: requests by destination and segment, then accesses; one destination more, as
+                in `add`.
         """
         if address_map in self._on_device:
             self._on_device[address_map] += sizes

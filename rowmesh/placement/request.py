@@ -96,6 +96,6 @@ class Request:
         """
         limit = self.memory_limit_bytes
         if limit is None:
-            least = Plan.dealt(shapes, world_size).memory_bytes[0]
+            least = Plan.cyclic(shapes, world_size).memory_bytes[0]
             limit = int(least * (1 + self.extra_memory))
         return limit if device_bytes is None else min(limit, device_bytes)

@@ -191,7 +191,7 @@ def _nothing_fits(problem: Problem, candidates: Sequence[ReplicaCandidate]) -> s
     if (least := least_bytes(shapes, T // M)) <= limit:
         return (
             f"the fullest rank would hold {best.needed_bytes:,} bytes of rows and optimizer state, {best.over_bytes:,} "
-            f"more than the limit of {limit:,}; another strategy needs {least:,}, as 'dealt' does"
+            f"more than the limit of {limit:,}; another strategy needs {least:,}, as 'cyclic' does"
         )
     if M == 1:
         problem.check_feasible()

@@ -204,7 +204,7 @@ class CandidateSearch:
 
 
 def _least(problem: Problem) -> int:
-    """Memory of the fullest rank of a group when every row is dealt once."""
+    """Memory of the fullest rank of a group when every row is stored once, cyclic."""
     return least_bytes(problem.shapes, problem.topology.world_size)
 
 

@@ -89,7 +89,7 @@ def cost_with_replicas(
         >>> from rowmesh.placement import TableShape
         >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
-        >>> plan = Plan.dealt([shape], 4, replicas=2)
+        >>> plan = Plan.cyclic([shape], 4, replicas=2)
         >>> cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), Synchronization())
         >>> cost.memory_bytes.tolist(), (cost.exchange_bytes > 0).astype(int).tolist()
         ([128, 128, 128, 128], [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])

@@ -235,7 +235,7 @@ def _link_scale_text(comparison: Comparison) -> str:
 
 
 def _legend() -> str:
-    texts = {"hot": "hot: a copy on every rank", "warm": "warm: a copy in every node", "cold": "cold: one copy"}
+    texts = {"hot": "hot: a copy on every rank", "warm": "warm: a copy on every node", "cold": "cold: one copy"}
     return "".join(f'<span><span class="dot {level}"></span>{text}</span>' for level, text in texts.items())
 
 
@@ -281,7 +281,8 @@ def _ranges(table: TablePlan, profile: TableProfile) -> str:
     count = f"{len(table.ranges):,} range{'s'[: len(table.ranges) != 1]}"
     return (
         f"<details><summary>{escape(table.name)} <small>{table.shape.num_rows:,} rows in {count}</small></summary>"
-        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th><th class="words">owner</th>'
+        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th>'
+        '<th class="words">owner</th>'
         f"<th>accesses</th></tr></thead><tbody>{''.join(rows)}</tbody></table>{more}</div></details>"
     )
 

@@ -365,7 +365,7 @@ class DriftConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which rank holds each row; without a plan or a strategy every table is dealt over all ranks.
+    """Which rank holds each row; without a plan or a strategy every table is cyclic over all ranks.
 
     Attributes:
         plan: a file that `rowmesh plan` made for these tables and as many ranks.

@@ -4,7 +4,7 @@ A new plan is made where two intervals in a row fall short, of the second, and t
 it serves that better. From then on the limits are shares of what the first interval under it measures.
 
 Ranks talk every `check_every` steps: they add up what they measured, and learn from rank 0 what came of planning. Rank
-0 watches its own batches alone, which are like those of the others where samples are dealt to ranks.
+0 watches its own batches alone, which are like those of the others where samples go to ranks at random.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
-from rowmesh.placement.strategies import STRATEGIES
+from rowmesh.placement.strategies import STRATEGIES, current_name
 from rowmesh.sparse import SparseBatch
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
@@ -173,7 +173,7 @@ def _configured(job: Job) -> Drift | None:
 
     predicted, planner = on_rank_0(mesh, SETTING_UP, fit, Fit), None
     if problem is not None:
-        wanted = job.config.placement.strategy or plan.strategy
+        wanted = current_name(job.config.placement.strategy or plan.strategy)
         strategy = wanted if wanted in STRATEGIES else "auto"
         planner = Planner(plan, strategy, problem.topology, problem.request)
     limits = config.model_dump(exclude={"enabled"})

@@ -59,7 +59,7 @@ SCALARS = [
     "int64",
     "Tensor",
     "auto",
-    "dealt",
+    "cyclic",
 ]
 VALUES = st.sampled_from(SCALARS) | st.lists(st.sampled_from(SCALARS), max_size=3) | st.builds(dict)
 DEEP = "[" * 100_000
@@ -228,7 +228,7 @@ def test_a_spoilt_file_of_rows_that_has_no_checksum(tmp_path_factory, data):
     assert said is None or path.name in said
 
 
-PLAN = Plan.dealt([TableShape("item", 40, 16, 16, 4)], 4)
+PLAN = Plan.cyclic([TableShape("item", 40, 16, 16, 4)], 4)
 
 
 def check_plan(path):

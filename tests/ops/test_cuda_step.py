@@ -15,8 +15,8 @@ WORLD_SIZE, DIM, SIZES = 2, 3, (30, 17)
 RULE = AdaGrad(lr=0.1)
 PLAN = Plan(
     (
-        TablePlan(TableShape("a", 30, 12, 12), (RowRange(0, 10, "fixed", 0, 1), RowRange(10, 30, "dealt", 0, 0))),
-        TablePlan(TableShape("b", 17, 12, 12), (RowRange(0, 17, "dealt", 1, 0),)),
+        TablePlan(TableShape("a", 30, 12, 12), (RowRange(0, 10, "fixed", 0, 1), RowRange(10, 30, "cyclic", 0, 0))),
+        TablePlan(TableShape("b", 17, 12, 12), (RowRange(0, 17, "cyclic", 1, 0),)),
     ),
     WORLD_SIZE,
     1,

@@ -51,7 +51,7 @@ def plans(draw):
         cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=12))) if num_rows > 1 else []
         ranges = []
         for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
-            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            rules = ["cyclic", "fixed"] if stop - start > 10**5 else ["cyclic", "node", "replicated", "fixed"]
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, ROW_BYTES, ROW_BYTES), tuple(ranges)))
@@ -138,7 +138,7 @@ def test_refuses_the_first_id_that_is_no_row(row, world_size):
         unique,
         torch.tensor([0, 1, 5]),
         torch.ones(5, dtype=torch.int32),
-        AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0),
+        AddressMap(Plan.cyclic(shapes, world_size), ["a", "b"], 0),
         np.zeros(world_size, np.int64),
         0,
     )

@@ -41,7 +41,7 @@ def plans(draw):
         cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=9))) if num_rows > 1 else []
         ranges = []
         for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
-            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            rules = ["cyclic", "fixed"] if stop - start > 10**5 else ["cyclic", "node", "replicated", "fixed"]
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 20, 20), tuple(ranges)))
@@ -119,7 +119,7 @@ def test_owners_and_slots_are_those_of_the_plan(device, requests):
 @pytest.mark.parametrize("row", [-1, 3, 2**40, -(2**63), 2**63 - 1])
 def test_tells_the_first_id_that_is_no_row(device, row):
     shapes = [TableShape("a", 1, 4, 4), TableShape("b", 3, 4, 4)]
-    device_map, flags = on_device(AddressMap(Plan.dealt(shapes, 2), ["a", "b"], 0), device)
+    device_map, flags = on_device(AddressMap(Plan.cyclic(shapes, 2), ["a", "b"], 0), device)
     unique = torch.tensor([0, 1, 2, row, -1], device=device)
     counts = torch.ones(5, dtype=torch.int32, device=device)
     routed = cuda.route(device_map, flags, unique, torch.tensor([0, 1, 5], device=device), counts)
@@ -130,7 +130,7 @@ def test_tells_the_first_id_that_is_no_row(device, row):
 def test_many_cells_need_wider_keys(device):
     """More than 2¹⁵ of them."""
     shapes = [TableShape(f"t{index}", 5000, 4, 4) for index in range(9)]
-    address_map = AddressMap(Plan.dealt(shapes, 4000), [shape.name for shape in shapes], 7)
+    address_map = AddressMap(Plan.cyclic(shapes, 4000), [shape.name for shape in shapes], 7)
     unique = torch.arange(9 * 10, device=device) % 10 * 499
     offsets, counts = torch.arange(10, device=device) * 10, torch.ones(90, dtype=torch.int32, device=device)
     routed = cuda.route(*on_device(address_map, device), unique, offsets, counts)

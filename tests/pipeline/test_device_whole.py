@@ -33,7 +33,7 @@ JOB = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=3, decay=0.9, sharin
 CORED = (cored("place", 30, 3, "adagrad", rank=2), table("user", 20, 3, "adagrad"))
 TIERED = tuple(replace(each, storage="tiered") for each in TABLES)
 GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
-ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
+ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "cyclic", "replicated")[number % 3], 0, 0, False))
 JOBS = {
     "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
     "tensor-train tables, one rank": replace(JOB, tables=CORED, batch_sizes=(3,), is_weighted=True),

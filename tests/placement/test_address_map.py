@@ -71,11 +71,11 @@ def test_a_row_is_asked_for_where_it_can_be_found(plan):
 
 def test_the_map_of_a_large_plan_is_small():
     shape = TableShape("large", 10**12, 4, 4)
-    assert AddressMap(Plan.dealt([shape], 1000), ["large"], 3).num_bytes < 1000
+    assert AddressMap(Plan.cyclic([shape], 1000), ["large"], 3).num_bytes < 1000
 
 
 def test_keys_that_do_not_fit_are_refused():
-    plan = Plan.dealt([TableShape("large", 2**33, 4, 4)], world_size=2)
+    plan = Plan.cyclic([TableShape("large", 2**33, 4, 4)], world_size=2)
     with pytest.raises(
         ConfigurationError, match=r"tables 'large' \(8,589,934,592 rows\): the fullest rank would hold 4,294,967,296"
     ):
@@ -83,5 +83,5 @@ def test_keys_that_do_not_fit_are_refused():
 
 
 def test_nodes_do_not_count_where_nothing_is_relayed():
-    plan = Plan.dealt([TableShape("large", 5 * 10**9, 4, 4)], world_size=128, ranks_per_node=1)
+    plan = Plan.cyclic([TableShape("large", 5 * 10**9, 4, 4)], world_size=128, ranks_per_node=1)
     assert AddressMap(plan, ["large"], 0).key_stride == 39_062_500

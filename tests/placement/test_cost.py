@@ -26,7 +26,7 @@ def planned(draw, max_rows=30):
             RowRange(
                 start,
                 stop,
-                draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                draw(st.sampled_from(["cyclic", "node", "replicated", "fixed"])),
                 shift=draw(st.integers(0, W - 1)),
                 rank=draw(st.integers(0, W - 1)),
                 two_hop=draw(st.booleans()),
@@ -89,7 +89,7 @@ def book(ledger, part, row, shape, W, G, training, rank, node, world):
                 ledger.looked_up(leader, owner, node[m], value)
                 ledger.fetched(leader, owner, node[m], value)
             if training:
-                ledger.sent(leader, owner, node[m], gradient if part.rule in ("dealt", "fixed") else copied)
+                ledger.sent(leader, owner, node[m], gradient if part.rule in ("cyclic", "fixed") else copied)
     if training and part.rule == "node":
         for holder in holders:
             ledger.sent(owner, holder, world, copied)
@@ -172,7 +172,7 @@ def test_the_expectation_is_what_batches_move_on_average(two_hop, deduplicated):
 
 def test_counted_batches_replace_independent_draws():
     shape = TableShape("item", 2, 64, 64)
-    plan = Plan.dealt([shape], 2)
+    plan = Plan.cyclic([shape], 2)
     independent = Profile.from_counts({"item": [50, 50]}, [shape], 100)
     bursts = Profile.from_counts({"item": [50, 50]}, [shape], 100, batches={"item": [5, 5]}, batch_size=10)
     request = Request(batch_size=10)
@@ -183,7 +183,7 @@ def test_seconds_follow_the_links():
     shape = TableShape("item", 8, 64, 64)
     profile = Profile.from_counts({"item": [8] * 8}, [shape], 64)
     topology = Topology.grouped(2, 2, 3.0)
-    cost = cost_of(Plan.dealt([shape], 4, 2), profile, Request(batch_size=4))
+    cost = cost_of(Plan.cyclic([shape], 4, 2), profile, Request(batch_size=4))
     links = cost.link_seconds(topology)
     assert links[0, 1] == pytest.approx(cost.link_bytes[0, 1])
     assert links[0, 2] == pytest.approx(3 * cost.link_bytes[0, 2])

@@ -151,7 +151,7 @@ def follow(mesh, device, transport):
     collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport, plan=plan, device=device)
     optimizer, planner = EmbeddingOptimizer(collection), None
     if mesh.rank == 0:
-        planner = Planner(plan, "dealt", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
+        planner = Planner(plan, "cyclic", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
     drift, found = Drift(collection, planner, check_every=2, sample_every=1), []
     for step in range(12):
         generator = np.random.default_rng((mesh.rank, step))
@@ -182,7 +182,7 @@ def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
 def test_a_pipeline_measures_the_traffic_that_the_cpu_does(train):
     drift = [f"placement.drift.{key}" for key in ("enabled=on", "check_every=1", "sample_every=1", "min_balance=1.0")]
     runs = [
-        train(name, "placement.strategy=dealt", *drift, *own)
+        train(name, "placement.strategy=cyclic", *drift, *own)
         for name, own in (
             ("cpu", ["parallel.transport=collective"]),
             ("gpu", ["train.device=cuda", "pipeline.depth=1"]),

@@ -46,7 +46,7 @@ def train(mesh, transport, moves, follows):
     planner = None
     if mesh.rank == 0:
         request = Request(batch_size=64, mode="infer", extra_memory=0.1)
-        planner = Planner(plan, "dealt", Topology.uniform(2), request)
+        planner = Planner(plan, "cyclic", Topology.uniform(2), request)
     drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
     told = []
     for step in range(NUM_STEPS):
@@ -114,7 +114,7 @@ def no_room(groups, outcome):
 
 def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
     def planning(job):
-        planner = Planner(job.embeddings.plan, "dealt", Topology.uniform(1), Request(batch_size=64))
+        planner = Planner(job.embeddings.plan, "cyclic", Topology.uniform(1), Request(batch_size=64))
         monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
         planner.begin()
         return Drift(job.embeddings, planner)
@@ -141,7 +141,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
     monkeypatch.setattr(Trainer, "run", follow)
     run_training(resolve(config_file))
     run = RunFolder(tmp_path / "run")
-    assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "dealt")
+    assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "cyclic")
     capsys.readouterr()
     run_evaluation(run.path)
     assert f"plan      halves, {run.plan}, as in training: " in capsys.readouterr().out

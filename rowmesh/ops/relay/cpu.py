@@ -27,7 +27,7 @@ def sort_relay(
     reply_offsets,
     addresses,
 ):
-    """What an agent asks of each node, and where every row that it was asked for will be read.
+    """The requests of a node leader to each node, and the address of every row that the leader was asked for.
 
     All arguments but the numbers and row_bytes are addresses. S″ relayed segments begin with `first_segment`. The rows
     of the first `num_fetched` of them are fetched, of the others there is a copy here. The first `num_replying` of all

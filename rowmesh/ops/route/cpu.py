@@ -1,4 +1,4 @@
-"""Route on a CPU: two passes over the unique ids, a counting sort by destination that keeps the order by segment."""
+"""Route on a CPU: two passes over the unique ids and a counting sort by (destination, segment)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
     0, _DESCRIPTOR_BYTES, 8
 )
 _KIND_BITS = 24  # a destination and its kind share 32 bits
-RELAY, COPY = 1, 2  # flags of a range: the destination is the agent; a copy is here
+RELAY, COPY = 1, 2  # flags of a range: the destination is the node leader; a copy is here
 FLAG_BITS = 2  # KIND_FLAGS has the flags of kind k in bits 2k and 2k + 1
 
 
@@ -132,7 +132,7 @@ def route(
     reply_offsets,
     addresses,
 ):
-    """Where every unique id is asked for, sorted.
+    """The destination and key of every unique id, sorted.
 
     All arguments are addresses. S′ = kinds · tables, W ranks.
 
@@ -146,9 +146,9 @@ def route(
         uniques: uint32 `[U]` out; `keys[p]` asks for unique id `uniques[p]`.
         segment_offsets: int64 `[W, S′ + 1]` out, into `keys`.
         accesses: int64 `[W, S′]` out: ids (not only distinct ones) by destination and segment.
-        reply_offsets: int64 `[W + 1]` out: where each destination's replies begin among all replies.
+        reply_offsets: int64 `[W + 1]` out: where the replies of each destination begin among all replies.
         addresses: int64 `[U]` out: where row u is, or will be once it is received; 0 for rows that this rank asks
-            itself for as an agent.
+            itself for as node leader.
 
     Returns:
         −1, or the index u of the first unique id that is not a row of its table.
@@ -224,7 +224,7 @@ def _place_all(
         origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
         if is_one and flags == 0 and modulus == load_i64(part + _DIVISOR) == 1 << bits:
-            # A whole table dealt over a power of two of ranks, as where nothing is planned: shifts instead of products.
+            # A whole table cyclic over a power of two of ranks, as without a plan: shifts instead of products.
             mask = world_size - 1
             for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
                 row = load_i64(unique + 8 * u)
@@ -278,7 +278,7 @@ def _sort(
     num_tables,
     num_segments,
 ):
-    """Brings keys in order, and finds where each row is read."""
+    """Sorts the keys, and finds the address of each row."""
     arenas, row_bytes = load_i64(header + ARENAS), load_i64(header + ROW_BYTES)
     rank, key_stride = load_i64(header + RANK), load_i64(header + KEY_STRIDE)
     kind_flags, here = load_i64(header + KIND_FLAGS), load_i64(arenas + 8 * rank)

@@ -1,4 +1,4 @@
-"""Route on a GPU: every unique id finds its range, a stable sort by (destination, segment) brings ids of equal destinations together.
+"""Route on a GPU: finds the range of every unique id, then sorts the ids by (destination, segment); the sort is stable.
 
 Ranges are found by bisection. They are few and stay in the first-level cache; buckets, which save a CPU half of the
 steps, would be one more table to read. Divisions are whole-numbered and exact; even at a hundred instructions each they
@@ -27,7 +27,7 @@ from rowmesh.ops.gpu import Signature, ceil_div, check, launch
 from rowmesh.ops.route.cpu import COPY, RELAY
 
 BLOCK = 512
-NOWHERE = -(2**63)  # of a row that this rank asks itself for, as an agent
+NOWHERE = -(2**63)  # of a row that this rank asks itself for, as node leader
 _NOWHERE = tl.constexpr(NOWHERE)
 _NONE = tl.constexpr(2**63 - 1)
 _RELAY, _COPY = tl.constexpr(RELAY), tl.constexpr(COPY)
@@ -45,7 +45,7 @@ class DeviceMap:
         num_rows: int64 `[S]`.
         most_ranges: of one table.
         num_kinds, num_replying: kinds that occur; the first so many get replies.
-        world_size, rank, ranks_per_node, key_stride: W, who asks, ranks of a node, V.
+        world_size, rank, ranks_per_node, key_stride: W, the rank that asks, ranks of a node, V.
     """
 
     ranges: Tensor
@@ -94,7 +94,7 @@ class DeviceMap:
 
 @dataclass(frozen=True)
 class Routed:
-    """Where every unique id is asked for, sorted; everything on the device.
+    """The destination and key of every unique id, sorted; everything on the device.
 
     Attributes:
         sizes: int64 `[1 + 2 · W · S′]`, all that the host has to know: the index of the first unique id that is not a
@@ -102,7 +102,7 @@ class Routed:
         keys: int32 `[U]`, the bits of uint32, sorted by (destination, segment).
         uniques: int32 `[U]`: `keys[p]` asks for unique id `uniques[p]`.
         places: int64 `[U]`: where the row of each unique id is: from 0 on among the replies, in the order in which they
-            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as an agent.
+            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as node leader.
 
     An id that is no row is left out of all but `sizes`; what stands at the end of `keys` and `uniques` in its place,
     and past the number of unique ids, is not valid.
@@ -216,7 +216,9 @@ def _place_all(
     is_relayed = (tl.load(ranges + 7 * num_ranges + part) & _RELAY) != 0
     node = tl.where(is_relayed, destination // ranks_per_node, 0)
     key += node * key_stride
-    destination = tl.where(is_relayed, destination % ranks_per_node + rank // ranks_per_node * ranks_per_node, destination)
+    destination = tl.where(
+        is_relayed, destination % ranks_per_node + rank // ranks_per_node * ranks_per_node, destination
+    )
     cell = tl.where(is_row, destination * num_segments + segment, world_size * num_segments)
     tl.store(cells + u, cell.to(cells.dtype.element_ty), mask=u < num_unique)
     tl.store(keys + u, key.to(tl.int32), mask=u < num_unique)
@@ -298,7 +300,7 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
 
 
 def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
-    """Where every unique id is asked for, sorted by (destination, segment).
+    """The destination and key of every unique id, sorted by (destination, segment).
 
     Args:
         device_map: where rows are.

@@ -67,7 +67,7 @@ def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str,
 
 
 def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarray, float]:
-    """Partitions and their owners: the first that are balanced and fit, else the finest that fit, if need be trimmed."""
+    """Partitions and their owners: the first that fit in balance, else the finest that fit, trimmed if necessary."""
     W, limit = problem.topology.world_size, problem.limit_bytes
     problem.check_feasible()
     fitting = None
@@ -88,7 +88,7 @@ def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarra
     if fitting is None:
         raise ConfigurationError(
             f"strategy 'partitioned': {len(parts):,} partitions need {int(stored.max()):,} bytes on the fullest rank, "
-            f"{int(stored.max()) - limit:,} more than the limit of {limit:,}; allow more, or take strategy 'dealt'"
+            f"{int(stored.max()) - limit:,} more than the limit of {limit:,}; allow more, or take strategy 'cyclic'"
         )
     return fitting
 

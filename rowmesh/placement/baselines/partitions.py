@@ -66,20 +66,22 @@ class Partitions:
         return Partitions(demand, table, start, stop, accesses, by_access, read_bytes)
 
     def balanced(self) -> np.ndarray:
-        """[P], a rank for each partition: those bounded by accesses to whom reads least, then the others to whom
-        stores least, the biggest first.
+        """[P], a rank for each partition, the biggest first.
+
+        Partitions bounded by accesses go to the rank that reads least, then the others to the rank that stores least.
         """
         W = self.demand.world_size
         owner = np.empty(len(self), np.int64)
         by_access, by_memory = np.flatnonzero(self.by_access), np.flatnonzero(~self.by_access)
-        _give(owner, by_access[np.argsort(-self.read_bytes[by_access], kind="stable")], self.read_bytes, np.zeros(W))
+        _assign(owner, by_access[np.argsort(-self.read_bytes[by_access], kind="stable")], self.read_bytes, np.zeros(W))
         stored = np.bincount(owner[by_access], self.stored_bytes[by_access], W)
-        _give(owner, by_memory[np.argsort(-self.stored_bytes[by_memory], kind="stable")], self.stored_bytes, stored)
+        _assign(owner, by_memory[np.argsort(-self.stored_bytes[by_memory], kind="stable")], self.stored_bytes, stored)
         return owner
 
     def trimmed(self, owner: np.ndarray, limit_bytes: int) -> tuple[Partitions, np.ndarray] | None:
-        """(partitions, owners) within a limit that some ranks exceed by little: their least read partitions are cut, and
-        the ends go to ranks with room. None where the rows do not fit so.
+        """(partitions, owners) within a limit that some ranks exceed by little; None where the rows do not fit so.
+
+        Cuts the least read partitions of these ranks, and moves the ends to ranks with room.
         """
         row_bytes = self.demand.row_bytes[self.table]
         room = limit_bytes - np.bincount(owner, self.stored_bytes, self.demand.world_size).astype(np.int64)
@@ -160,7 +162,7 @@ def _cut(
     return cuts
 
 
-def _give(owner: np.ndarray, order: np.ndarray, weight: np.ndarray, load: np.ndarray) -> None:
+def _assign(owner: np.ndarray, order: np.ndarray, weight: np.ndarray, load: np.ndarray) -> None:
     """Each item of `order` to the rank with the least load."""
     heap = [(float(amount), rank) for rank, amount in enumerate(load)]
     heapq.heapify(heap)

@@ -92,7 +92,7 @@ class Problem:
 
 
 def least_bytes(shapes: Sequence[TableShape], world_size: int) -> int:
-    """What the fullest rank holds when every row is stored once and dealt."""
+    """What the fullest rank holds when every row is stored once, cyclic."""
     return sum(shape.row_bytes * -(-shape.num_rows // world_size) for shape in shapes)
 
 
