@@ -105,7 +105,7 @@ def _compare_with_bound(
     in_sample, out_of_sample = expected / found.notes["bound"], true / limit.notes["bound"]
     report.line(case=case, over_bound_in_sample=round(in_sample, 7), over_oracle_bound=round(out_of_sample, 6))
     report.ratio(f"{case}: cyclic over the bound by expected accesses, target 1.01", round(in_sample, 7))
-    report.ratio(f"{case}: cyclic by true accesses over the bound of who knows them", round(out_of_sample, 6))
+    report.ratio(f"{case}: cyclic by true accesses over the bound of a plan that knows them", round(out_of_sample, 6))
 
 
 def _kinds(cost: Cost, network: Topology, request: Request) -> dict[str, Any]:

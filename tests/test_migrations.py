@@ -131,18 +131,18 @@ def test_nothing_is_left_of_old_plans(ranks, transport):
 
 
 def count_replicas(mesh, mode, dense):
-    """Rows that this rank told other replicas, after one step, and after a migration and another one."""
+    """Rows that this rank sent to other replicas, after one step, and after a migration and another one."""
     collection = EmbeddingCollection(
         behaviour.TABLES, mesh=mesh, replicas=2, synchronization=Synchronization(mode, dense=dense)
     )
-    optimizer, told = EmbeddingOptimizer(collection), []
+    optimizer, sent = EmbeddingOptimizer(collection), []
     for _ in range(2):
         behaviour.one_step(collection, optimizer, behaviour.batch_of(mesh.rank, 0))
         collection.barrier()
-        told.append([counters.synchronization.rows for counters in collection.counters])
+        sent.append([counters.synchronization.rows for counters in collection.counters])
         collection.migrate(collection.plan)
     collection.close()
-    return told
+    return sent
 
 
 @pytest.mark.parametrize(("mode", "dense"), [("exact", False), ("average", False), ("average", True)])

@@ -132,8 +132,8 @@ def test_touched_rows_are_all_that_differ(ranks, replicas, rule, dtype):
     _, expected = on_ranks(ranks, dense, "one_sided")
     parts, _ = on_ranks(ranks, touched, "one_sided")
     assert_equal(scenario, parts, expected)
-    told = [[c.synchronization for c in part.counters.values()] for part in parts]
-    assert all(counters.rows for part in told for counters in part)
+    found = [[c.synchronization for c in part.counters.values()] for part in parts]
+    assert all(counters.rows for part in found for counters in part)
 
 
 def test_replicas_share_what_is_saved(ranks):

@@ -215,7 +215,7 @@ def touched_rows(
         num_rows: copied.
         share: of them that each rank touches.
         overlap: see above.
-        world_size, rank: who.
+        world_size, rank: this rank's.
         generator: in the same state on all ranks.
     """
     count = max(round(share * num_rows), 1)

@@ -68,7 +68,7 @@ class Part:
     """The rows of one table that one rank wrote.
 
     Attributes:
-        rank: who wrote them.
+        rank: the rank that wrote them.
         ranges: the rows, in file order, one range after the other.
         files: "values" and the names of optimizer states → file name.
     """

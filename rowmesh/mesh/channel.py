@@ -23,7 +23,7 @@ from rowmesh.mesh.waiting import Waiting
 
 _counting = threading.Lock()  # several threads may send messages of one group of tables
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_TAGS = 1 << 20  # direct messages that may be under way between two ranks are told apart by them
+_TAGS = 1 << 20  # distinguish direct messages that are under way between two ranks at a time
 
 
 class MessageCounters(Protocol):

@@ -1,7 +1,7 @@
 """Symmetric memory: torch's way to let the GPUs of a host read each other, and what stands against it.
 
-None of this has run on GPUs. What is called has the same signatures in torch 2.9 and 2.13, and does the same there as
-far as their sources tell.
+None of this has run on GPUs. The functions called here have the same signatures in torch 2.9 and 2.13, and by
+their sources do the same.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SymmetricPeerMemory:
         """As `PeerMemory`: a kernel on the current stream that signals to all GPUs and waits for their signals.
 
         Writes before it, on this stream, are seen by what other GPUs read after theirs. A rank that died is not named
-        here: after the timeout the kernel gives up, which ends what this process does on its GPU with an error.
+        here: after the timeout the kernel fails, and with it everything that this process does on its GPU.
         """
         self._signals.handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
@@ -133,7 +133,7 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
             any of them.
         device: of this rank.
     """
-    doing = "telling how devices are linked"
+    doing = "exchanging how devices are linked"
     own = None if device.type == "cpu" else _link(device).to_plain()
     links = [theirs and Link.from_plain(theirs) for theirs in gather_objects(mesh, own, doing)]
     obstacle = _obstacle_of(mesh, links)

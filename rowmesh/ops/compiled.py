@@ -119,7 +119,7 @@ def _open_cache(function: Any) -> _Cache | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole, whoever else writes it; the checksum tells of what a crash left."""
+    """Writes a file that appears whole, even if others write it too; the checksum reveals what a crash left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:

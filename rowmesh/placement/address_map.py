@@ -225,7 +225,7 @@ class AddressMap:
             nodes = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
             raise ConfigurationError(
                 f"tables {names}: the fullest rank would hold {self.key_stride:,} rows{nodes}; at most {MAX_KEY:,} can "
-                "be told apart; use more ranks, or give some tables another optimizer, which makes a group of their own"
+                "be addressed; use more ranks, or give some tables another optimizer, which makes a group of their own"
             )
 
     def _items(self) -> Iterator[tuple[RowRange, int]]:

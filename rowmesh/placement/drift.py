@@ -198,7 +198,7 @@ class Planner:
         plan: which is in use.
         strategy: that makes new ones.
         topology: of the ranks.
-        request: what is wanted of them.
+        request: what plans are made for.
         capacity: rows of each table that are counted one by one.
     """
 

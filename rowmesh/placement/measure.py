@@ -179,9 +179,9 @@ def node_size(hosts: Sequence[int]) -> int:
 def settle(measured: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.float64]:
     """Links that differ by no more than measuring is exact are made equal, `[W, W]`.
 
-    Both directions of a link get their mean (messages go there and back, so they cannot be told apart); then the links
-    within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within
-    NOISE of it. Otherwise a search would choose by noise.
+    Both directions of a link get their mean (messages go there and back, so each alone is unknown); then the links
+    within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within NOISE
+    of it. Otherwise a search would choose by noise.
 
     Example:
         >>> settle(np.array([[1.0, 2.0], [2.1, 1.0]]), ranks_per_node=2).tolist()

@@ -1,4 +1,4 @@
-"""Request: what a user wants of a plan."""
+"""Request: what a user asks of a plan."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def sections(comparison: Comparison) -> Iterator[str]:
         f'<div class="levels legend">{_legend()}</div>'
     )
     yield _table_cards(comparison)
-    yield '<h2>Ranges</h2><p class="note">The whole plan: every row of every table, and the rule for who holds it.</p>'
+    yield '<h2>Ranges</h2><p class="note">The whole plan: all rows of all tables, and the ranks that hold them.</p>'
     yield from (_ranges(table, profile) for table, profile in _tables(comparison))
 
 

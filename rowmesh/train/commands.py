@@ -131,7 +131,7 @@ def _begin(claim: Claim, config: Config, placement: Placement) -> RunFolder:
 def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> RunFolder:
     """Writes the model; returns the run's folder, wherever that is in the end."""
     with naming_lost_peers(job.mesh, SAVING):
-        _say_mapped(job)
+        _write_mapped(job)
         metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
         run = save_model(job, claim, trainer.state_dict(), metadata)
     _write(job.mesh, f"model     {run.model}, after {trainer.step} steps")
@@ -197,8 +197,8 @@ def _write(mesh: Mesh, *lines: str) -> None:
         print(*lines, sep="\n", flush=True)  # noqa: T201
 
 
-def _say_mapped(job: Job) -> None:
-    """Tells of ids that their tables' out_of_range mapped to another row, by feature, over all ranks."""
+def _write_mapped(job: Job) -> None:
+    """Prints how many ids their tables' out_of_range mapped to another row, by feature, over all ranks."""
     mine: Counter[str] = Counter()
     for counters in job.embeddings.counters:
         mine.update(counters.out_of_range)

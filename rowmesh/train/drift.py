@@ -66,7 +66,7 @@ class Drift:
         self._step = 0
 
     def after_step(self, batch: SparseBatch) -> str:
-        """Between two steps; returns what is to be told, mostly nothing. Collective: every rank calls it."""
+        """To be called between two steps; returns a message, mostly empty. Collective: every rank calls it."""
         self._step += 1
         if self._planner is not None and self._step % self._sample_every == 0:
             self._planner.watch(self._ids_by_table(batch), batch.batch_size)
@@ -128,8 +128,8 @@ class Drift:
         """Goes over to a plan; says what that took, or why the old one goes on."""
         try:
             moved = self._collection.migrate(plan)
-        # On all ranks alike: who made the plan does not know what tables or devices cannot do, nor that there must be
-        # room for the rows of both plans.
+        # On all ranks alike: the planner does not know the limits of tables and devices, nor that both plans' rows need
+        # room.
         except (ConfigurationError, MemoryError) as error:
             return f"not taken over, {error}"
         if self._planner is not None:
@@ -139,7 +139,7 @@ class Drift:
 
 @contextmanager
 def configured_drift(job: Job) -> Iterator[Drift | None]:
-    """What keeps the plan of a run up to date, if that is wanted; closed at the end, also where training fails.
+    """Keeps the plan of a run up to date, if the configuration says so; closed at the end, also where training fails.
 
     Collective: every rank enters it.
     """

@@ -1,4 +1,4 @@
-"""Export: the rows of a trained model under the values that users know, for whoever serves them.
+"""Export: the rows of a trained model under the values that users know, for a server.
 
 A table becomes a Parquet file with a line an id, the most frequent first, whatever order its rows were trained in::
 
@@ -81,7 +81,7 @@ def export(
         data: the prepared data, where they are no longer where the run was trained on them.
         tables: some of them; default: all.
         overwrite: replace a folder that an earlier export wrote.
-        progress: is told what is being written, and which share of it is.
+        progress: called with what is being written, and the share that is done.
         verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
         log: receives a line for each of the model and the data that is not verified, with the reason; by default
             rowmesh's log.

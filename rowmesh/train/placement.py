@@ -59,7 +59,7 @@ class Placement:
 
 
 def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:
-    """The placement that a configuration wants on a mesh.
+    """The placement that a configuration asks for on a mesh.
 
     Raises:
         ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
@@ -126,7 +126,7 @@ def problem_of(
         config: of the run.
         data: of the run.
         topology: of the ranks.
-        request: what is wanted; by default what the configuration says.
+        request: what to plan for; by default the request of the configuration.
         count_batches: read all batches once to count how many hold each row.
     """
     request = request or request_of(config, topology.world_size)

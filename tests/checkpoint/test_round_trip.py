@@ -72,7 +72,7 @@ class Cyclic:
         return self.local_rows(table)
 
     def fill(self):
-        """Gives every element a value that tells where it belongs."""
+        """Gives every element a value by its place."""
         for index, part in enumerate(self.parts.values()):
             for salt, tensor in enumerate([part.values, *part.state.values()]):
                 numbers = (torch.tensor(list(part.rows), dtype=torch.int64) * 7919 + index * 31 + salt).double().sin()

@@ -1,4 +1,4 @@
-"""Who sends what: by arithmetic on many rows, against the rules of one row at a time."""
+"""Which rank sends what: by arithmetic on many rows, against the rules of one row at a time."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -24,6 +24,7 @@ from rowmesh.train.placement import Placement
 from rowmesh.train.resolve import resolve, to_toml
 from rowmesh.train.run_folder import Claim, RunFolder
 from tests.faults.test_checkpoints import collection, rows, save
+from tests.support.clicks import write_config
 from tests.support.prepared import forget_own_sum
 from tests.train import conftest as shared
 
@@ -328,12 +329,7 @@ def test_deeply_nested_files(tmp_path, name):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, clicks):
     folder = tmp_path_factory.mktemp("evaluated")
-    file = folder / "clicks.toml"
-    file.write_text(
-        f'[run]\nfolder="{folder / "run"}"\n[data]\nfolder="{clicks.folder}"\nbatch_size=256\n[model]\nbottom=[8]\n'
-        "top=[16]\n[tables]\ndim=4\n[train]\nsteps=2\n"
-    )
-    run_training(resolve(file))
+    run_training(resolve(write_config(folder / "clicks.toml", folder / "run", clicks.folder, "[train]", "steps = 2")))
     return RunFolder(folder / "run")
 
 

@@ -33,7 +33,7 @@ def test_groups_and_columns_cross_once(grid):
 def test_nodes_of_a_group_are_its_ranks_on_one_host(grid, data):
     per_host = data.draw(st.sampled_from(valid_replicas(grid.world_size)))
     on_hosts = {count for group in grid.groups for count in Counter(rank // per_host for rank in group).values()}
-    expected = on_hosts.pop() if len(on_hosts) == 1 else grid.shards  # cut unevenly: hosts are not told apart
+    expected = on_hosts.pop() if len(on_hosts) == 1 else grid.shards  # cut unevenly: hosts are not distinguished
     assert grid.ranks_per_node(per_host) == expected
 
 

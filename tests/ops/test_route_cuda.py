@@ -65,7 +65,7 @@ def requests(draw):
 @settings(max_examples=40)
 @given(requests=requests(), spare=st.integers(0, 3))
 def test_equals_the_reference(device, requests, spare):
-    """`spare` ids past the unique ones, which nobody asks for."""
+    """`spare` ids past the unique ones, which are not asked for."""
     address_map, unique, offsets, counts = requests
     world_size, rank = address_map.plan.world_size, address_map.rank
     routed = cuda.route(

@@ -131,16 +131,16 @@ def test_a_loop_that_is_left_gives_tiered_rows_up(ranks):
     assert ranks.run(leave, world_size=2) == [((12, 3), 0)] * 2
 
 
-def tell(mesh):
-    """How rows travel, as told, for tables of several kinds."""
+def describe(mesh):
+    """The exchanges of tables of several kinds, as printed."""
     tables = [TableSpec(name="a", num_rows=9, dim=3), cored("b", 9, 3)]
     collection = EmbeddingCollection(tables, mesh=mesh, device="cuda")
     return Pipeline(collection).reasons
 
 
 def test_reasons(ranks):
-    alone = tell(Mesh())
+    alone = describe(Mesh())
     assert [reason.split(": ")[0] for reason in alone] == ["rows and gradients travel whole"] * 2
-    dense, cores = ranks.run(tell, world_size=2)[1]
+    dense, cores = ranks.run(describe, world_size=2)[1]
     assert dense.startswith("rows and gradients travel by micro-batch (delta), over ")
     assert cores == "rows and gradients travel whole: tensor-train rows are computed where they are looked up"

@@ -60,7 +60,7 @@ class Ledger:
 
 
 def book(ledger, part, row, shape, W, G, training, rank, node, world):
-    """One row of a range: `rank[i]`, `node[m]` and `world` say how often it is asked for by whom."""
+    """One row of a range: `rank[i]`, `node[m]` and `world` are how often a rank, a node and all ranks ask for it."""
     owner, holders = part.owner(row, W), part.holders(row, W, G)
     leaders = [m * G + owner % G for m in range(W // G)]
     value, gradient, copied = shape.value_bytes, shape.gradient_bytes, shape.gradient_bytes + SLOT_BYTES

@@ -23,7 +23,7 @@ def test_all_ranks_measure_the_same(ranks, world_size, ranks_per_node):
         assert np.array_equal(other[0], cost)
         assert np.array_equal(other[1], latency)
     assert cost.shape == latency.shape == (world_size, world_size)
-    assert np.all((cost > 0) & np.isfinite(cost))  # how fast this machine is just now, nobody knows
+    assert np.all((cost > 0) & np.isfinite(cost))  # the speed of this machine is unknown
     assert np.all((latency >= 0) & np.isfinite(latency))
     assert num_nodes == world_size // (ranks_per_node or world_size)
     assert memory_bytes == 1 << 30

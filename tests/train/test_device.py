@@ -144,7 +144,7 @@ ITEM = TableSpec(name="item", num_rows=60, dim=4, optimizer=RowWiseAdaGrad(lr=0.
 
 
 def follow(mesh, device, transport):
-    """What was told and measured after every step of traffic that moves, and the rows."""
+    """Messages and measurements after every step of traffic that moves, and the rows."""
     device = device_of(mesh) if (device, transport) == ("cuda", "one_sided") else device
     shape = TableShape.of(ITEM)
     plan = Plan((TablePlan(shape, (RowRange(0, 10, "replicated"), RowRange(10, 60))),), 2, 2)
@@ -174,7 +174,7 @@ def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
     runs = [ranks.run(follow, device, transport) for device in ("cuda", "cpu")]
     for (found, rows), (expected, theirs) in zip(*runs, strict=True):
         assert found == expected
-        assert [bool(told) for told, _ in found].count(True) == 1
+        assert [bool(messages) for messages, _ in found].count(True) == 1
         torch.testing.assert_close(rows, theirs)
 
 
@@ -188,6 +188,6 @@ def test_a_pipeline_measures_the_traffic_that_the_cpu_does(train):
             ("gpu", ["train.device=cuda", "pipeline.depth=1"]),
         )
     ]
-    told = [re.findall(r"drift after step \d+: (balance [^;]*); ", run.out)[0] for run in runs]
-    assert told[0] == told[1]
+    messages = [re.findall(r"drift after step \d+: (balance [^;]*); ", run.out)[0] for run in runs]
+    assert messages[0] == messages[1]
     assert runs[0].metrics == pytest.approx(runs[1].metrics, abs=1e-9)

@@ -38,7 +38,7 @@ def a_batch(rank, step, moves):
 
 
 def train(mesh, transport, moves, follows):
-    """What was told, the coverage of the last interval, the rows by number."""
+    """Messages, the coverage of the last interval, the rows by number."""
     shape = TableShape.of(TABLES[0])
     plan = Plan((TablePlan(shape, (RowRange(0, 100, "replicated"), RowRange(100, 2000))),), 2, 2)
     collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, plan=plan)
@@ -48,14 +48,14 @@ def train(mesh, transport, moves, follows):
         request = Request(batch_size=64, mode="infer", extra_memory=0.1)
         planner = Planner(plan, "cyclic", Topology.uniform(2), request)
     drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
-    told = []
+    messages = []
     for step in range(NUM_STEPS):
         batch = a_batch(mesh.rank, step, moves)
         optimizer.zero_grad()
         collection(batch).values.square().sum().backward()
         optimizer.step()
         if drift is not None and (text := drift.after_step(batch)):
-            told.append(text)
+            messages.append(text)
         if planner is not None:
             planner.wait()  # however slow, it is taken over at the next check
     coverage = drift.measured.coverage if drift is not None else 0.0
@@ -68,18 +68,18 @@ def train(mesh, transport, moves, follows):
     }
     assert len(rows_of(collection)) == 2
     collection.close()
-    return told, coverage, rows
+    return messages, coverage, rows
 
 
 @pytest.mark.parametrize("transport", ["one_sided", "collective"])
 def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
     results = ranks.run(train, transport, True, True, world_size=2)
-    told = results[0][0]
-    assert len(told) == 1, told
-    # each rank tells the time that it took itself
-    assert [text.rpartition(" moved in ")[0] for text in results[1][0]] == [told[0].rpartition(" moved in ")[0]]
-    assert told[0].startswith("coverage ")
-    assert "rows (" in told[0]
+    messages = results[0][0]
+    assert len(messages) == 1, messages
+    # each rank reports its own time
+    assert [text.rpartition(" moved in ")[0] for text in results[1][0]] == [messages[0].rpartition(" moved in ")[0]]
+    assert messages[0].startswith("coverage ")
+    assert "rows (" in messages[0]
     assert results[0][1] > 0.75
     plain = ranks.run(train, transport, True, False, world_size=2)
     followed, expected = ({**a[2], **b[2]} for a, b in (results, plain))
@@ -87,8 +87,8 @@ def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
 
 
 def test_traffic_that_stays_moves_nothing(ranks):
-    for told, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
-        assert told == []
+    for messages, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
+        assert messages == []
         assert coverage > 0.75
 
 
@@ -99,7 +99,7 @@ def test_traffic_that_stays_moves_nothing(ranks):
         ("dense", "no room; the old plan goes on"),
     ],
 )
-def test_a_plan_that_cannot_be_taken_over_is_told_and_left(monkeypatch, storage, why):
+def test_a_plan_that_cannot_be_taken_over_is_reported_and_left(monkeypatch, storage, why):
     collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
     plan, drift = collection.plan, Drift(collection, None)
     monkeypatch.setattr(ShardGroups, "allocate", no_room)

@@ -22,7 +22,7 @@ SHAPE = TableShape("item", 1000, value_bytes=64, gradient_bytes=64)
 
 
 def refusal(mesh, plan, hosts, available, averages=False):
-    """What a rank is told where each has so much memory available, by what limits it."""
+    """The warnings of a rank where each has so much memory available, by what limits it."""
     available = [room if isinstance(room, dict) else {"": room} for room in available]
     patch = pytest.MonkeyPatch()
     patch.setattr(memory, "rooms", lambda: available[mesh.rank])

@@ -47,7 +47,7 @@ def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
         assert (placed.plan.together, placed.plan.replica_counts) == (together, (2,))
     chosen = placement("parallel.replicas=2")
     assert "shards of a replica next to each other" in chosen.text
-    assert "replicas of a shard next to each other" in chosen.text  # both costs are told
+    assert "replicas of a shard next to each other" in chosen.text  # both costs are printed
     assert placement("parallel.replicas=auto").plan.notes["why"].startswith("M = ")
     assert placement("tables.replicas=2").plan.replica_counts == (2,)
     assert placement("tables.replicas=4", "parallel.replicas=2").plan.replica_counts == (4,)

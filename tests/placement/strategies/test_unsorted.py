@@ -116,4 +116,4 @@ def test_comparisons_and_replicas_are_made_of_such_plans(mode):
     for one, other in zip(found.candidates, best.candidates, strict=True):
         assert one.cost is not None
         assert other.cost is not None
-        assert one.cost.total_s <= 1.05 * other.cost.total_s  # the busiest rank's, which depends on who holds what
+        assert one.cost.total_s <= 1.05 * other.cost.total_s  # of the busiest rank, which depends on the placement
