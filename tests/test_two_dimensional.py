@@ -305,8 +305,8 @@ def test_torch_sees_the_same_grid(ranks):
     found = ranks.run(places, world_size=4)
     for together in ("shards", "replicas"):
         grid = Grid(4, 2, together)
-        columns = {rank: sum(column) for column in grid.columns for rank in column}
-        assert [place[together] for place in found] == [(*grid.place(rank), columns[rank]) for rank in range(4)]
+        totals = {rank: sum(ranks_) for ranks_ in grid.replicate_groups for rank in ranks_}
+        assert [place[together] for place in found] == [(*grid.place(rank), totals[rank]) for rank in range(4)]
 
 
 def disagree(mesh):

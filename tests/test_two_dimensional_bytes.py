@@ -16,7 +16,7 @@ NUM_STEPS = 4
 
 
 def train_on_all_rows(mesh, tables, plan, synchronization):
-    """Every rank wants every row in every step; what this rank sent within its group, and along its column."""
+    """Every rank reads every row in every step; bytes that it sent in its shard group, and in its replicate group."""
     collection = EmbeddingCollection(
         tables, mesh=mesh, transport="collective", plan=plan, synchronization=synchronization
     )

@@ -1,8 +1,9 @@
 """What a step costs where tables have replicas: memory, look-ups, all-to-alls within groups, and their synchronisation.
 
 T ranks hold M replicas of a table, each spread over a group of N = T / M ranks; the M ranks that hold the same shard
-are a column (`rowmesh.mesh.grid`). Within a group everything is as in `rowmesh.placement.cost`. Along columns, in a
-step of b samples a rank, every rank sends for its shard, whose rows a group touches with chance u, any group with U:
+are a replicate group (`rowmesh.mesh.grid`). Within a shard group everything is as in `rowmesh.placement.cost`. In a
+step of b samples a rank, every rank sends to its replicate group, for its shard. A shard group touches a row of it with
+probability u, any group with U:
 
     exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. Of two
                replicas, each sends u · w to the other; of more, u · w / M to each, which are owners of a share of the
@@ -42,7 +43,7 @@ class ReplicaCost:
         memory_bytes: [T], rows and optimizer state, and those marks that averages take; no messages.
         lookups: [T], rows that each rank gathers, for itself and its group.
         exchange_bytes: of all-to-alls within groups; the diagonal is 0.
-        sync_bytes: between the ranks of columns; the diagonal is 0.
+        sync_bytes: within replicate groups; the diagonal is 0.
         exchange_s: of all-to-alls: the busiest rank's links one by one, its look-ups, and waits.
         sync_s: of synchronisation: the busiest rank's links one by one, and waits.
         dense_s: what averaging whole shards would take instead, as often.
@@ -106,7 +107,7 @@ def cost_with_replicas(
             lookup_bytes[group] += cost.lookup_bytes.sum(axis=0)
         exchange_wait += cost.rounds * _longest(topology.latency_s, part.grid.groups)
         if count > 1 and request.training:
-            latency = _longest(topology.latency_s, part.grid.columns)
+            latency = _longest(topology.latency_s, part.grid.replicate_groups)
             moved, rounds = part.sync(request, sync)
             ring, ring_rounds = part.ring(sync.every)
             sync_bytes, sync_wait = sync_bytes + moved, sync_wait + rounds * latency
@@ -166,26 +167,26 @@ class _Part:
         return cost_under(self.plan, self.demand, training=request.training)
 
     def sync(self, request: Request, sync: Synchronization) -> tuple[Floats, float]:
-        """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
+        """Of a step: bytes within replicate groups, [T, T], and messages that wait for each other."""
         if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))
-        for column, num_bytes in zip(self.grid.columns, self._told(request, sync), strict=True):
-            found[np.ix_(column, column)] = num_bytes
+        for ranks, num_bytes in zip(self.grid.replicate_groups, self._sent_bytes(request, sync), strict=True):
+            found[np.ix_(ranks, ranks)] = num_bytes
         np.fill_diagonal(found, 0.0)
         return found, (1 if self.grid.replicas == 2 else 2) / sync.every
 
     def ring(self, every: int) -> tuple[Floats, float]:
-        """The same of an all-reduce of whole shards round each column, equation (1)."""
+        """The same of an all-reduce of whole shards round each replicate group, equation (1)."""
         T, M = self.grid.world_size, self.grid.replicas
         found = np.zeros((T, T))
-        for column, shard_bytes in zip(self.grid.columns, self.plan.memory_bytes, strict=True):
-            for rank, following in zip(column, [*column[1:], column[0]], strict=True):
+        for ranks, shard_bytes in zip(self.grid.replicate_groups, self.plan.memory_bytes, strict=True):
+            for rank, following in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
         return found, 2 * (M - 1) / every
 
-    def _told(self, request: Request, sync: Synchronization) -> Floats:
-        """[N], what a rank of each shard sends to each other of its column in a step."""
+    def _sent_bytes(self, request: Request, sync: Synchronization) -> Floats:
+        """[N], what a rank of each shard sends to each other of its replicate group in a step."""
         samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
             self._shard_bytes(self._touched(samples * ranks), sync) / sync.every

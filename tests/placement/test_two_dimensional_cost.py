@@ -88,16 +88,16 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
     for table in part.tables:
         rows = touched[table.name]
         for row in range(table.shape.num_rows):
-            column = grid.columns[table.range_of(row).owner(row, part.world_size)]
+            ranks_ = grid.replicate_groups[table.range_of(row).owner(row, part.world_size)]
             size, owner = row_bytes(table.shape), row // part.world_size % replicas
-            for group, rank in enumerate(column):
+            for group, rank in enumerate(ranks_):
                 for other in range(replicas):
                     if directly and other != group and rows[group, row]:
-                        found[column[other], rank] += size
+                        found[ranks_[other], rank] += size
                     if not directly and other != group and rows[group, row] and other == owner:
-                        found[column[other], rank] += size
+                        found[ranks_[other], rank] += size
                     if not directly and other != group and rows[:, row].any() and group == owner:
-                        found[column[other], rank] += size
+                        found[ranks_[other], rank] += size
     return found
 
 
@@ -124,9 +124,9 @@ def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, dire
     cost = costs(plan, sync)
     assert np.array_equal(cost.sync_bytes > 0, counted > 0)
     assert cost.sync_bytes.sum() == pytest.approx(counted.sum(), rel=0.02)
-    for column in plan.grid(replicas).columns:
-        assert cost.sync_bytes[:, column].sum() == pytest.approx(counted[:, column].sum(), rel=0.03)
-    if directly:  # else it depends on which rows a column's ranks are owners of, which here are few
+    for ranks_ in plan.grid(replicas).replicate_groups:
+        assert cost.sync_bytes[:, ranks_].sum() == pytest.approx(counted[:, ranks_].sum(), rel=0.03)
+    if directly:  # else it depends on which rows a replicate group's ranks are owners of, which here are few
         assert cost.sync_bytes.sum(axis=0) == pytest.approx(counted.sum(axis=0), rel=0.05)
     assert cost.sync_s == pytest.approx(cost.sync_bytes.sum(axis=0).max())
 
@@ -148,7 +148,7 @@ def test_lookups_are_those_of_drawn_batches():
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
+def test_exchanges_stay_within_groups_and_synchronisation_within_replicate_groups(data):
     H, G = data.draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 4), (4, 2)]))
     replicas = data.draw(st.sampled_from(valid_replicas(H * G)))
     together = data.draw(st.sampled_from(["shards", "replicas"]))
@@ -161,10 +161,10 @@ def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
     for group in plan.grid(replicas).groups:
         assert cost.exchange_bytes[np.ix_(group, group)] == pytest.approx(within.link_bytes)
     assert cost.exchange_bytes.sum() == pytest.approx(within.total_bytes * replicas)
-    columns = np.zeros_like(cost.sync_bytes, bool)
-    for column in plan.grid(replicas).columns:
-        columns[np.ix_(column, column)] = True
-    assert not cost.sync_bytes[~columns].any()
+    within = np.zeros_like(cost.sync_bytes, bool)
+    for ranks_ in plan.grid(replicas).replicate_groups:
+        within[np.ix_(ranks_, ranks_)] = True
+    assert not cost.sync_bytes[~within].any()
     assert not np.diag(cost.sync_bytes).any()
     assert (cost.sync_bytes.sum() > 0) == (replicas > 1)
     assert cost.total_s == cost.exchange_s + cost.sync_s
