@@ -136,12 +136,12 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def counters(self) -> list[GroupCounters]:
-        """What each group moved since the start, on this rank."""
+        """Counters of the traffic of each group since the start, on this rank."""
         return [exchange.counters for exchange in self.engine.exchanges]
 
     @property
     def tier_counters(self) -> dict[str, TierCounters]:
-        """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
+        """Counters of hits in fast memory, reads and write-backs of each tiered group since the start, on this rank."""
         arenas = {exchange.group.name: exchange.arena for exchange in self.engine.exchanges}
         return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, CachedArena)}
 

@@ -478,4 +478,4 @@ def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
 
 
 def _nothing(group: RouteGroup) -> None:
-    """What an evaluation does while rows travel."""
+    """Work that an evaluation does while rows are sent."""

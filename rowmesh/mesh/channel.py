@@ -27,7 +27,7 @@ _TAGS = 1 << 20  # distinguish direct messages that are under way between two ra
 
 
 class MessageCounters(Protocol):
-    """What counts messages: the rounds of each kind, and bytes to and from other ranks."""
+    """Counters of messages: the rounds of each kind, and bytes to and from other ranks."""
 
     all_to_all_rounds: int
     all_gathers: int
@@ -44,7 +44,7 @@ class Message:
         self._channel, self._work, self._into, self._out, self._doing = channel, work, into, out, doing
 
     def wait(self) -> Tensor:
-        """What came, in the order of the ranks."""
+        """The messages received, in the order of the ranks."""
         if self._work is not None:
             self._channel.wait(self._work, self._doing)
             self._work = None

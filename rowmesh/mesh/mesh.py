@@ -171,7 +171,7 @@ class Mesh:
         return group
 
     def patiently(self, call: Callable[[], T], doing: str) -> T:
-        """What `call` returns, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
+        """Returns `call()`, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
 
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
@@ -287,7 +287,7 @@ class Mesh:
         return DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
 
     def name(self, rank: int) -> int:
-        """What messages call a rank: its number in the whole."""
+        """The number of a rank in messages: that in the whole mesh."""
         return self.members[rank] if self.members else rank
 
     @property

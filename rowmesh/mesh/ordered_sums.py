@@ -88,7 +88,7 @@ class CollectiveSums:
 
     @property
     def num_bytes(self) -> int:
-        """Of all vectors."""
+        """Bytes of all vectors."""
         return self._own.nbytes + self._total.nbytes + self._everyone.nbytes
 
     def barrier(self) -> None:

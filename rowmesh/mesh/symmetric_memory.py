@@ -100,7 +100,7 @@ class SymmetricPeerMemory:
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank knows of its GPU.
+    """The links of a rank's GPU.
 
     Attributes:
         identity: of the GPU, equal for all ranks of a host that use it.
@@ -142,7 +142,7 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
 
 
 def _obstacle_of(mesh: Mesh, links: Sequence[Any]) -> str | None:
-    """What stands against the devices of one part."""
+    """The reason why the devices of one part cannot use symmetric memory."""
     if not mesh.is_one_host:
         other = next(rank for rank, host in enumerate(mesh.hosts) if host != mesh.hosts[0])
         return f"ranks {mesh.name(0)} and {mesh.name(other)} are on different hosts (or in separate containers)"
@@ -187,7 +187,7 @@ def _link(device: torch.device) -> Link:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What this torch lacks for symmetric memory."""
+    """The reason why this torch has no symmetric memory."""
     try:
         from torch.distributed import _symmetric_memory as symmetric
     except ImportError as error:

@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it, or nothing."""
+        """Why the plan is missing or does not fit; empty if it fits."""
         return self.refusal or (f"{bytes_text(self.over_bytes)} over the limit" if self.over_bytes else "")
 
 
@@ -109,7 +109,7 @@ class Comparison:
         return "the same" if abs(more) < EQUAL else f"{more:+.1%}"
 
     def _slowest(self, best: Candidate, second: Candidate) -> str:
-        """What distinguishes two plans whose objectives are equal."""
+        """The difference between two plans whose objectives are equal: their slowest links."""
         ours, theirs = (self.slowest_link(candidate) for candidate in (best, second))
         if ours >= theirs * (1 - EQUAL):
             return ""

@@ -41,7 +41,7 @@ ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a step is expected to cost. Matrices are [W, W]: what rank i gets from rank j.
+    """Expected cost of a step. Matrices are [W, W]: what rank i receives from rank j.
 
     Attributes:
         memory_bytes: [W], rows and optimizer state.
@@ -118,7 +118,7 @@ def degree_of_balance(values: np.ndarray) -> float:
 
 
 def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
-    """What a step of `request.batch_size` samples a rank costs under a plan.
+    """The cost of a step of `request.batch_size` samples a rank under a plan.
 
     Example:
         >>> from rowmesh.placement import TableShape

@@ -54,12 +54,12 @@ class Fit:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         coverage, balance = values
         return cls(coverage, balance)
 
     def shortfall(self, predicted: Fit, min_coverage: float, min_balance: float) -> str:
-        """What is below its share of the prediction, in words; empty where nothing is."""
+        """A message about values below their share of the prediction; empty where there are none."""
         found = []
         for name, share in (("coverage", min_coverage), ("balance", min_balance)):
             measured, expected = getattr(self, name), getattr(predicted, name)
@@ -69,7 +69,7 @@ class Fit:
 
 
 class Traffic:
-    """What one rank asked for since the last `take`; costs a few microseconds a group and step.
+    """Counts the requests of one rank since the last `take`, in a few microseconds a group and step.
 
     Args:
         world_size: W.
@@ -80,7 +80,7 @@ class Traffic:
         self.clear()
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Resets all counts."""
         self._provided = np.zeros(self._world_size, np.int64)  # rows by the rank that provides them
         self._accesses = self._covered = 0
         self._on_device: dict[AddressMap, Tensor] = {}  # what the host has not looked at
@@ -127,7 +127,7 @@ class Traffic:
 
     @staticmethod
     def fit(taken: Iterable[list[int]]) -> Fit | None:
-        """What the traffic of all ranks comes to; None where there was none."""
+        """Coverage and balance of the traffic of all ranks; None where there was none."""
         accesses, covered, *provided = np.sum(list(taken), axis=0).tolist()
         if not accesses:
             return None
@@ -135,7 +135,7 @@ class Traffic:
 
 
 def predict(plan: Plan, problem: Problem) -> Fit:
-    """What the cost model expects of a plan.
+    """Coverage and balance of a plan by the cost model.
 
     Example:
         >>> from rowmesh.placement import TablePlan, TableShape
@@ -167,7 +167,7 @@ def _has_copies(plan: Plan, part: RowRange) -> bool:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What came of planning for recent traffic.
+    """The result of planning for recent traffic.
 
     Attributes:
         plan: the new plan; None where the old one is as good as any, or none can be made.
@@ -183,7 +183,7 @@ class Proposal:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         plan, text = values
         return cls(None if plan is None else Plan.from_json(plan), text)
 
@@ -239,7 +239,7 @@ class Planner:
         self._thread.start()
 
     def take(self) -> Proposal | None:
-        """What came of it, once, as soon as it is there."""
+        """The result, once, as soon as it is there; else None."""
         if self._thread is None or self._thread.is_alive():
             return None
         made = self._made

@@ -47,7 +47,7 @@ _NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
 
 @dataclass(frozen=True)
 class TableShape:
-    """What placement needs to know of a table.
+    """Rows and bytes of a table, as placement sees it.
 
     Attributes:
         name: of the table.
@@ -151,7 +151,7 @@ class TablePlan:
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """Name of the table."""
         return self.shape.name
 
     def range_of(self, row: int) -> RowRange:
@@ -314,7 +314,7 @@ class Plan:
 
     @property
     def mark_bytes(self) -> tuple[int, ...]:
-        """What averaging replicas takes besides on each rank: a byte for every row that it holds and that has some."""
+        """Bytes of marks that averaging replicas needs on each rank: one for every replicated row that it holds."""
         return self._held(lambda table: int(table.replicas > 1))
 
     def _held(self, bytes_of: Callable[[TablePlan], int]) -> tuple[int, ...]:

@@ -254,7 +254,7 @@ class Profile:
 
     @property
     def shapes(self) -> tuple[TableShape, ...]:
-        """Of the tables."""
+        """Shapes of the tables."""
         return tuple(table.shape for table in self.tables)
 
     @property

@@ -90,12 +90,12 @@ class Stretch:
 
     @property
     def rule(self) -> str:
-        """Of all parts."""
+        """The rule of all parts."""
         return self.parts[0].rule
 
     @property
     def two_hop(self) -> bool:
-        """Of all parts."""
+        """Whether the requests of all parts take two hops."""
         return self.parts[0].two_hop
 
     def owners_text(self, most: int = 8) -> str:

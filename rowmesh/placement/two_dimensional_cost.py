@@ -37,7 +37,7 @@ from rowmesh.placement.topology import Floats, Topology
 
 @dataclass(frozen=True, eq=False)
 class ReplicaCost:
-    """What a step is expected to cost, on all T ranks. Matrices are [T, T]: what rank i gets from rank j.
+    """Expected cost of a step on all T ranks. Matrices are [T, T]: what rank i receives from rank j.
 
     Attributes:
         memory_bytes: [T], rows and optimizer state, and those marks that averages take; no messages.
@@ -77,7 +77,7 @@ class ReplicaCost:
 def cost_with_replicas(
     plan: Plan, profile: Profile, topology: Topology, request: Request, sync: Synchronization
 ) -> ReplicaCost:
-    """What a step of `request.batch_size` samples a rank costs under a plan whose tables may have replicas.
+    """The cost of a step of `request.batch_size` samples a rank under a plan whose tables may have replicas.
 
     Args:
         plan: for the T ranks of the topology.
@@ -139,7 +139,7 @@ def _busy(seconds: Floats) -> Floats:
 
 
 def _longest(latency_s: Floats, groups: Sequence[range]) -> float:
-    """What a message within a group waits, on its slowest link."""
+    """Latency of a message within a group, on its slowest link."""
     return max(float(latency_s[np.ix_(group, group)].max()) for group in groups)
 
 
@@ -163,7 +163,7 @@ class _Part:
         return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand))
 
     def cost(self, request: Request) -> Cost:
-        """Of one group."""
+        """The cost of a step of one group."""
         return cost_under(self.plan, self.demand, training=request.training)
 
     def sync(self, request: Request, sync: Synchronization) -> tuple[Floats, float]:

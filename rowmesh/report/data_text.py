@@ -32,7 +32,7 @@ def is_current(console: Console, folder: Path, kind: str, request: Mapping[str, 
 
 
 def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, float]]) -> None:
-    """What was drawn, and the scores that no model can beat."""
+    """The data that were drawn, and the scores that no model can beat."""
     table = table_of_numbers("split", "samples", "positive rate", "best AUC", "best log-loss")
     for split, values in optimum.items():
         table.add_row(split, f"{values['samples']:,.0f}", f"{values['positive_rate']:.4f}", *_best(values))
@@ -51,7 +51,7 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
 
 
 def print_reordered(console: Console, reordered: Prepared) -> None:
-    """What came of reordering: which rows changed places, what that gives, and how long it took."""
+    """The result of reordering: rows that changed places, the gain, and the time."""
     assert reordered.reordering is not None
     write(console, f"reordered {reordered.folder}; prefixes that a held out batch reads before and after")
     table = table_of_numbers("table", "rows", "reordered", "pairs", "communities", "before", "after", "seconds")

@@ -248,5 +248,5 @@ def _threshold_text(comparison: Comparison) -> str:
 
 
 def _density_text(comparison: Comparison, density: float) -> str:
-    """What a byte of memory saves in a step: of weighted bytes, or seconds."""
+    """Savings of a step per byte of memory: weighted bytes, or seconds."""
     return f"{density:.3g} bytes" if comparison.is_relative else seconds_text(density)

@@ -59,7 +59,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def heading(title: str, why: str) -> str:
-    """What was planned, and why it came out as it did."""
+    """The problem, and the reason for the chosen plan."""
     return f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(_sentence(why))}</p>'
 
 
@@ -288,7 +288,7 @@ def _ranges(table: TablePlan, profile: TableProfile) -> str:
 
 
 def footer(comparison: Comparison) -> str:
-    """What the numbers are."""
+    """A note on the numbers."""
     problem = comparison.problem
     counted = "and the batches that hold a row" if problem.profile.batch_size else "as independent draws"
     unit = (

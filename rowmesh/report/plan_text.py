@@ -115,7 +115,7 @@ def _column(values: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
 
 
 def facts(problem: Problem, title: str) -> list[str]:
-    """What was planned, for which ranks, for what."""
+    """The tables, the ranks and the step that a plan is for."""
     topology, request = problem.topology, problem.request
     num_rows = sum(shape.num_rows for shape in problem.shapes)
     counted = f"counts of {problem.profile.num_samples:,} samples"
@@ -126,7 +126,7 @@ def facts(problem: Problem, title: str) -> list[str]:
     return [
         f"tables    {title}: {len(problem.shapes)} tables, {num_rows:,} rows; {counted}{batches}",
         f"ranks     {topology.world_size} = {links}; {source}",
-        f"step      {request.batch_size:,} samples a rank, {request.mode}; what is made least is {objective}",
+        f"step      {request.batch_size:,} samples a rank, {request.mode}; minimized: {objective}",
     ]
 
 

@@ -44,7 +44,7 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on.
+    """The training data.
 
     Attributes:
         folder: a prepared data set, as `rowmesh data prepare` writes it.
@@ -305,7 +305,7 @@ class TiersConfig(Section):
 
 
 class PipelineConfig(Section):
-    """What moves while a batch is computed. Every choice trains the same model.
+    """Work that overlaps with the computation of a batch. Every choice trains the same model.
 
     Attributes:
         depth: batches that are read, routed and requested from the owners of their rows ahead; auto: chosen by measured

@@ -108,7 +108,7 @@ def export(
 
 
 def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
-    """What is read as it is."""
+    """Lines about files that are read without verification."""
     if verify and not manifest.checksums:
         yield f"model     {folder.model} {UNVERIFIABLE}"
     if data.verification:

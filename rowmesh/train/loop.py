@@ -154,7 +154,7 @@ class Trainer:
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     def local_loss(self, total: Tensor) -> Tensor:
-        """What a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
+        """The loss that a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
         number = self.step % self._loader.num_batches
         rest = self._loader.num_samples - number * self._loader.batch_size
         return total * (self.job.mesh.world_size / min(self._loader.batch_size, rest))

@@ -53,7 +53,7 @@ class Placement:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         plan, source = values
         return cls(Plan.from_json(plan), source)
 
@@ -138,7 +138,7 @@ def problem_of(
 
 
 def request_of(config: Config, world_size: int) -> Request:
-    """What a configuration says of a plan."""
+    """The request that a configuration makes of a plan."""
     placement = config.placement
     return Request(
         batch_size=-(-config.data.batch_size // world_size),

@@ -23,7 +23,7 @@ WARM_UP_STEPS, MEASURED_STEPS = 8, 16
 
 
 class Trains(Protocol):
-    """What steps need of a trainer.
+    """The methods of a trainer that steps call.
 
     Attributes:
         step: steps so far.
@@ -52,7 +52,7 @@ class Steps(Protocol):
         ...
 
     def record(self) -> dict[str, float]:
-        """What there is to say of the time since it was said last, on this rank."""
+        """Facts about the time since the last call, on this rank."""
         ...
 
     def finish(self, trace: Path) -> None:

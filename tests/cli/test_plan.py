@@ -23,7 +23,7 @@ def test_it_prints_strategies_ranks_and_levels(run, config_file):
     assert "tables    clicks: 3 tables" in out
     assert "counts of 20,000 samples" in out
     assert "ranks     8 = 2 × 4 (2x4); Two nodes of 4 A100 (40 GB)" in out
-    assert "step      100 samples a rank, infer; what is made least is the sum over links" in out
+    assert "step      100 samples a rank, infer; minimized: the sum over links" in out
     assert re.search(r"^\w+: a step costs [\d.]+ .s summed over links, [\d.]+ % less than", out, re.MULTILINE)
     assert [line.split()[0] for line in out.splitlines() if re.match(r" [0-7] ", line)] == list("01234567")
     assert re.search(r"^ C1 +\d+ .* %", out, re.MULTILINE)
@@ -75,7 +75,7 @@ def test_explain_is_all_that_is_printed(run):
 
 def test_what_the_configuration_says_is_the_default(run, config_file, tmp_path):
     out = run("placement.topology=2x4", "placement.strategy=row_wise", "placement.objective=slowest_link")
-    assert "what is made least is the slowest link" in out
+    assert "minimized: the slowest link" in out
     assert " → row_wise" in out
     path = tmp_path / "plan.json"
     run("placement.topology=2x4", "--ranks", 2, "--strategy", "cyclic", "--out", path, "tables.dim=8")

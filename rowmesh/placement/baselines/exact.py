@@ -98,7 +98,7 @@ def optimal(choices: Choices, steps: Steps, budget_bytes: int, time_limit_s: flo
 
 
 def seconds_of(choices: Choices, levels: Levels) -> float:
-    """What levels cost."""
+    """Seconds that levels cost in a step."""
     rows = np.zeros(choices.seconds.shape)
     rows[HOT], rows[WARM], rows[COLD] = levels.hot, levels.copied - levels.hot, choices.lengths - levels.copied
     return float((np.where(rows > 0, choices.seconds, 0.0) * rows).sum())

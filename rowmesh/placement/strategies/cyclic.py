@@ -90,7 +90,7 @@ def fit(
 
 
 def describe(found: LevelSearch, levels: Levels, spans: list[Span]) -> dict[str, Any]:
-    """What was chosen, for the plan's notes."""
+    """The levels and their bound, for the notes of the plan."""
     problem, bound = found.problem, found.take(found.budget_bytes).bound_seconds
     rules = {"replicated": 0, "node": 0, "cyclic": 0}
     two_hop = 0

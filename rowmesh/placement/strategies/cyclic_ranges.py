@@ -100,7 +100,7 @@ def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:
 
 
 def memory_bytes(spans: Sequence[Span], demand: Demand) -> int:
-    """What the fullest rank holds."""
+    """Bytes of the fullest rank."""
     W, G = demand.world_size, demand.ranks_per_node
     return sum(int(demand.row_bytes[span.table]) * span.range().num_slots(0, W, G) for span in spans)
 
@@ -170,7 +170,7 @@ class _Table:
         return TOLERANCE * float(least @ self.demand.lengths) / self.demand.world_size
 
     def loads(self, span: Span, rows: np.ndarray) -> np.ndarray:
-        """Of some rows of a span, counted from its start."""
+        """Loads of some rows of a span, counted from its start."""
         first = self.demand.first_row[span.table] + span.start
         return self.seconds[span.kind, np.searchsorted(self.demand.starts, first + rows, "right") - 1]
 

@@ -86,7 +86,7 @@ class RowBytes:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a row of each run costs at each level and what its copies take.
+    """Seconds and bytes of a row of each run, at each level.
 
     Attributes:
         kind: [3, K], how rows of a level travel (`rowmesh.placement.cost`): with two hops where that is cheaper.
