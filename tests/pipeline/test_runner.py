@@ -1,7 +1,6 @@
 """Runner: does a schedule in threads: in order, no sooner than the driver lets it, and with an end."""
 
 import logging
-import signal
 import threading
 import time
 
@@ -286,6 +285,7 @@ def test_a_driver_that_is_interrupted_leaves_no_thread():
     assert left_threads() == []
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_driver_that_waits_hears_a_signal():
     """A thread that waits for a lock without a limit would not."""
     import _thread
@@ -294,13 +294,11 @@ def test_a_driver_that_waits_hears_a_signal():
     schedule = make_schedule(1, 1)
     runner = make(schedule, Log({Task("read", 1): release.wait}))
     timer = threading.Timer(0.3, _thread.interrupt_main)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             drive(runner, schedule, 4)
     finally:
-        signal.signal(signal.SIGINT, before)
         release.set()
         timer.join()
         runner.close()
