@@ -305,7 +305,7 @@ def test_torch_sees_the_same_grid(ranks):
     found = ranks.run(places, world_size=4)
     for together in ("shards", "replicas"):
         grid = Grid(4, 2, together)
-        columns = {rank: sum(column) for column in grid.columns for rank in column}
+        columns = {rank: sum(column) for column in grid.replicate_groups for rank in column}
         assert [place[together] for place in found] == [(*grid.place(rank), columns[rank]) for rank in range(4)]
 
 

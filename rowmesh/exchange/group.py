@@ -243,7 +243,7 @@ class GroupExchange:
 
     # Rows that must be brought into fast memory before they are read
 
-    def prefetch(self, group: RouteGroup, batch: SparseBatch) -> None:
+    def start_prefetch(self, group: RouteGroup, batch: SparseBatch) -> None:
         """On a rank alone, cached rows of a batch on a device begin to come; if there is no room yet, at the fetch."""
         if not self.is_tiered or self.world_size > 1:
             return
@@ -268,7 +268,7 @@ class GroupExchange:
         if group.pinned is None or not group.pinned.is_pinned:
             group.pinned = self.arena.pin(group.look_up.wanted, may_wait)
 
-    def bring(self, group: RouteGroup) -> None:
+    def prefetch(self, group: RouteGroup) -> None:
         """Makes sure that a rank alone finds the rows that it asked for in fast memory.
 
         Raises:
@@ -317,7 +317,7 @@ class GroupExchange:
             look_up.addresses,
         )
 
-    def pin_asked(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
+    def pin_requested(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
         """Brings rows that ranks asked this one for into a device's memory; the host waits until it knows which.
 
         Args:

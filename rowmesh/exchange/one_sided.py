@@ -72,21 +72,21 @@ class OneSidedTransport(Transport):
 
     def allocate(self, num_bytes: int) -> SharedBuffer:
         """Shared memory."""
-        return _settled(num_bytes)
+        return _shared(num_bytes)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
         for buffer in self._keep:
-            buffer.settle()
+            buffer.use_huge_pages()
         boards, mapped = [], []
         for rank, (board, *arenas) in enumerate(share(mesh, [self._board, *self._keep])):
             boards.append(board)
             if rank == mesh.rank:
                 continue
             for exchange, arena in zip(exchanges, arenas, strict=True):
-                arena.settle()
+                arena.use_huge_pages()
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
@@ -183,7 +183,7 @@ class OneSidedTransport(Transport):
                 pid, name = self._mesh.pids[rank], self._mesh.name(rank)
                 lists = SharedBuffer.attach(pid, segments[0], segments[1], name)
                 gradients = SharedBuffer.attach(pid, segments[2], segments[3], name)
-                gradients.settle()
+                gradients.use_huge_pages()
                 mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
                 self._mapped[rank, index, number] = mapped
             before = sources.num_entries
@@ -214,7 +214,7 @@ class OneSidedTransport(Transport):
             buffer.close()
 
 
-def _settled(num_bytes: int) -> SharedBuffer:
+def _shared(num_bytes: int) -> SharedBuffer:
     buffer = SharedBuffer.create(num_bytes)
-    buffer.settle()
+    buffer.use_huge_pages()
     return buffer

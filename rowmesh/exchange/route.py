@@ -292,7 +292,7 @@ class Router:
             route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
             place, first = place + layout.num_features, own.stop
         for exchange, group in zip(exchanges, route.groups, strict=True):
-            exchange.prefetch(group, batch)  # when all is launched: the host may take its time
+            exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
 
     @property

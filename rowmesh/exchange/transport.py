@@ -118,7 +118,7 @@ class LocalTransport(Transport):
                 meanwhile(group)
         for group in route.groups:
             if group.exchange.is_tiered:
-                group.exchange.bring(group)
+                group.exchange.prefetch(group)
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Merges the routes' gradients and updates."""

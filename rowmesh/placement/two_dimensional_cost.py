@@ -106,7 +106,7 @@ def cost_with_replicas(
             lookup_bytes[group] += cost.lookup_bytes.sum(axis=0)
         exchange_wait += cost.rounds * _longest(topology.latency_s, part.grid.groups)
         if count > 1 and request.training:
-            latency = _longest(topology.latency_s, part.grid.columns)
+            latency = _longest(topology.latency_s, part.grid.replicate_groups)
             moved, rounds = part.sync(request, sync)
             ring, ring_rounds = part.ring(sync.every)
             sync_bytes, sync_wait = sync_bytes + moved, sync_wait + rounds * latency
@@ -170,7 +170,7 @@ class _Part:
         if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))
-        for column, num_bytes in zip(self.grid.columns, self._told(request, sync), strict=True):
+        for column, num_bytes in zip(self.grid.replicate_groups, self._told(request, sync), strict=True):
             found[np.ix_(column, column)] = num_bytes
         np.fill_diagonal(found, 0.0)
         return found, (1 if self.grid.replicas == 2 else 2) / sync.every
@@ -179,7 +179,7 @@ class _Part:
         """The same of an all-reduce of whole shards round each column, equation (1)."""
         T, M = self.grid.world_size, self.grid.replicas
         found = np.zeros((T, T))
-        for column, shard_bytes in zip(self.grid.columns, self.plan.memory_bytes, strict=True):
+        for column, shard_bytes in zip(self.grid.replicate_groups, self.plan.memory_bytes, strict=True):
             for rank, following in zip(column, [*column[1:], column[0]], strict=True):
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
         return found, 2 * (M - 1) / every

@@ -21,12 +21,12 @@ def grids(draw):
 @given(grids())
 def test_groups_and_columns_cross_once(grid):
     assert len(grid.groups) == grid.replicas
-    assert len(grid.columns) == grid.shards
+    assert len(grid.replicate_groups) == grid.shards
     for rank in range(grid.world_size):
         replica, shard = grid.place(rank)
         assert grid.groups[replica][shard] == rank
-        assert grid.columns[shard][replica] == rank
-        assert set(grid.groups[replica]) & set(grid.columns[shard]) == {rank}
+        assert grid.replicate_groups[shard][replica] == rank
+        assert set(grid.groups[replica]) & set(grid.replicate_groups[shard]) == {rank}
 
 
 @given(grids(), st.data())

@@ -88,7 +88,7 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
     for table in part.tables:
         rows = touched[table.name]
         for row in range(table.shape.num_rows):
-            column = grid.columns[table.range_of(row).home(row, part.world_size)]
+            column = grid.replicate_groups[table.range_of(row).home(row, part.world_size)]
             size, home = row_bytes(table.shape), row // part.world_size % replicas
             for group, rank in enumerate(column):
                 for other in range(replicas):
@@ -124,7 +124,7 @@ def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, dire
     cost = costs(plan, sync)
     assert np.array_equal(cost.sync_bytes > 0, counted > 0)
     assert cost.sync_bytes.sum() == pytest.approx(counted.sum(), rel=0.02)
-    for column in plan.grid(replicas).columns:
+    for column in plan.grid(replicas).replicate_groups:
         assert cost.sync_bytes[:, column].sum() == pytest.approx(counted[:, column].sum(), rel=0.03)
     if directly:  # else it depends on which rows a column's ranks are homes of, which here are few
         assert cost.sync_bytes.sum(axis=0) == pytest.approx(counted.sum(axis=0), rel=0.05)
@@ -162,7 +162,7 @@ def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
         assert cost.exchange_bytes[np.ix_(group, group)] == pytest.approx(within.link_bytes)
     assert cost.exchange_bytes.sum() == pytest.approx(within.total_bytes * replicas)
     columns = np.zeros_like(cost.sync_bytes, bool)
-    for column in plan.grid(replicas).columns:
+    for column in plan.grid(replicas).replicate_groups:
         columns[np.ix_(column, column)] = True
     assert not cost.sync_bytes[~columns].any()
     assert not np.diag(cost.sync_bytes).any()

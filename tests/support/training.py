@@ -164,7 +164,7 @@ class _Job:
                 for window in pipeline.windows(self._items(step)):
                     self._train_window(window)
                     if scenario.evaluates:
-                        pipeline.settle()
+                        pipeline.wait()
                     self._evaluate(step)
                     step += 1
                     if step in scenario.breaks or step in scenario.plain:
