@@ -175,7 +175,7 @@ class WholeExchange:
     def unpin(self, window: Window) -> None:
         """The rows of a window were read and will not be updated: they may leave fast memory."""
         for group in self._mine(window):
-            group.unpin()
+            group.group.unpin()
 
     def end(self) -> None:
         """Unpins the rows of a window that was opened and never updated."""
@@ -358,7 +358,7 @@ class MicroBatchExchange:
     def unpin(self, window: Window) -> None:
         """The rows of a window were read and will not be updated: they may leave fast memory."""
         for _, group in self._pairs(window):
-            group.unpin()
+            group.group.unpin()
 
     def end(self) -> None:
         """Forgets what was opened and never updated."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
-from rowmesh.exchange.layout import Layouts
+from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.look_up.device import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,28 +77,29 @@ class Pooling:
         return [next(sequences) if is_sequence else contiguous[0] for is_sequence in self._is_sequence]
 
 
-class LookUp(Protocol):
-    """Rows that were fetched, and the way of their gradients."""
-
-    def pool(self) -> tuple[Tensor, ...]:
-        """Their vectors."""
-        ...
-
-    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of the vectors by row."""
-        ...
-
-
 class PoolFunction(torch.autograd.Function):
-    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from."""
+    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from.
+
+    Args:
+        anchor: gives the vectors a place in the graph.
+        pooling: makes them.
+        looked_up: arguments of `Pooling.forward`.
+        take_gradients: sums the gradients of the vectors by row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> tuple[Tensor, ...]:
-        ctx.look_up = look_up
-        return look_up.pool()
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        pooling: Pooling,
+        looked_up: tuple[Sequence[RouteGroup], SparseBatch, int],
+        take_gradients: Callable[[Sequence[Tensor]], None],
+    ) -> tuple[Tensor, ...]:
+        ctx.take_gradients = take_gradients
+        return pooling.forward(*looked_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         if torch.is_grad_enabled():  # so it is under create_graph=True only
             raise RowmeshError(
                 "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
@@ -106,8 +107,8 @@ class PoolFunction(torch.autograd.Function):
                 "create_graph=True), add what it gives to the loss, and call backward() on that"
             )
         # The graph may live as long as a loss that the program keeps; the buffers of what was looked up must not.
-        look_up, ctx.look_up = ctx.look_up, None
-        if look_up is None:
+        take_gradients, ctx.take_gradients = ctx.take_gradients, None
+        if take_gradients is None:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
-        look_up.take_gradients(grads)
-        return None, None
+        take_gradients(grads)
+        return None, None, None, None
