@@ -20,7 +20,6 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import Route, Routed, RouteGroup, RoutePart
@@ -28,6 +27,7 @@ from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError, NoRoomError
-from rowmesh.exchange.counters import GroupCounters, SlotTables
 from rowmesh.exchange.route import RouteGroup, refused_ids, table_bounds
 from rowmesh.faults import reach
+from rowmesh.observe.exchange_counters import GroupCounters
 from rowmesh.ops.look_up import HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
@@ -33,6 +33,7 @@ from rowmesh.ops.window import place_own
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import COPIES, FLAGS, REPLIES
+from rowmesh.placement.places import SlotTables
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 from rowmesh.tables.dense import compute_dtype
@@ -413,6 +414,6 @@ class GroupExchange:
         self.counters.add_accesses(accesses)
         if self.is_tiered:  # merged are cache slots; the host knows the slots
             slots = [rows.slots for rows in pinned if rows is not None]
-            self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
+            self.counters.add_distinct(self._slot_tables.count_here(np.unique(np.concatenate(slots))))
         else:
-            self._slot_tables.count(merged, self.counters)
+            self._slot_tables.count(merged, self.counters.distinct)

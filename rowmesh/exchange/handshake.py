@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec

@@ -23,7 +23,8 @@ from torch import Tensor
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete
-from rowmesh.placement import AddressMap
+from rowmesh.placement import Plan
+from rowmesh.placement.places import Located, Movements, Places
 from rowmesh.placement.plan import RowRange
 from rowmesh.tables import RowStore
 
@@ -48,80 +49,6 @@ class Moved:
     elapsed_s: float = 0.0
 
 
-class Places:
-    """Where a plan holds the rows of one table, for many rows at a time.
-
-    Args:
-        address_map: of the plan.
-        table: number of the table in the map's group.
-    """
-
-    def __init__(self, address_map: AddressMap, table: int) -> None:
-        plan = address_map.plan
-        self.parts = address_map.tables[table].ranges
-        first = int(address_map.index[table, 0])
-        described = address_map.ranges[first : first + len(self.parts)]
-        self._start, self._shift, self._modulus, self._rank, self._divisor, self._base = described[:, :6].T.copy()
-        self._origin = described[:, 8].copy()
-        # A rank holds a row where it differs from the owner by a multiple of this.
-        spacing = {"replicated": 1, "node": plan.ranks_per_node, "dealt": plan.world_size, "fixed": plan.world_size}
-        self._spacing = np.array([spacing[part.rule] for part in self.parts], np.int64)
-
-    def __call__(self, rows: Ints) -> Located:
-        """Where rows are."""
-        part = np.searchsorted(self._start, rows, "right") - 1
-        offset = rows - self._origin[part]
-        owner = self._rank[part] + (offset + self._shift[part]) % self._modulus[part]
-        return Located(owner, self._base[part] + offset // self._divisor[part], self._spacing[part])
-
-
-@dataclass(frozen=True, eq=False)
-class Located:
-    """Where some rows are, one entry a row.
-
-    Attributes:
-        owner: the rank that owns them.
-        slot: the slot, which is the same on all ranks that hold the row.
-        spacing: ranks that differ from the owner by a multiple of it hold the row.
-    """
-
-    owner: Ints
-    slot: Ints
-    spacing: Ints
-
-    def held_by(self, rank: int) -> NDArray[np.bool_]:
-        """Which of the rows a rank holds."""
-        return (rank - self.owner) % self.spacing == 0
-
-    def __getitem__(self, chosen: NDArray[np.bool_] | Ints) -> Located:
-        return Located(self.owner[chosen], self.slot[chosen], self.spacing[chosen])
-
-
-class Movements:
-    """What one rank does with a window of rows.
-
-    Attributes:
-        kept_from, kept_to: slots of rows that the rank holds under both plans.
-        sent: old slots, in the order of the ranks they go to.
-        received: new slots, in the order of the ranks they come from.
-        sent_counts, received_counts: how many, rank by rank.
-    """
-
-    def __init__(self, old: Located, new: Located, rank: int, world_size: int) -> None:
-        had, gets = old.held_by(rank), new.held_by(rank)
-        kept = had & gets
-        self.kept_from, self.kept_to = old.slot[kept], new.slot[kept]
-        comes = np.flatnonzero(gets & ~had)
-        comes = comes[np.argsort(old.owner[comes], kind="stable")]
-        self.received = new.slot[comes]
-        self.received_counts = np.bincount(old.owner[comes], minlength=world_size).tolist()
-        own = np.flatnonzero(old.owner == rank)
-        old, new = old[own], new[own]
-        sent = [old.slot[new.held_by(peer) & ~old.held_by(peer)] for peer in range(world_size)]
-        self.sent = np.concatenate(sent)
-        self.sent_counts = [len(slots) for slots in sent]
-
-
 def move_rows(
     old: Sequence[GroupExchange], new: Sequence[GroupExchange], mesh: Mesh, chunk_bytes: int = CHUNK_BYTES
 ) -> Moved:
@@ -144,29 +71,26 @@ def move_rows(
     rows = num_bytes = 0
     for source, target in zip(old, new, strict=True):
         row_bytes = sum(tensor.stride(0) * tensor.itemsize for tensor in _tensors(target.arena))
+        share = _share_of(source.address_map.plan, target.address_map.plan, row_bytes)
         for table in range(len(source.group.tables)):
             before, after = Places(source.address_map, table), Places(target.address_map, table)
-            share = _Share(source.address_map, target.address_map, row_bytes)
             for window in windows(before, after, source.address_map.num_rows[table], share, chunk_bytes):
                 came = _move(source.arena, target.arena, before(window), after(window), mesh)
                 rows, num_bytes = rows + came, num_bytes + came * row_bytes
     return Moved(rows, num_bytes)
 
 
-@dataclass(frozen=True)
-class _Share:
+def _share_of(old: Plan, new: Plan, row_bytes: int) -> Share:
     """How much memory a row takes on the rank that needs most for it."""
+    ranks, nodes = old.world_size, new.num_nodes
 
-    old: AddressMap
-    new: AddressMap
-    row_bytes: int
-
-    def __call__(self, source: RowRange, target: RowRange) -> float:
-        ranks, nodes = self.old.plan.world_size, self.new.plan.num_nodes
+    def share(source: RowRange, target: RowRange) -> float:
         owners = 1 if source.rule == "fixed" else ranks
         copies = {"replicated": ranks, "node": nodes}.get(target.rule, 1)
         holders = 1 if target.rule == "fixed" else ranks // copies
-        return _WORK_BYTES + self.row_bytes * (copies / owners + 1 / max(holders, 1))
+        return _WORK_BYTES + row_bytes * (copies / owners + 1 / max(holders, 1))
+
+    return share
 
 
 def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:

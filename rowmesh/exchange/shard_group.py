@@ -14,7 +14,6 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CorePart
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
@@ -26,6 +25,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.copies import Copies
-from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.merge_update import Merger
 from rowmesh.optim import SGD
 from rowmesh.optim.rules import Update
