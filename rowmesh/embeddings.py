@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.route import RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.layout import Layouts
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
@@ -184,7 +184,7 @@ class Outputs:
 
     def __call__(
         self,
-        groups: Sequence[RouteGroup],
+        groups: Sequence[AnyRouteGroup],
         batch: SparseBatch,
         samples: slice,
         take_gradients: Callable[[Sequence[Tensor]], None],
@@ -206,7 +206,7 @@ class Outputs:
         return Embeddings(outputs[0], self.features, self.dims, sequences)
 
     def _jagged(
-        self, outputs: Sequence[Tensor], groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
+        self, outputs: Sequence[Tensor], groups: Sequence[AnyRouteGroup], batch: SparseBatch, samples: slice
     ) -> dict[str, JaggedRows]:
         """The vectors of features that are not pooled."""
         found: dict[str, JaggedRows] = {}

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.exchange.cores import CorePart
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import Route, RouteGroup, Router
+from rowmesh.exchange.route import AnyRouteGroup, Route, Router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
@@ -387,7 +387,7 @@ class Engine:
     def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
         """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
         shard_group, exchange, number = self._find(table)
-        if isinstance(shard_group, CorePart):
+        if isinstance(shard_group, CoreShardGroup):
             raise ConfigurationError(
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
@@ -397,11 +397,11 @@ class Engine:
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
         shard_group, _, _ = self._find(table)
-        if not isinstance(shard_group, CorePart):
+        if not isinstance(shard_group, CoreShardGroup):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
         return shard_group.cores(table)
 
-    def _find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
+    def _find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
         self.wait()
         with self.gate.writing:  # messages of other replicas may be on their way
             return self.shard_groups.find(table)
@@ -467,5 +467,5 @@ def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
     return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
 
 
-def _nothing(group: RouteGroup) -> None:
+def _nothing(group: AnyRouteGroup) -> None:
     """What an evaluation does while rows travel."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.route import RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.ops.tensor_pool import TensorPool
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
@@ -36,7 +36,7 @@ class Pooling:
         """Memory of the outputs, of those that users keep as well; on a device torch has it."""
         return 0 if self._outputs is None else self._outputs.num_bytes
 
-    def compress(self, group: RouteGroup) -> None:
+    def compress(self, group: AnyRouteGroup) -> None:
         """Sorts the output cells by row (CSR), for the backward; may run while rows travel."""
         group.look_up.compress(group.layout)
 
@@ -45,7 +45,7 @@ class Pooling:
             return torch.empty(num_rows, dim, dtype=self.dtype, device=self.device)
         return self._outputs.take(self.dtype, num_rows, dim)
 
-    def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
+    def forward(self, groups: Sequence[AnyRouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
 
         Args:
@@ -60,12 +60,12 @@ class Pooling:
             group.look_up.pool(group.layout, batch.weights, outputs[-1 if is_sequence else 0])
         return tuple(outputs)
 
-    def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
+    def backward(self, groups: Sequence[AnyRouteGroup], gradients: Sequence[Tensor]) -> None:
         """Sums the gradients of equal ids, for push to send."""
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
             group.look_up.backward(group.layout, grad)
 
-    def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
+    def is_finite(self, groups: Sequence[AnyRouteGroup]) -> bool:
         """Whether all summed gradients are finite."""
         found = [group.look_up.is_finite() for group in groups]
         return bool(torch.stack(found).all())  # a device is waited for once
@@ -92,7 +92,7 @@ class PoolFunction(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         pooling: Pooling,
-        looked_up: tuple[Sequence[RouteGroup], SparseBatch, int],
+        looked_up: tuple[Sequence[AnyRouteGroup], SparseBatch, int],
         take_gradients: Callable[[Sequence[Tensor]], None],
     ) -> tuple[Tensor, ...]:
         ctx.take_gradients = take_gradients

@@ -11,14 +11,14 @@ Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup, Route, RouteGroup
 from rowmesh.mesh.channel import Message
 from rowmesh.ops.look_up.device import places_in
 from rowmesh.ops.memory import held_bytes
@@ -50,7 +50,7 @@ class WindowGroup:
 
     def __init__(
         self,
-        group: RouteGroup,
+        group: AnyRouteGroup,
         batch: SparseBatch,
         bounds: Sequence[int],
         layouts: Sequence[GroupLayout],
@@ -67,7 +67,8 @@ class WindowGroup:
             place = batch.features.index(exchange.group.features[0]) * batch.batch_size
             bags = place + np.arange(group.layout.num_features) * batch.batch_size
             look_ups = memory.cut(look_up, layouts, [bags + first for first in bounds[:-1]])
-        self.parts = [RouteGroup(exchange, layout, each) for layout, each in zip(layouts, look_ups, strict=True)]
+        pooled: list[Any] = [*look_ups]  # of a micro-batch nothing else is asked
+        self.parts = [RouteGroup(exchange, layout, each) for layout, each in zip(layouts, pooled, strict=True)]
 
     @property
     def on_device(self) -> DeviceWindow:
