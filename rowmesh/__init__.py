@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
+    from rowmesh.saving import load, save
+    from rowmesh.sharded_state import ShardedState
     from rowmesh.sparse import SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
@@ -30,6 +32,8 @@ _HOMES = {
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
+    "rowmesh.saving": ("load", "save"),
+    "rowmesh.sharded_state": ("ShardedState",),
     "rowmesh.sparse": ("SparseBatch",),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
@@ -52,6 +56,7 @@ __all__ = [
     "Plan",
     "RowWiseAdaGrad",
     "RowmeshError",
+    "ShardedState",
     "SparseBatch",
     "Synchronization",
     "TableSpec",
@@ -60,6 +65,8 @@ __all__ = [
     "TensorTrainOptimizer",
     "Tiers",
     "Uniform",
+    "load",
+    "save",
 ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
@@ -23,6 +22,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.module_hooks import TableModule
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
@@ -34,11 +34,11 @@ from rowmesh.tables.cores import Cores
 from rowmesh.tables.spec import check_tables, with_moment_scale
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(TableModule):
     """Embedding tables, their rows spread over the ranks, or computed on every rank from cores (`TableSpec.storage`).
 
     Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
-    them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
+    them alone. On one rank `state_dict()` has copies of them; `rowmesh.save` writes them on any number. Every rank must
     construct it, and call `forward`, `backward` and the optimizer's `step`, equally often. As with `nn.EmbeddingBag`,
     `eval()` changes nothing; `torch.no_grad()` does.
 

@@ -1,17 +1,21 @@
-"""The Python of README runs as it stands there, on one rank and under torchrun's variables on two."""
+"""The Python of README runs as it stands there, on one rank and on two; so does that of the page on saving."""
 
 import re
+from contextlib import chdir
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import rowmesh
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
+from rowmesh.checkpoint import read_manifest
 from rowmesh.embeddings import LocalRows
 from rowmesh.mesh import Mesh
 from tests.support.ranks import RankPool
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 NAMES, ROWS = ["user", "item"], {"user": 50, "item": 9}
 
 
@@ -28,10 +32,10 @@ class Network(torch.nn.Module):
         return self.linear(torch.cat([dense, vectors.flatten(1)], dim=1)).squeeze(1)
 
 
-def blocks() -> list[str]:
-    """The Python code in README, without the column of the +."""
-    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    return [re.sub(r"^[+ ] ", "", block, flags=re.MULTILINE) for block in found]
+def code(page: str) -> str:
+    """The Python of a page, without the column of the + that README has."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return "\n".join(re.sub(r"^[+ ] ", "", block, flags=re.MULTILINE) for block in blocks)
 
 
 def samples(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -45,7 +49,7 @@ def samples(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor
     return batches
 
 
-def run(mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, torch.Tensor]], int]:
+def run(mesh: Mesh, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, torch.Tensor]], int]:
     """What README trains: the network, this rank's rows by table and number, and the steps."""
     network = Network(seed=mesh.rank)  # ranks may begin with different ones
     scope = {
@@ -56,8 +60,10 @@ def run(mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, torch.
         "loss_function": torch.nn.BCEWithLogitsLoss(),
         "dense_optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
     }
-    with patch.object(Mesh, "connect", lambda: mesh):  # the ranks have met before
-        exec(blocks()[0], scope)
+    with patch.object(Mesh, "connect", lambda: mesh), chdir(folder):  # the ranks have met before
+        exec(code("README.md"), scope)
+    assert scope["step"] == 3
+    assert read_manifest(folder / "runs/model").world_size == mesh.world_size
     embeddings = scope["embeddings"]
     rows = {name: by_number(embeddings.local_rows(name)) for name in NAMES}
     embeddings.close()
@@ -68,17 +74,20 @@ def by_number(pieces: list[LocalRows]) -> dict[int, torch.Tensor]:
     return {row: value.clone() for piece in pieces for row, value in zip(piece.rows, piece.values, strict=True)}
 
 
-def test_the_loop_trains_on_one_rank():
-    network, rows, num_steps = run(Mesh())
+def test_it_runs_on_one_rank(tmp_path: Path):
+    network, rows, num_steps = run(Mesh(), tmp_path)
     assert num_steps == 3
     assert [len(rows[name]) for name in NAMES] == [50, 9]
     assert not network["linear.weight"].equal(Network(seed=0).linear.weight)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_the_loop_trains_the_same_model_on_several_ranks(ranks: RankPool, world_size: int):
-    expected_network, expected_rows, _ = run(Mesh())
-    found = ranks.run(run, world_size=world_size)
+def test_it_trains_the_same_model_on_several_ranks(ranks: RankPool, tmp_path: Path, world_size: int):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    expected_network, expected_rows, _ = run(Mesh(), alone)
+    found = ranks.run(run, together, world_size=world_size)
     for network, _, num_steps in found:
         assert num_steps == 3
         assert all(network[name].equal(found[0][0][name]) for name in network), "ranks have different networks"
@@ -86,3 +95,21 @@ def test_the_loop_trains_the_same_model_on_several_ranks(ranks: RankPool, world_
     for name in NAMES:
         merged = {row: value for _, rows, _ in found for row, value in rows[name].items()}
         torch.testing.assert_close(dict(sorted(merged.items())), expected_rows[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
+def test_the_page_on_saving_runs(tmp_path: Path):
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=9, dim=4)])
+    model = torch.nn.ModuleDict({"embeddings": embeddings, "network": torch.nn.Linear(4, 1)})
+    scope = {
+        "rowmesh": rowmesh,
+        "model": model,
+        "sparse_optimizer": (sparse := EmbeddingOptimizer(embeddings)),
+        "dense_optimizer": torch.optim.Adam(model.parameters()),
+        "schedule": torch.optim.lr_scheduler.StepLR(sparse, 10),
+        "step": 7,
+    }
+    with chdir(tmp_path):
+        exec(code("docs/saving.md"), scope)
+    assert scope["step"] == 7
+    assert set(model.state_dict()) == {"embeddings.item.weight", "network.weight", "network.bias"}

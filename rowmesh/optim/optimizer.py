@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import CheckpointError, RowmeshError
 from rowmesh.optim.rules import Rate
 from rowmesh.optim.scaling import Placeholder, RowGradients
+from rowmesh.state_form import state_form
 
 
 class _Group(Protocol):
@@ -38,6 +39,10 @@ class _Collection(Protocol):
 
     @property
     def engine(self) -> _Engine: ...
+
+    def save_state(self, kind: Literal["optimizer"]) -> dict[str, Tensor]: ...
+
+    def load_state(self, kind: Literal["optimizer"], tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class _Unscaled(NamedTuple):
@@ -131,14 +136,33 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         self._engine.discard_pending()
 
     def state_dict(self) -> dict[str, Any]:
-        """Learning rates and the step count; the rows' state belongs to the collection's checkpoint."""
+        """Learning rates, the step count, and under "rows" copies of the optimizer states of all rows, by name.
+
+        Raises:
+            CheckpointError: rows are spread over several ranks, or in tiers; `rowmesh.save` writes their states.
+        """
         self._engine.wait()
-        return super().state_dict() | {"step_count": self._engine.step_count}
+        found = super().state_dict() | {"step_count": self._engine.step_count}
+        if state_form() != "elsewhere":
+            found["rows"] = self.collection.save_state("optimizer")
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned.
+
+        Raises:
+            CheckpointError: optimizer states of rows are missing, of other tables, or of another optimizer.
+        """
         state = dict(state_dict)
-        self._engine.step_count = state.pop("step_count")
+        rows, step_count = state.pop("rows", None), state.pop("step_count")
+        if state_form() != "elsewhere":
+            if rows is None:
+                raise CheckpointError(
+                    "this state dictionary of an EmbeddingOptimizer has no optimizer states of rows; it is part of a "
+                    "checkpoint that has them beside it: rowmesh.load reads both"
+                )
+            self.collection.load_state("optimizer", rows)
+        self._engine.step_count = step_count
         super().load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
