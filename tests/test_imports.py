@@ -16,7 +16,7 @@ LAYERS = [
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train"},
     {"exchange"},
-    {"embeddings", "pending", "engine", "row_state", "module_hooks"},
+    {"embeddings", "pending", "gradient_norm", "engine", "row_state", "module_hooks"},
     {"collection"},
     {"pipeline", "parts", "saving", "sharded_state"},
     {"train"},
