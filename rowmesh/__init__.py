@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rowmesh.averaged_rows import AveragedRows
     from rowmesh.collection import EmbeddingCollection
     from rowmesh.embeddings import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _HOMES = {
+    "rowmesh.averaged_rows": ("AveragedRows",),
     "rowmesh.collection": ("EmbeddingCollection",),
     "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
@@ -44,6 +46,7 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AveragedRows",
     "Constant",
     "EmbeddingCollection",
     "EmbeddingOptimizer",

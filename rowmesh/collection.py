@@ -22,7 +22,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.module_hooks import TableModule
+from rowmesh.module_hooks import TableModule, frozen_or_not
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
@@ -151,6 +151,7 @@ class EmbeddingCollection(TableModule):
         return self.engine.num_bytes
 
     @untraced
+    @frozen_or_not
     def forward(self, batch: SparseBatch) -> Embeddings:
         """Looks a batch up; collective, each rank passes its own samples.
 
@@ -159,14 +160,17 @@ class EmbeddingCollection(TableModule):
         """
         return self.engine.look_up(batch)
 
+    @frozen_or_not
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
         return self.engine.route(batch)
 
+    @frozen_or_not
     def fetch(self, route: Route) -> Rows:
         """Makes the rows of a route readable; collective."""
         return self.engine.fetch(route)
 
+    @frozen_or_not
     def pool(self, rows: Rows) -> Embeddings:
         """The vectors of the batch; differentiable, without communication.
 

@@ -1,22 +1,93 @@
-"""What torch does to modules, done to tables: `state_dict`, `load_state_dict`.
+"""What torch does to modules, done to tables, or refused: state dictionaries, casts and moves, copies, freezing.
 
 Rows are neither parameters nor buffers, so `nn.Module` would pass over them in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
 from rowmesh.row_state import Holder, Kind, entries, load_rows, save_rows
 from rowmesh.state_form import state_form
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NO_COPY = (
+    "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with the same "
+    "tables, and give it the rows by load_state_dict(embeddings.state_dict()), or by rowmesh.save and rowmesh.load; "
+    "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
+)
+
+
+def frozen_or_not(method: F) -> F:
+    """A method that looks rows up, without gradients where its tables are frozen."""
+
+    @functools.wraps(method)
+    def call(self: TableModule, *args: Any, **kwargs: Any) -> Any:
+        if self.is_frozen:
+            with torch.no_grad():
+                return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 class TableModule(nn.Module):
     """Base of `EmbeddingCollection`: the methods of `nn.Module` that must know of rows."""
+
+    device: torch.device
+    is_frozen = False
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freezes all tables, or lets them train again: frozen ones are looked up as under `torch.no_grad()`.
+
+        Frozen tables send no gradients, and a step changes nothing of them. Every rank must call it. To freeze some
+        tables, put them into a collection of their own. `requires_grad_` of a module around this one does not come
+        here: torch calls it for parameters alone.
+
+        Example:
+            >>> from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
+            >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)]).requires_grad_(False)
+            >>> embeddings(SparseBatch.from_bags({"item": [[7]]})).values.requires_grad
+            False
+        """
+        self.is_frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As `to`, `half`, `cuda` and others call it.
+
+        Raises:
+            ConfigurationError: it would cast or move tables.
+        """
+        for table in cast("Holder", self).tables:
+            before = torch.empty(0, dtype=table.dtype, device=self.device)
+            after = fn(before)
+            if after.dtype != before.dtype:
+                raise ConfigurationError(
+                    f"table {table.name!r} has rows of {before.dtype}, which cannot become {after.dtype}: give "
+                    "TableSpec(…, dtype=…) when it is made, and cast the other modules by themselves"
+                )
+            if after.device != before.device:
+                raise ConfigurationError(
+                    f"tables stay on the device that they were made on, {before.device}, and cannot move to "
+                    f"{after.device}: give EmbeddingCollection(…, device=…), and move the other modules by themselves"
+                )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused."""
+        raise RowmeshError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refused."""
+        raise RowmeshError(_NO_COPY)
 
     def save_state(self, kind: Kind) -> dict[str, Tensor]:
         """The rows of all tables by name, or the optimizer states of all rows; see `rowmesh.row_state`.

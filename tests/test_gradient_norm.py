@@ -1,6 +1,7 @@
 """Clipping by the norm of all gradients, those of rows too, equals that of a dense model in plain PyTorch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ def plan_of(layout, world_size):
     return Plan(tuple(tables), world_size=world_size, ranks_per_node=2)
 
 
-def train(mesh, layout, max_norm, transport="auto", replicas=1):
+def train(mesh, layout, max_norm, transport: Any = "auto", replicas=1):
     """Three steps of two backward passes; norms, this rank's rows by table and number, and the network."""
     if layout != "plain" and mesh.world_size > 1:
         mesh = replace(mesh, hosts=tuple(rank // 2 for rank in range(mesh.world_size)))
-    options = {"replicas": replicas} if replicas > 1 else {"plan": plan_of(layout, mesh.world_size)}
+    options: dict[str, Any] = {"replicas": replicas} if replicas > 1 else {"plan": plan_of(layout, mesh.world_size)}
     embeddings = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, **options)
     dense = head()
     model = dense if mesh.group is None else DistributedDataParallel(dense, process_group=mesh.group)
@@ -139,8 +140,9 @@ def backward(embeddings, weight=1.0):
     (embeddings(SparseBatch.from_bags({"item": [[1], [1, 2]]})).values.sum() * weight).backward()
 
 
-def make(mesh=None, **options):
-    table = TableSpec(name="item", num_rows=5, dim=4, **{"optimizer": SGD(lr=1.0), **options})
+def make(mesh=None, **options: Any):
+    options.setdefault("optimizer", SGD(lr=1.0))
+    table = TableSpec(name="item", num_rows=5, dim=4, **options)
     embeddings = EmbeddingCollection([table], mesh=mesh)
     return embeddings, EmbeddingOptimizer(embeddings)
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"exchange"},
     {"embeddings", "pending", "gradient_norm", "engine", "row_state", "module_hooks"},
     {"collection"},
-    {"pipeline", "parts", "saving", "sharded_state"},
+    {"pipeline", "averaged_rows", "parts", "saving", "sharded_state"},
     {"train"},
     {"report"},
     {"cli"},
