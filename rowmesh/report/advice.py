@@ -53,7 +53,7 @@ def _overfits(record: RunRecord, tables: Tables) -> Iterator[Advice]:
             "The model overfits",
             f"the log-loss on {split} was least after step {step:,.0f} ({least:.5f}) and is {last:.5f} after step "
             f"{end:,.0f}, {share_text(last / least - 1)} more",
-            f"stop there (train.steps={step:.0f}), or lower tables.optimizer.lr, or add optimizer.weight_decay",
+            f"Stop there (train.steps={step:.0f}), lower tables.optimizer.lr, or add optimizer.weight_decay",
         )
 
 
@@ -68,20 +68,32 @@ def _still_falls(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "The loss still falls",
             f"its mean over the last tenth of the steps is {last:.4f}, over the tenth before {before:.4f}",
-            "train longer: train.epochs, or a higher learning rate at the end (schedule.final)",
+            "Train longer (train.epochs), or at a higher learning rate at the end (schedule.final)",
         )
 
 
 def _waits_for_data(record: RunRecord, tables: Tables) -> Iterator[Advice]:
-    share = _share(record, "data")
-    if share is None:
-        share = record.mean("waited_for_data_share")
-    if share is not None and share > WAITS_FOR_DATA:
+    # In a pipeline the step waits for more than data, and another thread waits for data without harm: both must.
+    found = (_share(record, "data"), record.mean("waited_for_data_share"))
+    share = min((each for each in found if each is not None), default=0.0)
+    if share > WAITS_FOR_DATA:
         yield Advice(
             "Steps wait for data",
             f"{share_text(share)} of the time no batch was ready",
-            "keep the data on a local disk that is fast enough, and leave each rank a core for the thread that reads; "
+            "Keep the data on a local disk that is fast enough, and leave each rank a core for the thread that reads; "
             "fewer ranks a host read less at once",
+        )
+
+
+def _waits_for_pipeline(record: RunRecord, tables: Tables) -> Iterator[Advice]:
+    """Batches whose data are there are not ready: they are routed, or their rows prefetched, too late."""
+    depth = record.setting("pipeline.depth", 0)
+    share, for_data = _share(record, "data"), record.mean("waited_for_data_share") or 0.0
+    if isinstance(depth, int) and depth > 0 and share is not None and share - for_data > WAITS_FOR_DATA:
+        yield Advice(
+            "The pipeline is not far enough ahead",
+            f"{share_text(share)} of a step waits for a batch to be ready, {share_text(for_data)} for its data",
+            f"Set pipeline.depth={depth + 1}, and leave each rank cores for the threads of its pipeline",
         )
 
 
@@ -96,14 +108,15 @@ def _waits_for_rows(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Rows take long, and nothing hides it",
             shares,
-            "pipeline.depth=auto pipeline.micro_batches=auto fetches rows while another batch is computed, and trains "
-            "the same model",
+            "Set pipeline.depth=auto and pipeline.micro_batches=auto: rows are fetched while another batch is "
+            "computed, and the model is the same",
         )
     elif many and not (record.setting("placement.plan") or record.setting("placement.strategy")):
         yield Advice(
             "Rows take long",
             shares,
-            "placement.strategy=auto copies rows that are read most to every rank; rowmesh plan says what that saves",
+            "Set placement.strategy=auto: every rank gets copies of the rows read most; rowmesh plan says what that "
+            "saves",
         )
 
 
@@ -115,7 +128,7 @@ def _waits_for_sums(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Ranks wait for each other's gradients",
             f"{share_text(share)} of a step goes to averaging the gradients{of} of the network",
-            "larger batches (data.batch_size) need it less often; ranks with unlike numbers of cores wait for the "
+            "Larger batches (data.batch_size) need it less often; ranks with unlike numbers of cores wait for the "
             "slowest",
         )
 
@@ -133,7 +146,7 @@ def _idle_cores(record: RunRecord, tables: Tables) -> Iterator[Advice]:
             "Cores are idle while the network computes",
             f"{share_text(share)} of a step goes to the network, and {record.ranks} rank(s) with {threads} thread(s) "
             f"leave {cores - busy} of {cores} hardware threads idle",
-            f"start {2 * (record.ranks or 1)} ranks, or give each OMP_NUM_THREADS={2 * threads}",
+            f"Start {2 * (record.ranks or 1)} ranks, or give each OMP_NUM_THREADS={2 * threads}",
         )
 
 
@@ -146,7 +159,7 @@ def _slows_down(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Training became slower",
             f"{first:,.0f} samples/s in the first quarter, {last:,.0f} in the last",
-            "look for other programs on the hosts, and for memory that grows (below)",
+            "Look for other programs on the hosts, and for memory that grows (below)",
         )
 
 
@@ -158,8 +171,8 @@ def _misses_fast_memory(record: RunRecord, tables: Tables) -> Iterator[Advice]:
                 f"Fast memory is too small for {group}",
                 f"{share_text(rate)} of the rows that batches want are found there, and {counts['rows_read']:,} were "
                 "read from the tier below",
-                f"more of it: tiers.fast_share (now {record.setting('tiers.fast_share', 0.25):g}); pipeline.depth=2 "
-                "prefetches what is to be read",
+                f"Raise tiers.fast_share (now {record.setting('tiers.fast_share', 0.25):g}); set pipeline.depth=2 "
+                "to prefetch what is to be read",
             )
 
 
@@ -170,7 +183,7 @@ def _uneven_memory(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Ranks use unlike amounts of memory",
             f"rank {most} uses {max(used) / 1e9:.2f} GB, rank {least} {min(used) / 1e9:.2f} GB",
-            "placement.strategy=auto spreads rows evenly; where a plan was made by hand, rowmesh plan shows each rank",
+            "Set placement.strategy=auto, which spreads rows evenly; rowmesh plan shows what each rank holds",
         )
 
 
@@ -182,8 +195,8 @@ def _unlike_prediction(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         "The traffic is not what the plan expects",
         f"{counted / 1e6:,.2f} MB a step were counted between ranks, {predicted / 1e6:,.2f} MB are predicted "
         f"({counted / predicted:.2f} ×)",
-        "rowmesh plan --count-batches counts batches instead of supposing independent draws; data of another time than "
-        "the counts have to be prepared again",
+        "Plan with rowmesh plan --count-batches, which counts batches instead of supposing independent draws; prepare "
+        "data again whose counts are of another time",
     )
 
 
@@ -195,7 +208,7 @@ def _miscalibrated(record: RunRecord, tables: Tables) -> Iterator[Advice]:
             yield Advice(
                 f"Predictions are too {too}",
                 f"on {result.split} their sum is {calibration:.3f} times that of the labels",
-                "train longer or at a lower learning rate; compare the base rates of the splits",
+                "Train longer or at a lower learning rate; compare the base rates of the splits",
             )
 
 
@@ -206,7 +219,7 @@ def _below_optimum(record: RunRecord, tables: Tables) -> Iterator[Advice]:
             yield Advice(
                 "Better is possible",
                 f"AUC {reached:.5f} on {result.split}, where {best:.5f} can be reached with these data",
-                "more samples or epochs, larger tables.dim, or another tables.optimizer.lr",
+                "Try more samples or epochs, a larger tables.dim, or another tables.optimizer.lr",
             )
 
 
@@ -219,7 +232,7 @@ def _rare_ids(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Most ids of some tables are rare",
             f"ids of the test split that share the row of rare ids: {named}{more}",
-            "a lower --min-count of rowmesh data prepare gives more ids rows of their own, and tables get larger",
+            "Give rowmesh data prepare a lower --min-count: more ids get rows of their own, and tables become larger",
         )
 
 
@@ -229,7 +242,7 @@ def _no_validation(record: RunRecord, tables: Tables) -> Iterator[Advice]:
         yield Advice(
             "Nothing shows whether it overfits",
             f"no evaluation in {record.steps:,} steps",
-            f"train.eval_every={every} evaluates the validation split ten times",
+            f"Set train.eval_every={every} to evaluate the validation split ten times",
         )
 
 
@@ -246,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     _miscalibrated,
     _below_optimum,
     _waits_for_data,
+    _waits_for_pipeline,
     _waits_for_rows,
     _waits_for_sums,
     _idle_cores,

@@ -41,6 +41,7 @@ def line_chart(
     x_name: str = "step",
     from_zero: bool = False,
     square: bool = False,
+    whole: bool = False,
     legend: bool = True,
 ) -> str:
     """Lines over common axes, with what a pointer shows and a legend below; a note where there are no points.
@@ -53,12 +54,13 @@ def line_chart(
         x_name: what x is.
         from_zero: whether y begins at 0.
         square: whether both axes go from 0 to the same number, with a diagonal.
+        whole: whether no point is cut off.
         legend: whether the lines are named below.
     """
     drawn = [line for line in lines if line.points]
     if not drawn:
         return '<p class="note">not recorded</p>'
-    x, y = _axes(drawn, from_zero, square)
+    x, y = _axes(drawn, from_zero, square, whole)
     inner = [_path(line, x, y) + _dots(line, x, y, x_name) for line in drawn]
     if square:
         inner.insert(0, f'<path class="diagonal" d="M{x(x.low):.1f} {y(y.low):.1f}L{x(x.high):.1f} {y(y.high):.1f}"/>')
@@ -72,9 +74,9 @@ def line_chart(
     return svg(WIDTH, HEIGHT, f"{title}, by {x_name}", parts) + (_legend(drawn) if legend else "")
 
 
-def _axes(lines: Sequence[Line], from_zero: bool, square: bool) -> tuple[Axis, Axis]:
+def _axes(lines: Sequence[Line], from_zero: bool, square: bool, whole: bool) -> tuple[Axis, Axis]:
     xs = [x for line in lines for x, _ in line.points]
-    late = [y for line in lines for _, y in line.points[len(line.points) // 10 :]]
+    late = [y for line in lines for _, y in line.points[0 if whole else len(line.points) // 10 :]]
     low, high = min(late), max(late)
     if square:
         top = max(*xs, *(y for line in lines for _, y in line.points)) if max(xs) < 0.9 else 1.0

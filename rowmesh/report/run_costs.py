@@ -13,7 +13,8 @@ from rowmesh.report.html import card, data_table, measure, section
 from rowmesh.report.line_chart import Line, line_chart
 from rowmesh.report.run_record import thinned
 from rowmesh.report.shown import Shown, heading_of, side_by_side
-from rowmesh.report.timeline import Lane, Timeline
+from rowmesh.report.timeline import Lane, Span, Timeline
+from rowmesh.report.traffic import Traffic
 
 MAX_ROWS = 16
 LANE_WIDTH, LANE_HEIGHT = 1000, 16
@@ -84,13 +85,17 @@ def _kind(stage: str) -> str:
 
 def _lane(lane: Lane, length_ms: float) -> str:
     scale = LANE_WIDTH / length_ms
-    parts = [
-        f'<rect class="span {_kind(span.name)}{" odd" if span.batch % 2 else ""}" x="{span.start_ms * scale:.1f}" y="0" '
-        f'width="{max((span.end_ms - span.start_ms) * scale, 0.6):.1f}" height="{LANE_HEIGHT}">'
-        f"<title>{escape(span.name)}, batch {span.batch}: {span.end_ms - span.start_ms:.3g} ms</title></rect>"
-        for span in lane.spans
-    ]
+    parts = [_span(span, scale) for span in lane.spans]
     return f'<div class="lane"><span>{escape(lane.name)}</span>{svg(LANE_WIDTH, LANE_HEIGHT, "", parts, "bars")}</div>'
+
+
+def _span(span: Span, scale: float) -> str:
+    odd, took_ms = " odd" if span.batch % 2 else "", span.end_ms - span.start_ms
+    return (
+        f'<rect class="span {_kind(span.name)}{odd}" x="{span.start_ms * scale:.1f}" y="0" '
+        f'width="{max(took_ms * scale, 0.6):.1f}" height="{LANE_HEIGHT}">'
+        f"<title>{escape(span.name)}, batch {span.batch}: {took_ms:.3g} ms</title></rect>"
+    )
 
 
 def traffic_section(runs: Sequence[Shown]) -> str:
@@ -107,34 +112,29 @@ def _traffic(run: Shown) -> str:
     traffic, predicted = run.record.traffic, run.tables.predicted_bytes
     counted = traffic.bytes_per_step or 0.0
     points = [(float(s), float(b)) for s, b in zip(traffic.steps, traffic.received, strict=True)]
-    lines = [Line("counted", thinned(points), run.style, "{:,.0f} B")]
+    lines = [Line("counted", thinned(points), run.style, text="")]
     if predicted is not None and points:
-        lines.append(Line("predicted", [(points[0][0], predicted), (points[-1][0], predicted)], "limit", "{:,.0f} B"))
-    ratio = f"{counted / predicted:.3f} × predicted" if predicted else run.tables.why_not
+        lines.append(
+            Line("predicted", [(points[0][0], predicted), (points[-1][0], predicted)], "limit", text="{:,.0f} B")
+        )
+    ratio = f"{counted / predicted:.3f} × predicted" if predicted else "not predicted"
     chart = card(f"{bytes_text(counted)} a step", line_chart("bytes a step", lines, from_zero=True), ratio)
     steps = max(len(traffic.steps), 1)
-    rows = [
-        [
-            escape(name),
-            f"{counts.get('ids', 0) / steps:,.0f}",
-            share_text(unique) if (unique := traffic.unique_share(name)) is not None else "",
-            bytes_text(counts.get("bytes_received", 0) / steps),
-            f"{counts.get('all_to_all_rounds', 0) / steps:.3g}",
-        ]
-        for name, counts in traffic.groups.items()
-    ]
-    rows += [
-        [
-            escape(name),
-            "",
-            "",
-            bytes_text(counts.get("bytes_received", 0) / steps),
-            f"{counts.get('all_to_all_rounds', 0) / steps:.3g}",
-        ]
-        for name, counts in traffic.shared.items()
-    ]
+    rows = [_traffic_row(traffic, name, steps) for name in (*traffic.groups, *traffic.shared)]
     heads = ["group of tables, a step", "ids", "distinct", "received", "rounds"]
-    return chart + data_table(heads, rows)
+    return f'<div class="beside">{chart}{data_table(heads, rows)}</div>'
+
+
+def _traffic_row(traffic: Traffic, name: str, steps: int) -> list[str]:
+    counts = traffic.groups.get(name) or traffic.shared[name]
+    unique = traffic.unique_share(name) if name in traffic.groups else None
+    return [
+        escape(name).replace("_", "_<wbr>"),
+        f"{counts['ids'] / steps:,.0f}" if counts.get("ids") else "",
+        "" if unique is None else share_text(unique),
+        bytes_text(counts.get("bytes_received", 0) / steps),
+        f"{counts.get('all_to_all_rounds', 0) / steps:.3g}",
+    ]
 
 
 def memory_section(runs: Sequence[Shown]) -> str:
@@ -150,7 +150,7 @@ def _memory(run: Shown) -> str:
     if used:
         texts = [bytes_text(value) for value in used]
         shown = f'<div class="card">{measure("used at last", texts, used)}{bars(used, max(used), texts)}</div>'
-    return shown + (_memory_table(parts) if parts else "")
+    return f'<div class="beside">{shown}{_memory_table(parts) if parts else ""}</div>' if used or parts else ""
 
 
 def _memory_table(parts: Sequence[dict[str, float]]) -> str:

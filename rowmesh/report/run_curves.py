@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
 
+import numpy as np
+
+from rowmesh.observe.step_clock import STAGES
 from rowmesh.report.html import card, data_table, section
 from rowmesh.report.line_chart import Line, Point, line_chart
 from rowmesh.report.run_record import Result, thinned
 from rowmesh.report.shown import Shown
 from rowmesh.train.score_bins import ScoreBins
 
-CALIBRATION_BINS = 15
+CALIBRATION_BINS, DENSITY_CELLS = 15, 40
 GIGABYTE = 1e9
 
 
@@ -36,6 +39,8 @@ def _charts(runs: Sequence[Shown]) -> Iterator[str]:
         yield card(f"AUC, {split}", line_chart("AUC", _lines(runs, "auc", "AUC", split)))
     rates = _lines(runs, "samples_per_s", "samples/s", text="{:,.0f}")
     yield card("Samples a second", line_chart("samples a second", rates, from_zero=True))
+    if any(run.record.step_ms for run in runs):
+        yield card("Milliseconds a step", line_chart("milliseconds a step", _step_times(runs), from_zero=True))
     yield card("Learning rates", line_chart("learning rates", _learning_rates(runs), from_zero=True))
     memory = _lines(runs, "memory_bytes", "memory", text="{:.3g} GB", scale=1 / GIGABYTE)
     yield card("Memory of all ranks, GB", line_chart("memory", memory, from_zero=True))
@@ -63,6 +68,20 @@ def _lines(
     ]
 
 
+def _step_times(runs: Sequence[Shown]) -> list[Line]:
+    """The whole step; of one run the network too."""
+    names = [f"step_ms/{stage}" for stage in STAGES]
+    lines = []
+    for run in runs:
+        series = [dict(run.record.series(name)) for name in names]
+        whole = [(step, sum(of.get(step, 0.0) for of in series)) for step in series[0]]
+        name = "whole step" if len(runs) == 1 else run.name
+        lines.append(Line(name, thinned(whole), run.style, "{:.3g} ms"))
+    if len(runs) == 1:
+        lines.append(Line("network", thinned(runs[0].record.series("step_ms/network")), "c", "{:.3g} ms"))
+    return lines
+
+
 def _learning_rates(runs: Sequence[Shown]) -> list[Line]:
     if len(runs) > 1:
         return _lines(runs, "lr", "network", text="{:.3g}")
@@ -87,11 +106,13 @@ def quality_section(runs: Sequence[Shown]) -> str:
             '<div class="grid-cards">'
             + card(f"ROC, {splits}", _roc_chart(roc, [result for _, result, _ in curves]))
             + card(f"Calibration, {splits}", _calibration_chart(runs, [(run, bins) for run, _, bins in curves]))
+            + card(f"Predictions, {splits}", _density_chart(runs, [(run, bins) for run, _, bins in curves]))
             + "</div>"
         )
     note = (
         "ROC: of the positives, the share above a threshold, by that of the negatives. Calibration: the share of "
-        "positives by the probability that was predicted, with 95 % intervals; the diagonal is right."
+        "positives by the probability that was predicted, with 95 % intervals; the diagonal is right. Predictions: how "
+        "they are spread over the samples of each label."
     )
     return section("Quality", note if charts else "", charts, _results_table(runs))
 
@@ -114,6 +135,39 @@ def _calibration_chart(runs: Sequence[Shown], curves: Sequence[tuple[Shown, Scor
         points, errors = calibration_curve(bins)
         lines.append(Line(_curve_name(run, runs, "model"), points, run.style, dots=True, text="", errors=errors))
     return line_chart("calibration", lines, x_name="predicted", square=True, legend=len(lines) > 1)
+
+
+def _density_chart(runs: Sequence[Shown], curves: Sequence[tuple[Shown, ScoreBins]]) -> str:
+    """How predictions of positives and negatives are spread; of two runs, those of positives."""
+    lines = []
+    for run, bins in curves:
+        positive = [float(hits) for hits in bins.positives]
+        negative = [float(n - hits) for n, hits in zip(bins.samples, bins.positives, strict=True)]
+        if len(runs) > 1:
+            lines.append(Line(f"{run.name}, positives", density(bins, positive), run.style, text=""))
+        else:
+            lines = [
+                Line("negatives", density(bins, negative), "a", text=""),
+                Line("positives", density(bins, positive), "b", text=""),
+            ]
+    return line_chart("density of predictions", lines, x_name="predicted", from_zero=True, whole=True)
+
+
+def density(bins: ScoreBins, counts: Sequence[float], cells: int = DENSITY_CELLS) -> list[Point]:
+    """Counts of bins over equally wide cells of predicted probability, as a density.
+
+    >>> bins = ScoreBins(highest=(-30.0, 0.0), samples=(0, 4), positives=(0, 4), predicted=(0.0, 1.0))
+    >>> [(x, round(height, 6)) for x, height in density(bins, [0.0, 4.0], cells=2)]
+    [(0.125, 2.0), (0.375, 2.0)]
+    """
+    bounds = np.concatenate([[0.0], 1 / (1 + np.exp(-np.clip(bins.highest, -500, 500)))])
+    total, top = sum(counts), float(bounds[-1])
+    if not total or not top:
+        return []
+    cuts = np.linspace(0.0, top, cells + 1)
+    below = np.interp(cuts, bounds, np.concatenate([[0.0], np.cumsum(counts)]))
+    heights = np.diff(below) / total / (top / cells)
+    return list(zip(((cuts[1:] + cuts[:-1]) / 2).tolist(), heights.tolist(), strict=True))
 
 
 def roc_curve(bins: ScoreBins) -> list[Point]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
@@ -132,19 +133,14 @@ def _duration(seconds: float) -> str:
 
 
 def _compared(runs: Sequence[Shown]) -> str:
-    """Both runs' numbers, and how many times as much the second has."""
-    rows = [
-        [name, *((value and value[1]) or "" for value in values), ratio] for name, values, ratio in _compared_rows(runs)
-    ]
-    return data_table(["", *(run.name for run in runs), "difference"], rows)
-
-
-def _compared_rows(runs: Sequence[Shown]) -> Iterator[tuple[str, list[tuple[float, str] | None], str]]:
+    """Both runs' numbers, and what the second has more, or how many times as much."""
+    rows = []
     for name, number, text, is_ratio in _NUMBERS:
         found = [number(run.record) for run in runs]
         if any(value is not None for value in found):
-            values = [None if value is None else (value, text(value)) for value in found]
-            yield name, values, _difference(found, is_ratio)
+            texts = ["" if value is None else text(value) for value in found]
+            rows.append([name, *texts, _difference(found, is_ratio)])
+    return data_table(["", *(run.name for run in runs), "difference"], rows)
 
 
 def _difference(found: Sequence[float | None], is_ratio: bool) -> str:
@@ -156,11 +152,16 @@ def _difference(found: Sequence[float | None], is_ratio: bool) -> str:
     return f"{second - first:+.5f}".replace("-", "−")
 
 
-def _of_result(key: str):
+def _of_result(key: str) -> Callable[[RunRecord], float | None]:
     return lambda record: record.results[0].numbers.get(key) if record.results else None
 
 
-_NUMBERS = (
+def _most_memory(record: RunRecord) -> float | None:
+    return max((value for _, value in record.series("memory_bytes")), default=None)
+
+
+# Name, the number, its text, and whether the difference is a ratio.
+_NUMBERS: Sequence[tuple[str, Callable[[RunRecord], float | None], Callable[[float], str], bool]] = (
     ("AUC", _of_result("auc"), "{:.5f}".format, False),
     ("log-loss", _of_result("log_loss"), "{:.5f}".format, False),
     ("normalized entropy", _of_result("normalized_entropy"), "{:.5f}".format, False),
@@ -168,10 +169,13 @@ _NUMBERS = (
     ("samples a second", lambda record: record.mean("samples_per_s"), "{:,.0f}".format, True),
     ("a step", lambda record: sum(record.step_ms.values()) or None, "{:.3g} ms".format, True),
     ("bytes between ranks, a step", lambda record: record.traffic.bytes_per_step, bytes_text, True),
-    ("memory, most", lambda record: max((v for _, v in record.series("memory_bytes")), default=None), bytes_text, True),
+    ("memory, most", _most_memory, bytes_text, True),
     ("steps", lambda record: record.steps, "{:,}".format, True),
     ("time", lambda record: record.elapsed_s, _duration, True),
 )
+
+
+_KEY = re.compile(r"(--[a-z-]+|rowmesh (?:plan|data prepare|evaluate)|[A-Z_]{4,}=\d+|[a-z_]+\.[a-z_.]+[a-z](?:=\w+)?)")
 
 
 def _advice(runs: Sequence[Shown]) -> str:
@@ -187,15 +191,26 @@ def _advice(runs: Sequence[Shown]) -> str:
 
 def _advice_card(advice: Advice) -> str:
     return (
-        f'<div class="card advice"><h3>{escape(advice.title)}</h3><p class="note">{escape(sentence(advice.evidence))}</p>'
-        f"<p>{escape(sentence(advice.action[0].upper() + advice.action[1:]))}</p></div>"
+        f'<div class="card advice"><h3>{escape(advice.title)}</h3>'
+        f'<p class="note">{escape(sentence(advice.evidence[0].upper() + advice.evidence[1:]))}</p>'
+        f"<p>{_with_keys(sentence(advice.action))}</p></div>"
     )
 
 
+def _with_keys(text: str) -> str:
+    """With keys of the configuration, options and commands set apart."""
+    return _KEY.sub(r"<code>\1</code>", escape(text))
+
+
 def _missing(runs: Sequence[Shown]) -> str:
-    cards = [
-        f'<div>{heading_of(run, runs)}<ul class="note">{"".join(f"<li>{escape(text)}</li>" for text in found)}</ul></div>'
-        for run in runs
-        if (found := run.record.missing)
-    ]
+    cards = [f"<div>{heading_of(run, runs)}{_list(found)}</div>" for run in runs if (found := _missing_of(run))]
     return section("What is missing here", "", side_by_side(cards)) if cards else ""
+
+
+def _missing_of(run: Shown) -> list[str]:
+    why_not = run.tables.why_not
+    return [*run.record.missing, *([f"no prediction of the bytes between ranks: {why_not}"] if why_not else [])]
+
+
+def _list(texts: Sequence[str]) -> str:
+    return f'<ul class="note">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>'

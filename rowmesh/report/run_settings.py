@@ -18,8 +18,8 @@ def tables_section(runs: Sequence[Shown]) -> str:
     """Tables with their copies and rare ids, and what fast memory found."""
     columns = [f"<div>{heading_of(run, runs)}{body}</div>" for run in runs if (body := _tables(run) + _tiers(run))]
     note = (
-        "Copies: rows that every rank, or every node, has; and the share of accesses that they get. Rare: ids that share "
-        "one row, since they were seldom or never in the training split."
+        "Copies: rows that every rank, or every node, has, and the share of accesses that they get. Rare: ids that "
+        "share one row, since they were seldom or never in the training split."
     )
     return section("Tables", note if columns else "", side_by_side(columns))
 
@@ -48,7 +48,7 @@ def _row(table: TableFacts) -> list[str]:
 def _tiers(run: Shown) -> str:
     rows = [
         [
-            escape(name),
+            escape(name).replace("_", "_<wbr>"),
             share_text(rate) if (rate := hit_rate(counts)) is not None else "",
             f"{counts.get('rows_found', 0):,}",
             f"{counts.get('rows_forwarded', 0):,}",

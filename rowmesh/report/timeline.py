@@ -68,11 +68,10 @@ def timeline_of(events: Sequence[dict[str, Any]]) -> Timeline | None:
     """The last batches whose computation rank 0 ended; None where there are none."""
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     done = [event for event in events if event["ph"] == "X"]
-    computed = [event for event in done if event["pid"] == 0 and event["name"] == COMPUTE]
-    last = list(dict.fromkeys(event["args"]["batch"] for event in computed))[-BATCHES:]
-    inside = [event for event in computed if event["args"]["batch"] in last]
+    inside = _last_computed([event for event in done if event["pid"] == 0 and event["name"] == COMPUTE])
     if not inside:
         return None
+    batches = [event["args"]["batch"] for event in inside]
     begin, end = min(event["ts"] for event in inside), max(event["ts"] + event["dur"] for event in inside)
     lanes: dict[tuple[int, int], list[Span]] = {}
     for event in done:
@@ -85,4 +84,17 @@ def timeline_of(events: Sequence[dict[str, Any]]) -> Timeline | None:
         for (rank, thread), spans in sorted(lanes.items())
     )
     num_ranks = len({event["pid"] for event in events})
-    return Timeline((end - begin) / 1e3, (last[0], last[-1]), made, num_ranks)
+    return Timeline((end - begin) / 1e3, (min(batches), max(batches)), made, num_ranks)
+
+
+def _last_computed(computed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The computation of the last batches in a row; a pipeline that begins anew counts from its first batch again."""
+    found: list[dict[str, Any]] = []
+    batches: set[int] = set()
+    for event in sorted(computed, key=lambda event: -event["ts"]):
+        batch = event["args"]["batch"]
+        if (batches and batch > min(batches)) or len(batches | {batch}) > BATCHES:
+            break
+        batches.add(batch)
+        found.append(event)
+    return found

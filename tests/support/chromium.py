@@ -7,12 +7,21 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# The browser reads commands from descriptor 3 and answers on 4.
+_LAUNCHER = """
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(text), fcntl.F_DUPFD, 10) for text in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 _WIDTHS = "({page: document.documentElement.scrollWidth, window: window.innerWidth})"
 
 
@@ -50,12 +59,11 @@ class Chromium:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_read, self._commands = os.pipe()
         self._replies, to_write = os.pipe()
-        # The browser reads commands from descriptor 3 and answers on 4.
-        shell = ["sh", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "sh"]
+        launcher = [sys.executable, "-S", "-c", _LAUNCHER, str(to_read), str(to_write)]
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
         options += ["--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}"]
         self._process = subprocess.Popen(
-            [*shell, program, *options, "about:blank"],
+            [*launcher, program, *options, "about:blank"],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
