@@ -78,6 +78,8 @@ class EmbeddingCollection(nn.Module):
         torch.Size([2, 2, 4])
         >>> out.values.sum().backward()
         >>> optimizer.step()
+        >>> embeddings
+        EmbeddingCollection(dim4_row_wise_adagrad: 2 tables, 15 rows; local on 1 ranks, cpu)
     """
 
     def __init__(
@@ -292,5 +294,6 @@ class EmbeddingCollection(nn.Module):
 
     def extra_repr(self) -> str:
         """Groups and transport."""
-        groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
-        return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"
+        counts = {group.name: sum(table.num_rows for table in group.tables) for group in self.groups}
+        groups = [f"{each.name}: {len(each.tables)} tables, {counts[each.name]:,} rows" for each in self.groups]
+        return f"{', '.join(groups)}; {self.transport} on {self.mesh.world_size} ranks, {self.device or 'cpu'}"
