@@ -23,6 +23,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.threads import warn_of_threads
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
@@ -106,6 +107,7 @@ class EmbeddingCollection(nn.Module):
             plan = Plan.dealt(shapes, size, per_node, replicas=replicas)
         elif replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
+        warn_of_threads(self.mesh)
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
         plan.check_fits(shapes, size, per_node)
         averaged = plan.replicas if self.synchronization.mode == "average" else {}

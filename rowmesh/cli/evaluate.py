@@ -35,4 +35,4 @@ def evaluate(
     """
     from rowmesh.train.commands import run_evaluation
 
-    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify)
+    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify, fits_threads=True)

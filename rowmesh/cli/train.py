@@ -33,4 +33,4 @@ def train(
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
-    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify)
+    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify, fits_threads=True)
