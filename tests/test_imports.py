@@ -19,7 +19,7 @@ LAYERS = [
     {"embeddings", "pending", "engine"},
     {"collection"},
     {"pipeline"},
-    {"train"},
+    {"train", "doctor"},
     {"report"},
     {"cli"},
     {"__main__"},

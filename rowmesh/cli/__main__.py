@@ -12,6 +12,7 @@ from typing import Any
 import cyclopts
 
 import rowmesh
+from rowmesh.cli.doctor import doctor
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
@@ -39,6 +40,7 @@ app.command(train)
 app.command(evaluate)
 app.command(export)
 app.command(env)
+app.command(doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
