@@ -5,11 +5,13 @@ A table becomes a Parquet file with a line an id, the most frequent first, whate
     export/
       manifest.json       what was exported
       network.pt          the dense network's `state_dict`
+      dense.json          how raw dense values become what the network takes
       tables/C1.parquet   id: int64, the frequency rank; value: of the raw data; count: in training; vector: float[D]
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from rowmesh.train.run_folder import RunFolder
 
 logger = logging.getLogger("rowmesh")
 EXPORT = "an export"
-NETWORK, TABLES = "network.pt", "tables"
+NETWORK, DENSE, TABLES = "network.pt", "dense.json", "tables"
 CHUNK_BYTES = 1 << 24  # of vectors in memory at a time, and in a group of rows of a file
 
 
@@ -102,6 +104,7 @@ def export(
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
+        (partial / DENSE).write_text(json.dumps(_dense(prepared), indent=1) + "\n", encoding="utf-8")
         opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
         return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 
@@ -148,6 +151,15 @@ def _network(files: SavedFiles) -> dict[str, torch.Tensor]:
         if isinstance(tensor, torch.Tensor) and (count := int((~torch.isfinite(tensor)).sum())):
             raise RowmeshError(f"the network in {files.checkpoint}: {count:,} numbers of {name} are not finite")
     return network
+
+
+def _dense(data: Prepared) -> dict[str, Any]:
+    """How dense features were transformed, in the order of the network's inputs; a missing value is 0 afterwards."""
+    scales = data.dense_scales
+    features = [{"name": name} for name in data.schema.dense]
+    if scales is not None:
+        features = [{key: getattr(scale, key) for key in ("name", "log1p", "mean", "std")} for scale in scales]
+    return {"transform": data.schema.dense_transform, "features": features}
 
 
 def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -> Exported:

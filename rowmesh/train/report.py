@@ -27,6 +27,7 @@ def describe(job: Job) -> list[str]:
         ("ranks", _ranks(job)),
         ("device", _device(job)),
         ("data", _data(job)),
+        *(("dense", text) for text in _dense(job)),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
@@ -131,6 +132,21 @@ def _data(job: Job) -> str:
     features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
     unverified = f"; {job.data.verification}" if job.data.verification else ""
     return f"{job.data.folder}: {splits} samples; {features}{unverified}"
+
+
+def _dense(job: Job) -> list[str]:
+    """How dense features were transformed when the data were prepared; nothing where there are none."""
+    data = job.data
+    if data.dense_scales is None:
+        advice = '; where columns differ much in size, prepare the data again with dense_transform = "standardize"'
+        kind = data.schema.dense_transform
+        return [f"{'transform ' + kind if kind != 'none' else 'as they are'}, not standardized{advice}"][
+            : data.num_dense
+        ]
+    logged = sum(scale.log1p for scale in data.dense_scales)
+    missing = [f"{scale.name} {scale.missing['train']:.1%}" for scale in data.dense_scales if scale.missing["train"]]
+    text = f"standardized by the training split, {logged} of {data.num_dense} after a logarithm"
+    return [text + (f"; missing, which read as the mean: {', '.join(missing)}" if missing else "")]
 
 
 def _group(group: Any, tiers: Tiers) -> str:
