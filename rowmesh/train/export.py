@@ -36,6 +36,7 @@ from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.files.folder import replacing_folder
 from rowmesh.suggest import hint
 from rowmesh.train.fingerprint import mismatch
+from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 
@@ -85,7 +86,8 @@ def export(
         overwrite: replace a folder that an earlier export wrote.
         progress: is told what is being written, and which share of it is.
         verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
-        say: is told, a line each, that the model or the data are not verified, and why; default: rowmesh's log.
+        say: is told, a line each, that the model is the best of its run, and that it or the data are not verified, and
+            why; default: rowmesh's log.
 
     Raises:
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
@@ -97,7 +99,7 @@ def export(
     manifest = checkpoint.read_manifest(folder.model)
     chosen = _choose(tables, manifest)
     prepared = Prepared.open(data, verify=verify) if data else _data_of_training(folder, verify)
-    for line in _unverified(folder, manifest, prepared, verify):
+    for line in _remarks(folder, manifest, prepared, verify):
         say(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
@@ -109,8 +111,10 @@ def export(
         return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 
 
-def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
-    """What is read as it is."""
+def _remarks(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
+    """Which model it is where others were trained on, and what is read as it is."""
+    if "is_best" in manifest.metadata:
+        yield f"model     {folder.model}, {model_text(manifest.metadata)}"
     if verify and not manifest.checksums:
         yield f"model     {folder.model} {UNVERIFIABLE}"
     if data.verification:

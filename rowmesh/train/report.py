@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
+from rowmesh.train.config import chosen
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
 
@@ -41,13 +42,34 @@ def describe(job: Job) -> list[str]:
 def describe_training(job: Job, total_steps: int) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
     data, train, optimizer = job.config.data, job.config.train, job.config.optimizer
+    schedule = job.config.schedule.name
     facts = [
-        ("optimizer", f"{optimizer.name} lr {optimizer.lr:g} for the network, {job.config.schedule.name} schedule"),
-        ("steps", f"{total_steps:,} of {data.batch_size:,} samples each, {train.epochs} epoch(s) at most"),
+        (
+            "optimizer",
+            f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
+        ),
+        ("steps", f"{total_steps:,} of {chosen(data.batch_size):,} samples each, {train.epochs} epoch(s) at most"),
     ]
     if data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     return [f"{name:<10}{text}" for name, text in facts]
+
+
+def model_text(metadata: Mapping[str, Any]) -> str:
+    """Of which step a model is, and whether it is the best of its run.
+
+    >>> model_text({"steps": 30, "trained_steps": 50, "validation_log_loss": 0.5, "is_best": True})
+    'the best of 50 steps: after step 30, validation log-loss 0.50000'
+    >>> model_text({"steps": 30})
+    'after 30 steps'
+    """
+    steps, loss = metadata.get("steps", "?"), metadata.get("validation_log_loss")
+    if loss is None:
+        return f"after {steps} steps"
+    best = (
+        f"the best of {metadata['trained_steps']} steps" if metadata["is_best"] else "not the best, which is not kept"
+    )
+    return f"{best}: after step {steps}, validation log-loss {loss:.5f}"
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:

@@ -24,6 +24,8 @@ from rowmesh.files.manifest import MANIFEST, Manifest
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
+BEST = "best"
+"""The best model so far, while a run with early stopping trains."""
 TRACE = "trace.json"
 UNFINISHED = "unfinished"
 """Where a run is that replaces another, until its model is written: the folder has the same names in it."""
@@ -34,7 +36,7 @@ _PARTIAL = r"\..*\.partial"
 CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl", TRACE), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
-    "model": rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}",
+    **dict.fromkeys(("model", BEST), rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}"),
     "tensorboard": r"events\.out\..*",
 }
 
@@ -45,6 +47,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         plan: the plan that the model was trained with, in the end.
+        best: the best model so far, while a run with early stopping trains.
         trace: what every thread did in the last steps, where that was asked for.
         first_plan: where drift replaced it, the plan that the training began with.
 
@@ -62,6 +65,7 @@ class RunFolder:
         self.trace = path / TRACE
         self.tensorboard = path / "tensorboard"
         self.model = self._at("model")
+        self.best = path / BEST
 
     def to_plain(self) -> str:
         """The folder, to be sent to other ranks."""
