@@ -28,6 +28,7 @@ from rowmesh.report.replica_page import write_replica_report
 from rowmesh.report.replica_text import explain_replicas, print_replicas
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
+from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
@@ -184,7 +185,9 @@ def run_plan(
     links.check(config)
     replication = replication or Replication()
     replication.check()
-    question = _Question(config, title, options, outputs, replication, Prepared.open(config.data.folder))
+    data = Prepared.open(config.data.folder)
+    config, _ = choose_defaults(config, data)  # plans depend on the batch size
+    question = _Question(config, title, options, outputs, replication, data)
     if not links.measure:
         question.answer(links.stated(config))
         return

@@ -54,6 +54,7 @@ class Loader:
     Args:
         folder: what `rowmesh data prepare` wrote, or the opened Prepared.
         split: "train", "validation" or "test".
+        span: which samples of it, by position; default: all.
         batch_size: global, over all ranks.
         rank, world_size: which part to yield.
         shuffle: see `EpochOrder`.
@@ -74,6 +75,7 @@ class Loader:
         split: str,
         *,
         batch_size: int,
+        span: range | None = None,
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = False,
@@ -93,9 +95,13 @@ class Loader:
         self.prepared = folder if isinstance(folder, Prepared) else Prepared.open(folder)
         self.split = split
         self.prepared.split_path(split)  # which refuses a split that does not exist
+        total = self.prepared.splits[split].samples
+        self.span = range(total) if span is None else span
+        if self.span.step != 1 or not 0 <= self.span.start <= self.span.stop <= total:
+            raise ConfigurationError(f"span {span} is no run of the {total:,} samples of split {split!r}")
         if self.num_samples == 0:
             raise DataError(f"{self.prepared.folder}: split {split!r} has no samples; prepare the data again")
-        self._file = SplitFile(self.prepared, split)
+        self._file = SplitFile(self.prepared, split, self.span)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.prefetch, self.window_blocks = prefetch, window_blocks
@@ -106,8 +112,8 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the split, over all ranks."""
-        return self.prepared.splits[self.split].samples
+        """Samples of an epoch, over all ranks."""
+        return len(self.span)
 
     @property
     def num_batches(self) -> int:
@@ -170,6 +176,7 @@ class Loader:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "window_blocks": self.window_blocks,
+            **({"first_sample": self.span.start} if self.span.start else {}),
         }
 
     def _next_epoch(self) -> None:
@@ -184,6 +191,7 @@ class Loader:
             shuffle=self.shuffle,
             seed=self.seed,
             epoch=epoch,
+            first_sample=self.span.start,
         )
         windows = run_ahead(_windows(self._file, order, self._parts(first_batch)), 1 if self.prefetch else 0)
         with contextlib.closing(windows):

@@ -46,6 +46,14 @@ class _Split(_Section):
     optimum: Annotated[dict[str, Finite], AfterValidator(check_optimum)] | None = None
 
 
+class _Scale(_Section):
+    name: str
+    log1p: bool
+    mean: Finite
+    std: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    missing: dict[str, Share]
+
+
 class _Order(_Section):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -68,6 +76,7 @@ class _Metadata(_Section):
     block_samples: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     sources: dict[str, list[str]]
     columns: Annotated[dict[str, Any], Field(alias="schema")]
+    dense_scales: list[_Scale] | None = None
     reordering: _Reordering | None = None
 
 
@@ -108,6 +117,9 @@ def check(values: dict[str, Any], path: Path) -> Schema:
     except ConfigurationError as error:
         raise _refusal(path, ["schema"], str(error)) from None
     _check_tables(metadata, schema, path)
+    is_scaled = bool(schema.dense) and schema.dense_transform == "standardize"
+    if [scale.name for scale in metadata.dense_scales or ()] != list(schema.dense if is_scaled else ()):
+        raise _refusal(path, ["dense_scales"], "their names are not those of the standardized features of the schema")
     return schema
 
 

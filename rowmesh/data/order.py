@@ -16,11 +16,12 @@ class EpochOrder:
     """The order of one epoch, a function of its arguments alone.
 
     Args:
-        num_samples: of the split.
-        block_samples: of every block but the last.
+        num_samples: that are visited.
+        block_samples: of every block of the split but the last.
         window_blocks: how many blocks are shuffled together.
         shuffle: whether to shuffle at all.
         seed, epoch: choose the permutation.
+        first_sample: of the split that is visited, where not all are.
     """
 
     def __init__(
@@ -32,13 +33,18 @@ class EpochOrder:
         shuffle: bool,
         seed: int,
         epoch: int,
+        first_sample: int = 0,
     ) -> None:
-        num_blocks = -(-num_samples // block_samples)
+        end = first_sample + num_samples
+        first_block = first_sample // block_samples
+        num_blocks = -(-end // block_samples) - first_block
         self.shuffle, self.seed, self.epoch = shuffle, seed, epoch
         self._blocks = np.arange(num_blocks)
         if shuffle:
             self._blocks = np.random.default_rng([seed, epoch]).permutation(num_blocks)
-        sizes = np.minimum(num_samples - self._blocks * block_samples, block_samples)
+        self._blocks = self._blocks + first_block
+        starts = self._blocks * block_samples
+        sizes = np.minimum(starts + block_samples, end) - np.maximum(starts, first_sample)
         self._window_blocks = window_blocks
         ends = sizes.cumsum()[window_blocks - 1 :: window_blocks]
         self.bounds = np.unique(np.concatenate([[0], ends, [num_samples]]))

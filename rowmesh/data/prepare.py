@@ -1,7 +1,8 @@
 """prepare: from raw files to memory-mappable splits whose ids are frequency ranks.
 
 Three steps, each streaming: *read* checks every row and writes it with provisional codes, *count* the codes
-of the training split, and *map* codes to ranks while the splits are written. Memory: one block of rows, and
+of the training split and take the means of its dense columns, and *map* codes to ranks and dense values to scaled ones
+while the splits are written. Memory: one block of rows, and
 the distinct ids of every column.
 """
 
@@ -35,6 +36,7 @@ from rowmesh.data.prepared import (
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.request import preparation_request
+from rowmesh.data.scales import DenseScale, DenseStatistics
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
@@ -101,7 +103,7 @@ def prepare(
             sources = {name: coder.write(paths, folder / f"{name}.codes") for name, paths in files.items()}
         parts = _Parts(sources, splitter)
         parts.check()
-        rankings = _rank(parts, coder.vocabularies, min_count, progress)
+        rankings, scales = _count(parts, schema, coder.vocabularies, min_count, progress)
         _save_rankings(folder, rankings, coder.vocabularies)
         kinds = arrow_schema(schema, coder.multi_hot)
         paths = {name: folder / split_file(name) for name in parts.splits}
@@ -109,7 +111,7 @@ def prepare(
             writers = {
                 name: stack.enter_context(SplitWriter(path, kinds, block_samples)) for name, path in paths.items()
             }
-            tallies = _write_splits(parts, rankings, writers, progress)
+            tallies = _write_splits(parts, _Mapping(len(schema.dense), scales, rankings), writers, progress)
         sums.update({split_file(name): writer.checksums for name, writer in writers.items()})
         for source in sources.values():
             source.path.unlink()
@@ -123,6 +125,7 @@ def prepare(
             block_samples=block_samples,
             rowmesh_version=rowmesh.__version__,
             sources={name: [str(path) for path in paths] for name, paths in files.items()},
+            dense_scales=scales,
         ).save()
     keep_at.unlink(missing_ok=True)  # of an attempt that failed
     return Prepared.open(out)
@@ -195,16 +198,23 @@ class _Parts:
                     yield SPLITS[index], batch.filter(pa.array(assigned == index))
 
 
-def _rank(parts: _Parts, vocabularies: Sequence[Vocabulary], min_count: int, progress: Progress) -> list[Ranking]:
+def _count(
+    parts: _Parts, schema: Schema, vocabularies: Sequence[Vocabulary], min_count: int, progress: Progress
+) -> tuple[list[Ranking], tuple[DenseScale, ...] | None]:
+    """How codes become rows, and how dense columns are scaled, if they are."""
     counts = [np.zeros(len(vocabulary), np.int64) for vocabulary in vocabularies]
+    statistics = DenseStatistics(schema.dense) if schema.dense and schema.dense_transform == "standardize" else None
     done = 0
     for split, batch in parts.batches():
+        if statistics is not None:
+            dense = batch.columns[1 : 1 + len(schema.dense)]
+            statistics.add(split, np.stack([column.to_numpy() for column in dense]))
         if split == "train":
             for count, column in zip(counts, batch.columns[-len(counts) :], strict=True):
                 np.add.at(count, flat_ids(column), 1)
         done += batch.num_rows
         progress("counting", done / parts.num_samples)
-    return [Ranking.from_counts(count, min_count) for count in counts]
+    return [Ranking.from_counts(count, min_count) for count in counts], statistics.scales() if statistics else None
 
 
 def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequence[Vocabulary]) -> None:
@@ -229,28 +239,45 @@ class _Tally:
         return Split(samples=self.samples, positive_rate=self.positives / self.samples, optimum=known)
 
 
+@dataclass(frozen=True)
+class _Mapping:
+    """From rows with codes and raw dense values to what is kept."""
+
+    num_dense: int
+    scales: Sequence[DenseScale] | None
+    rankings: Sequence[Ranking]
+
+    def dense(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
+        """Dense columns as a model sees them: missing values, here NaN, are 0."""
+        raw = [column.to_numpy() for column in columns]
+        if self.scales is None:
+            return [pa.array(np.nan_to_num(values, nan=0.0)) for values in raw]
+        return [pa.array(scale.apply(values)) for scale, values in zip(self.scales, raw, strict=True)]
+
+
 def _write_splits(
-    parts: _Parts, rankings: Sequence[Ranking], writers: Mapping[str, SplitWriter], progress: Progress
+    parts: _Parts, mapping: _Mapping, writers: Mapping[str, SplitWriter], progress: Progress
 ) -> dict[str, _Tally]:
-    num_tables = len(rankings)
+    num_tables = len(mapping.rankings)
     tallies = {
         name: _Tally(ids=np.zeros(num_tables, np.int64), rare_ids=np.zeros(num_tables, np.int64))
         for name in parts.splits
     }
     done = 0
     for split, batch in parts.batches():
-        writers[split].write(_map_batch(batch, rankings, tallies[split]))
+        writers[split].write(_map_batch(batch, mapping, tallies[split]))
         done += batch.num_rows
         progress("writing", done / parts.num_samples)
     return tallies
 
 
-def _map_batch(batch: pa.RecordBatch, rankings: Sequence[Ranking], tally: _Tally) -> list[pa.Array]:
+def _map_batch(batch: pa.RecordBatch, mapping: _Mapping, tally: _Tally) -> list[pa.Array]:
     columns = batch.columns
-    first = len(columns) - len(rankings)
+    first = 1 + mapping.num_dense
+    columns[1:first] = mapping.dense(columns[1:first])
     tally.samples += batch.num_rows
     tally.positives += int(columns[0].to_numpy().sum())
-    for i, ranking in enumerate(rankings):
+    for i, ranking in enumerate(mapping.rankings):
         mapped = map_ids(columns[first + i], lambda ids, rows=ranking.row_of_code: rows[ids.to_numpy()])
         rows = flat_ids(mapped)
         tally.ids[i] += len(rows)

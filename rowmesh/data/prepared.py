@@ -18,6 +18,7 @@ from rowmesh.data.metadata import FORMAT_VERSION as FORMAT_VERSION
 from rowmesh.data.metadata import SPLITS as SPLITS
 from rowmesh.data.metadata import check, parse_json
 from rowmesh.data.pinned import PinnedFolder
+from rowmesh.data.scales import DenseScale
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
 from rowmesh.suggest import hint
@@ -85,6 +86,8 @@ class Prepared:
         block_samples: samples in every record batch but the last.
         rowmesh_version: what wrote it.
         sources: the files each split (or all of them, where "train" was cut) was read from.
+        dense_scales: how dense columns were standardised, by column; None where they were not: the schema has another
+            `dense_transform`, or there are none.
         reordering: how `rowmesh data reorder` put ids in another order ("options"), and what came of it ("tables");
             None where ids are frequency ranks.
     """
@@ -98,6 +101,7 @@ class Prepared:
     block_samples: int
     rowmesh_version: str
     sources: dict[str, list[str]]
+    dense_scales: tuple[DenseScale, ...] | None = None
     reordering: Mapping[str, Any] | None = None
     _pinned: PinnedFolder | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -129,6 +133,7 @@ class Prepared:
                 "schema": schema,
                 "tables": tuple(Table(**table) for table in values["tables"]),
                 "splits": {name: Split(**split) for name, split in values["splits"].items()},
+                "dense_scales": _scales(values.get("dense_scales")),
             }
         )
         object.__setattr__(prepared, "_pinned", files)
@@ -187,6 +192,8 @@ class Prepared:
             "sources": self.sources,
             "schema": self.schema.model_dump(mode="json"),
         }
+        if self.dense_scales is not None:
+            values["dense_scales"] = [asdict(scale) for scale in self.dense_scales]
         if self.reordering is not None:
             values["reordering"] = self.reordering
         return values
@@ -261,6 +268,10 @@ class Prepared:
             return Bijection(rows.start, row_of_rank)
         except DataError as error:
             raise DataError(f"{bijection_path(self.folder, name)}: {error}; reorder the data again") from error
+
+
+def _scales(values: Sequence[Mapping[str, Any]] | None) -> tuple[DenseScale, ...] | None:
+    return None if values is None else tuple(DenseScale(**each) for each in values)
 
 
 def split_file(split: str) -> str:

@@ -32,7 +32,8 @@ class Block:
 
     Attributes:
         labels: float32 `[n]`, 0 or 1.
-        dense: float32 `[n, number of dense features]`, transformed, finite.
+        dense: float32 `[n, number of dense features]`, transformed if that takes no statistics of the data; NaN where
+            missing, else finite.
         categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
             row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
@@ -63,7 +64,7 @@ def total_size(path: Path, schema: Schema) -> int:
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
-    """The dense transform: log(1 + max(x, 0)) or the value itself. What is not finite is for the caller to refuse.
+    """log(1 + max(x, 0)) for "log1p", else the value itself. What is not finite is for the caller to refuse.
 
     >>> transform_dense(np.array([-2.0, 0.0, np.e - 1]), "log1p").tolist()
     [0.0, 0.0, 1.0]
@@ -118,7 +119,7 @@ def _labels(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float32]
 
 
 def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults) -> NDArray[np.float32]:
-    """Transformed dense values `[n, number of dense features]`; missing ones are 0."""
+    """Transformed dense values `[n, number of dense features]`; missing ones are NaN."""
     num_rows = len(columns[schema.label])
     dense = np.empty((num_rows, len(schema.dense)), np.float32)
     for i, name in enumerate(schema.dense):
@@ -128,7 +129,7 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults) -> NDA
         values = transform_dense(numbers, schema.dense_transform)
         is_finite = np.isfinite(numbers) & np.isfinite(values)  # log1p makes 0 of −∞; float32 makes ∞ of 1e39
         faults.add(np.flatnonzero(~is_finite & ~missing), name, column, "not a finite number")
-        dense[:, i] = np.where(missing, 0, values)
+        dense[:, i] = np.where(missing, np.nan, values)
     return dense
 
 

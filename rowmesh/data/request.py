@@ -13,7 +13,7 @@ from rowmesh.data.prepared import BLOCK_SAMPLES, FORMAT_VERSION
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 
 
 def preparation_request(
@@ -30,7 +30,7 @@ def preparation_request(
     return {
         "format_version": FORMAT_VERSION,
         "files": {split: [_stamp(path) for path in paths] for split, paths in files.items()},
-        "schema": schema.model_dump(mode="json", exclude_defaults=True),
+        "schema": schema.model_dump(mode="json", exclude_defaults=True) | {"dense_transform": schema.dense_transform},
         "split": "by files" if splitter is None else asdict(splitter),
         "min_count": min_count,
         "max_bad_rows": max_bad_rows,

@@ -15,7 +15,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.files.atomic import replacing_file
 from rowmesh.suggest import hint
 
-DenseTransform = Literal["log1p", "none"]
+DenseTransform = Literal["standardize", "log1p", "none"]
 UNIX_TIME = "unix"
 Derivation = Literal["hour_of_day", "weekday"]
 
@@ -72,7 +72,8 @@ class Schema(BaseModel):
         columns: names of the text columns in file order; empty where the first line names them.
         label: the column that holds 0 or 1.
         dense: numeric columns; a missing value becomes 0 after the transform.
-        dense_transform: "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
+        dense_transform: "standardize": mean 0 and deviation 1 in training, of the logarithm where a column is
+            heavy-tailed; "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
         categorical: categorical features; in TOML a plain string names a one-hot column.
 
     Example:
@@ -89,7 +90,7 @@ class Schema(BaseModel):
     columns: tuple[str, ...] = ()
     label: str
     dense: tuple[str, ...] = ()
-    dense_transform: DenseTransform = "log1p"
+    dense_transform: DenseTransform = "standardize"
     categorical: tuple[Categorical, ...]
 
     @field_validator("categorical", mode="before")
@@ -193,12 +194,21 @@ def _explain(error: Any) -> str:
 
 
 def criteo_schema(num_categorical: int = 26, file_format: Literal["text", "parquet"] = "text") -> Schema:
-    """Criteo's columns: label, I1 … I13, C1 … C26; as tab-separated lines without a header, or Parquet."""
+    """Criteo's columns: label, I1 … I13, C1 … C26; as tab-separated lines without a header, or Parquet.
+
+    Dense features are transformed as DLRM does, so that results stay comparable with published ones.
+    """
     dense = [f"I{i}" for i in range(1, 14)]
     categorical = [f"C{i}" for i in range(1, num_categorical + 1)]
     text = {"delimiter": "\t", "quote": "", "columns": ["label", *dense, *categorical]}
     return Schema.parse(
-        {"format": file_format, "label": "label", "dense": dense, "categorical": categorical}
+        {
+            "format": file_format,
+            "label": "label",
+            "dense": dense,
+            "dense_transform": "log1p",
+            "categorical": categorical,
+        }
         | (text if file_format == "text" else {})
     )
 

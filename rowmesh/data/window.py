@@ -49,14 +49,20 @@ class SplitFile:
     What is handed out has been checked: the columns, how many rows a record batch has, the bounds of lists, and that
     ids are rows of their tables. So nothing that follows can read or write where it must not.
 
+    Args:
+        prepared: the data set.
+        split: of it.
+        span: the samples that windows are made of, by position; default: all.
+
     Raises:
         DataError: the file cannot be read as Arrow, or is not of this data set.
     """
 
-    def __init__(self, prepared: Prepared, split: str) -> None:
+    def __init__(self, prepared: Prepared, split: str, span: range | None = None) -> None:
         self.path = prepared.split_path(split)
         self._tables, self._num_dense = prepared.tables, prepared.num_dense
         self._num_samples, self._block_samples = prepared.splits[split].samples, prepared.block_samples
+        self._span = range(self._num_samples) if span is None else span
         self._file = prepared.files.open(split_file(split))
         self._source = PositionedReader(self._file)
         self._lock = threading.Lock()  # of the reader's position
@@ -71,9 +77,9 @@ class SplitFile:
         """Of which generation of the file each record batch was checked."""
 
     def window(self, blocks: Sequence[int] | NDArray[np.integer]) -> Window:
-        """Copies some blocks into memory, one sequential read for each."""
+        """Copies some blocks into memory, one sequential read for each; of them only the samples of the span."""
         reach("data.window", self.path)
-        batches = [self.block(int(block)) for block in blocks]
+        batches = [self._within_span(self.block(int(block)), int(block)) for block in blocks]
         first_feature = 1 + self._num_dense
         columns = list(zip(*(batch.columns for batch in batches), strict=True))
         features = list(zip([table.multi_hot for table in self._tables], columns[first_feature:], strict=True))
@@ -98,6 +104,11 @@ class SplitFile:
             self._check(batch, number)
             self._checked[number] = self._file.generation
         return batch
+
+    def _within_span(self, batch: pa.RecordBatch, number: int) -> pa.RecordBatch:
+        first = number * self._block_samples
+        start, stop = max(self._span.start - first, 0), min(self._span.stop - first, batch.num_rows)
+        return batch.slice(start, stop - start)
 
     def _size(self, block: int) -> int:
         return min(self._num_samples - block * self._block_samples, self._block_samples)

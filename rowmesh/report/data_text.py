@@ -13,6 +13,7 @@ from rich.text import Text
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
+from rowmesh.data.scales import DenseScale
 from rowmesh.files.manifest import why_stale
 from rowmesh.report.printing import show, table_of_numbers, write
 
@@ -44,6 +45,9 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
     """The splits and tables of a prepared data set."""
     write(console, f"prepared {prepared.folder}")
     show(console, _splits(prepared))
+    if prepared.dense_scales:
+        write(console, "dense features, standardized by means of the training split; missing values become 0, the mean")
+        show(console, _dense(prepared.dense_scales))
     write(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
     show(console, _tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
@@ -91,6 +95,15 @@ def _splits(prepared: Prepared) -> Table:
     for name, split in prepared.splits.items():
         best = _best(split.optimum or {}) if is_known else ()
         table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *best)
+    return table
+
+
+def _dense(scales: Sequence[DenseScale]) -> Table:
+    splits = list(scales[0].missing)
+    table = table_of_numbers("feature", "logarithm", "mean", "deviation", *(f"missing, {split}" for split in splits))
+    for scale in scales:
+        shares = (f"{scale.missing[split]:.2%}" for split in splits)
+        table.add_row(Text(scale.name), "yes" if scale.log1p else "", f"{scale.mean:.4g}", f"{scale.std:.4g}", *shares)
     return table
 
 

@@ -24,8 +24,11 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.trackers import check_trackers
 from rowmesh.train.about import about_run
+from rowmesh.train.advice import advice
+from rowmesh.train.best import remove_best
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, chosen
+from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.device import check_device
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch
@@ -35,7 +38,7 @@ from rowmesh.train.metrics import Metrics
 from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
-from rowmesh.train.report import describe, describe_training, results, warn_of_space
+from rowmesh.train.report import describe, describe_training, model_text, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
@@ -70,6 +73,7 @@ def run_training(
     check_trackers(config.run.trackers)
     check_device(config)
     data = Prepared.open(config.data.folder, verify=verify)
+    config, choices = choose_defaults(config, data)
     check_training_splits(config, data)
     run = RunFolder(Path(config.run.folder))
     with (
@@ -80,14 +84,17 @@ def run_training(
         _job(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
     ):
         trainer = Trainer(job)
-        _write(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
+        _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
         about = about_run(job, trainer.total_steps)
         begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about), RunFolder)
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
+        if mesh.rank == 0:
+            remove_best(begun, run)
         metrics = _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
+        _write(mesh, *advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
 
@@ -121,9 +128,10 @@ def run_evaluation(
     run = RunFolder(folder)
     if not run.config.exists():
         raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
-    config = resolve(run.config, overrides)
     manifest = checkpoint.read_manifest(run.model)
+    config = resolve(run.config, overrides)
     data = Prepared.open(config.data.folder, verify=verify)
+    config, _ = choose_defaults(config, data)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     check_file(data, split)
     with (
@@ -141,7 +149,7 @@ def run_evaluation(
         with _job(config, mesh, data, place, trains=False) as job:
             _load(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
-            _write(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
+            _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
             metrics = _evaluate(job, run, split)
             _end(mesh, run, at_end)
             return metrics
@@ -163,10 +171,27 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
     """Writes the model; returns the run's folder, wherever that is in the end."""
     with naming_lost_peers(job.mesh, SAVING):
         _write_mapped(job)
-        metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
+        metadata = {
+            "steps": trainer.step,
+            **_choice(trainer),
+            "data": str(job.data.folder.absolute()),
+            "fingerprint": meaning,
+        }
         run = save_model(job, claim, trainer.state_dict(), metadata)
-    _write(job.mesh, f"model     {run.model}, after {trainer.step} steps")
+    _write(job.mesh, f"model     {run.model}, {model_text(metadata)}")
     return run
+
+
+def _choice(trainer: Trainer) -> dict[str, Any]:
+    """How the model was chosen among those that were evaluated; nothing where the last is kept in any case."""
+    stopping = trainer.stopping
+    if not stopping.patience:
+        return {}
+    return {
+        "trained_steps": trainer.trained_steps,
+        "validation_log_loss": stopping.losses.get(trainer.step),
+        "is_best": trainer.step == stopping.best_step,
+    }
 
 
 def _load(job: Job, run: RunFolder, verify: bool) -> None:
@@ -203,7 +228,7 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: b
 def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
     known = job.data.splits[split]
-    num_batches = -(-known.samples // job.config.data.batch_size)
+    num_batches = -(-known.samples // chosen(job.config.data.batch_size))
     with Progress(num_batches, title=split, enabled=job.mesh.rank == 0) as progress:
         metrics = evaluate(job, split, progress.advance)
     _write(job.mesh, *results(split, metrics, known))

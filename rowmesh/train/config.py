@@ -6,11 +6,14 @@ Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
+T = TypeVar("T", int, float)
+Auto = Literal["auto"]
+AUTO: Final = "auto"
 _LARGEST = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
@@ -20,6 +23,12 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
 """A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
+
+
+def chosen(value: T | Auto) -> T:
+    """A value for which `choose_defaults` has put a number where it was auto."""
+    assert value != "auto", "choose_defaults comes first"
+    return value
 
 
 class Section(BaseModel):
@@ -53,15 +62,16 @@ class DataConfig(Section):
 
     Attributes:
         folder: a prepared data set, as `rowmesh data prepare` writes it.
-        batch_size: samples a step over all ranks together.
+        batch_size: samples a step over all ranks together; auto: by the number of training samples.
         shuffle: whether every epoch visits the samples in another (reproducible) order.
         train: the split to train on.
-        validation: the split evaluated every `train.eval_every` steps.
+        validation: the split evaluated every `train.eval_every` steps; where there is none of the default name, the
+            last samples of the training split are (`train.validation_fraction`).
         test: the split evaluated at the end.
     """
 
     folder: Folder
-    batch_size: Positive = 4096
+    batch_size: Positive | Auto = AUTO
     shuffle: bool = True
     train: str = "train"
     validation: str = "validation"
@@ -87,7 +97,7 @@ class UpdateRuleConfig(Section):
 
     Attributes:
         name: the rule.
-        lr: its learning rate before the schedule.
+        lr: its learning rate before the schedule; auto: by the batch size.
         eps: added to the denominator (adagrad, row_wise_adagrad, adam); the rule's own default if not given.
         initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
         beta1: decay of the first moment (adam).
@@ -97,7 +107,7 @@ class UpdateRuleConfig(Section):
     """
 
     name: OptimizerName = "row_wise_adagrad"
-    lr: Rate = 0.01
+    lr: Rate | Auto = AUTO
     eps: Rate | None = None
     initial_accumulator: Rate | None = None
     beta1: Decay | None = None
@@ -207,13 +217,13 @@ class OptimizerConfig(Section):
 
     Attributes:
         name: sgd, adagrad or adam, as in torch.optim.
-        lr: the learning rate before the schedule.
+        lr: the learning rate before the schedule; auto: by the batch size.
         weight_decay: L2 penalty.
         momentum: of sgd.
     """
 
     name: Literal["sgd", "adagrad", "adam"] = "adam"
-    lr: Rate = 0.001
+    lr: Rate | Auto = AUTO
     weight_decay: Rate = 0.0
     momentum: Rate = 0.0
 
@@ -242,21 +252,28 @@ class TrainConfig(Section):
     """How long, how often, from which seed.
 
     Attributes:
-        epochs: passes over the training split.
+        epochs: passes over the training split; auto: at most 20, fewer where there are many samples, with early
+            stopping.
         steps: where to stop within them; 0 means at the end of the last epoch.
+        patience: how many evaluations in a row may bring no lower loss before training stops; the best model is kept.
+            0: none is looked for, and the last model is kept; auto: that, unless epochs are auto too.
+        validation_fraction: of the training samples, the last that are for validation where there is no such split.
         seed: of the rows, the dense network and the order of samples.
         device: where rows and network are: cpu; or cuda, a GPU for each rank (ranks share them where there are fewer).
         cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
-        eval_every: steps between evaluations on the validation split; 0 means none.
+        eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
+            patience, else none.
         log_every: steps between lines of `metrics.jsonl`.
     """
 
-    epochs: Positive = 1
+    epochs: Positive | Auto = AUTO
     steps: Count = 0
+    patience: Count | Auto = AUTO
+    validation_fraction: Annotated[float, Field(ge=0.0, le=0.5, allow_inf_nan=False)] = 0.1
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     cuda_graphs: Literal["off", "on"] = "off"
-    eval_every: Count = 0
+    eval_every: Count | Auto = AUTO
     log_every: Positive = 50
 
 

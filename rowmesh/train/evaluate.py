@@ -9,16 +9,17 @@ import torch
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, Predictions
+from rowmesh.train.splits import Part
 
 
-def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda number: None) -> Metrics:
+def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lambda number: None) -> Metrics:
     """The metrics of a split, equal on all ranks.
 
     Collective and blocking: every rank calls it. Moves 5 bytes a sample to rank 0 beside the rows.
 
     Args:
         job: what to evaluate.
-        split: on which samples.
+        split: on which samples: a split, or a part of one.
         on_batch: called after each batch with the number of batches done.
 
     Raises:
@@ -26,12 +27,13 @@ def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda numb
     """
     predictions = Predictions()
     job.embeddings.synchronize()
-    doing = f"evaluating {split}"
+    name = split.split if isinstance(split, Part) else split
+    doing = f"evaluating {name}"
     was_training = job.network.training
     job.network.eval()
     with torch.no_grad(), naming_lost_peers(job.mesh, doing):
         for number, batch in enumerate(job.loader(split)):
-            check_batch(batch, job.data.schema.dense, f"{split} batch {number} on rank {job.mesh.rank}")
+            check_batch(batch, job.data.schema.dense, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels)
             on_batch(number + 1)
         metrics = predictions.metrics(job.mesh, doing)

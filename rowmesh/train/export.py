@@ -5,11 +5,13 @@ A table becomes a Parquet file with a line an id, the most frequent first, whate
     export/
       manifest.json       what was exported
       network.pt          the dense network's `state_dict`
+      dense.json          how raw dense values become what the network takes
       tables/C1.parquet   id: int64, the frequency rank; value: of the raw data; count: in training; vector: float[D]
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,12 +36,13 @@ from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.files.folder import replacing_folder
 from rowmesh.suggest import hint
 from rowmesh.train.fingerprint import mismatch
+from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 
 logger = logging.getLogger("rowmesh")
 EXPORT = "an export"
-NETWORK, TABLES = "network.pt", "tables"
+NETWORK, DENSE, TABLES = "network.pt", "dense.json", "tables"
 CHUNK_BYTES = 1 << 24  # of vectors in memory at a time, and in a group of rows of a file
 
 
@@ -83,8 +86,8 @@ def export(
         overwrite: replace a folder that an earlier export wrote.
         progress: called with what is being written, and the share that is done.
         verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
-        log: receives a line for each of the model and the data that is not verified, with the reason; by default
-            rowmesh's log.
+        log: receives a line for the model that is the best of its run, and for each of the model and the data that is
+            not verified, with the reason; by default rowmesh's log.
 
     Raises:
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
@@ -96,19 +99,22 @@ def export(
     manifest = checkpoint.read_manifest(folder.model)
     chosen = _choose(tables, manifest)
     prepared = Prepared.open(data, verify=verify) if data else _data_of_training(folder, verify)
-    for line in _unverified(folder, manifest, prepared, verify):
+    for line in _remarks(folder, manifest, prepared, verify):
         log(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
+        (partial / DENSE).write_text(json.dumps(_dense(prepared), indent=1) + "\n", encoding="utf-8")
         opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
         return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 
 
-def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
-    """Lines about files that are read without verification."""
+def _remarks(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
+    """Which model it is where others were trained on, and what is read as it is."""
+    if "is_best" in manifest.metadata:
+        yield f"model     {folder.model}, {model_text(manifest.metadata)}"
     if verify and not manifest.checksums:
         yield f"model     {folder.model} {UNVERIFIABLE}"
     if data.verification:
@@ -149,6 +155,15 @@ def _network(files: SavedFiles) -> dict[str, torch.Tensor]:
         if isinstance(tensor, torch.Tensor) and (count := int((~torch.isfinite(tensor)).sum())):
             raise RowmeshError(f"the network in {files.checkpoint}: {count:,} numbers of {name} are not finite")
     return network
+
+
+def _dense(data: Prepared) -> dict[str, Any]:
+    """How dense features were transformed, in the order of the network's inputs; a missing value is 0 afterwards."""
+    scales = data.dense_scales
+    features = [{"name": name} for name in data.schema.dense]
+    if scales is not None:
+        features = [{key: getattr(scale, key) for key in ("name", "log1p", "mean", "std")} for scale in scales]
+    return {"transform": data.schema.dense_transform, "features": features}
 
 
 def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -> Exported:

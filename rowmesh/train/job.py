@@ -17,10 +17,11 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
 from rowmesh.ops.transfer import upload
 from rowmesh.tables import TableSpec, Tiers
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, chosen
 from rowmesh.train.device import use_device
 from rowmesh.train.graphs import Network
 from rowmesh.train.placement import Placement
+from rowmesh.train.splits import Part
 from rowmesh.train.tables import common_dim, table_specs
 
 
@@ -58,12 +59,14 @@ class Job:
         """
         return (network or self.network)(upload(dense, vectors.device).to(vectors.dtype), vectors)
 
-    def loader(self, split: str, *, shuffle: bool = False) -> Loader:
-        """Iterates over the part of a split that belongs to this rank."""
+    def loader(self, samples: str | Part, *, shuffle: bool = False) -> Loader:
+        """Iterates over what of a split, or of a part of one, belongs to this rank."""
+        part = samples if isinstance(samples, Part) else None
         return Loader(
             self.data,
-            split,
-            batch_size=self.config.data.batch_size,
+            part.split if part else str(samples),
+            span=part.span if part else None,
+            batch_size=chosen(self.config.data.batch_size),
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
             shuffle=shuffle,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
 from rowmesh.state_form import in_form
+from rowmesh.train.best import BestModel
 from rowmesh.train.checks import check_batch, naming_lost_peers
-from rowmesh.train.config import OptimizerConfig
+from rowmesh.train.config import OptimizerConfig, chosen
 from rowmesh.train.drift import configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
@@ -30,7 +32,9 @@ from rowmesh.train.losses import Losses
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.schedule import make_scheduler
+from rowmesh.train.splits import training_source, validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
+from rowmesh.train.stopping import EarlyStopping
 
 
 @dataclass
@@ -48,8 +52,10 @@ class Trainer:
     """Trains a job for the configured steps.
 
     Attributes:
-        step: steps done.
-        total_steps: steps of the run.
+        step: steps done, of the model that there is: fewer than were trained where the best model was taken back.
+        trained_steps: steps done in all.
+        total_steps: steps of the run, at most.
+        stopping: what evaluations found, and which was the best.
 
     Args:
         job: what to train.
@@ -57,9 +63,12 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         config = job.config
-        self.job, self.config, self.step = job, config, 0
-        self._loader = job.loader(config.data.train, shuffle=config.data.shuffle)
-        epochs = config.train.epochs * self._loader.num_batches
+        self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
+        self.stopping = EarlyStopping(chosen(config.train.patience))
+        self._eval_every = chosen(config.train.eval_every)
+        source = training_source(config, job.data, validates=self._eval_every > 0)
+        self._loader = job.loader(source, shuffle=config.data.shuffle)
+        epochs = chosen(config.train.epochs) * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
         self._gradients = SharedGradients(job.network, job.mesh)
         self._network = training_network(job.network, config)
@@ -72,13 +81,17 @@ class Trainer:
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
-        """Trains, evaluating on the validation split now and then. Collective: every rank calls it."""
+        """Trains, evaluating on the validation split now and then.
+
+        With `train.patience` it stops early, and the best model is taken back. Collective: every rank calls it.
+        """
         with (
             RunLog(self.job, run, self.total_steps) as log,
             naming_lost_peers(self.job.mesh, "training"),
             configured_drift(self.job) as drift,
         ):
             steps = self._make_steps(drift is not None, log)
+            best = BestModel(self.job, run, log.progress.write)
             interval = Interval()
             self._clock.begin()
             for batch, loss in steps(self._batches(), self.total_steps - self.step):
@@ -92,12 +105,17 @@ class Trainer:
                     interval.loss += self._losses.rest()
                     self._log(log, interval, steps.record())
                     interval = Interval(waited_s=-self._loader.waited_s)
-                if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
+                if self._eval_every and self._is_due(self._eval_every):
                     steps.wait()
                     interval.loss += self._losses.rest()
-                    interval.started_s += self._validate(log)
+                    interval.started_s += self._validate(log, best)
+                    if self.stopping.is_over:  # nothing is under way: the steps pause here
+                        break
                 self._clock.begin()
             steps.finish(run.trace)
+        self.trained_steps = self.step
+        if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:
+            self.load_state_dict(best.take_back(), keep_stopping=True)
 
     def train_step(self, batch: Batch) -> float:
         """One step; returns the sum of this rank's losses that the host got to know: on a CPU those of its samples.
@@ -162,8 +180,8 @@ class Trainer:
         if config.pipeline.is_off:
             return PlainSteps(self)
         pauses = [config.placement.drift.check_every] if can_migrate else []
-        if config.train.eval_every and self.job.embeddings.tier_counters:
-            pauses.append(config.train.eval_every)
+        if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
+            pauses.append(self._eval_every)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     def local_loss(self, total: Tensor) -> Tensor:
@@ -179,8 +197,26 @@ class Trainer:
                 "network": self.job.network.state_dict(),
                 "dense_optimizer": self._dense_optimizer.state_dict(),
                 "embedding_optimizer": self._embedding_optimizer.state_dict(),
+                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+                "early_stopping": self.stopping.state_dict(),
                 "step": self.step,
             }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_stopping: bool = False) -> None:
+        """Takes over what `state_dict` gave; rows and their state are read from the checkpoint beside it.
+
+        Args:
+            state: of a run with the same configuration.
+            keep_stopping: do not forget what was evaluated since.
+        """
+        self.job.network.load_state_dict(state["network"])
+        self._dense_optimizer.load_state_dict(state["dense_optimizer"])
+        self._embedding_optimizer.load_state_dict(state["embedding_optimizer"])
+        for scheduler, values in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(values)
+        if not keep_stopping:
+            self.stopping.load_state_dict(state["early_stopping"])
+        self.step = state["step"]
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch."""
@@ -217,11 +253,15 @@ class Trainer:
             **{f"embedding_lr/{group.name}": parameters["lr"] for group, parameters in groups},
         }
 
-    def _validate(self, log: RunLog) -> float:
-        """Evaluates the validation split; returns how long it took."""
+    def _validate(self, log: RunLog, best: BestModel) -> float:
+        """Evaluates the validation split, and keeps the model if that is the best; returns how long it took."""
         started_s = time.perf_counter()
-        split = self.config.data.validation
-        metrics = evaluate(self.job, split)
+        split, source = self.config.data.validation, validation_source(self.config, self.job.data)
+        assert source is not None, "checked before the run"
+        metrics = evaluate(self.job, source)
+        is_better = self.stopping.add(self.step, metrics.log_loss)
+        if self.stopping.patience and is_better and self.step < self.total_steps:
+            best.keep(self.step, self.state_dict())
         log.evaluation(self.step, split, metrics.as_record())
         scores = f"AUC {metrics.auc:.5f}, log-loss {metrics.log_loss:.5f}"
         log.progress.write(f"{split} after step {self.step}: {scores}")
@@ -230,7 +270,7 @@ class Trainer:
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:
     """The optimizer of the dense network."""
-    parameters, lr, weight_decay = network.parameters(), config.lr, config.weight_decay
+    parameters, lr, weight_decay = network.parameters(), chosen(config.lr), config.weight_decay
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=weight_decay)
     if config.name == "adagrad":

@@ -6,7 +6,7 @@ import torch
 
 from rowmesh.data import Prepared
 from rowmesh.models import DLRM
-from rowmesh.train.config import Config, OptimizerConfig
+from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.job import make_network, network_dtype
 from rowmesh.train.tables import table_specs
 
@@ -29,7 +29,7 @@ def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bo
     itemsize = network_dtype(table_specs(config.tables, data)).itemsize
     if not trains:
         return itemsize * parameters
-    samples = -(-config.data.batch_size // world_size)
+    samples = -(-chosen(config.data.batch_size) // world_size)
     return itemsize * ((2 + _states(config.optimizer)) * parameters + samples * _outputs(network))
 
 

@@ -21,7 +21,7 @@ from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.placement.unseen import smoothed
-from rowmesh.train.config import Config, ParallelConfig
+from rowmesh.train.config import Config, ParallelConfig, chosen
 from rowmesh.train.tables import table_specs
 
 # What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
@@ -141,7 +141,7 @@ def request_of(config: Config, world_size: int) -> Request:
     """The request that a configuration makes of a plan."""
     placement = config.placement
     return Request(
-        batch_size=-(-config.data.batch_size // world_size),
+        batch_size=-(-chosen(config.data.batch_size) // world_size),
         extra_memory=placement.extra_memory,
         objective=placement.objective,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
+from rowmesh.train.config import chosen
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
 
@@ -27,6 +28,7 @@ def describe(job: Job) -> list[str]:
         ("ranks", _ranks(job)),
         ("device", _device(job)),
         ("data", _data(job)),
+        *(("dense", text) for text in _dense(job)),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
@@ -40,13 +42,34 @@ def describe(job: Job) -> list[str]:
 def describe_training(job: Job, total_steps: int) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
     data, train, optimizer = job.config.data, job.config.train, job.config.optimizer
+    schedule = job.config.schedule.name
     facts = [
-        ("optimizer", f"{optimizer.name} lr {optimizer.lr:g} for the network, {job.config.schedule.name} schedule"),
-        ("steps", f"{total_steps:,} of {data.batch_size:,} samples each, {train.epochs} epoch(s) at most"),
+        (
+            "optimizer",
+            f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
+        ),
+        ("steps", f"{total_steps:,} of {chosen(data.batch_size):,} samples each, {train.epochs} epoch(s) at most"),
     ]
     if data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     return [f"{name:<10}{text}" for name, text in facts]
+
+
+def model_text(metadata: Mapping[str, Any]) -> str:
+    """Of which step a model is, and whether it is the best of its run.
+
+    >>> model_text({"steps": 30, "trained_steps": 50, "validation_log_loss": 0.5, "is_best": True})
+    'the best of 50 steps: after step 30, validation log-loss 0.50000'
+    >>> model_text({"steps": 30})
+    'after 30 steps'
+    """
+    steps, loss = metadata.get("steps", "?"), metadata.get("validation_log_loss")
+    if loss is None:
+        return f"after {steps} steps"
+    best = (
+        f"the best of {metadata['trained_steps']} steps" if metadata["is_best"] else "not the best, which is not kept"
+    )
+    return f"{best}: after step {steps}, validation log-loss {loss:.5f}"
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:
@@ -131,6 +154,21 @@ def _data(job: Job) -> str:
     features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
     unverified = f"; {job.data.verification}" if job.data.verification else ""
     return f"{job.data.folder}: {splits} samples; {features}{unverified}"
+
+
+def _dense(job: Job) -> list[str]:
+    """How dense features were transformed when the data were prepared; nothing where there are none."""
+    data = job.data
+    if data.dense_scales is None:
+        advice = '; where columns differ much in size, prepare the data again with dense_transform = "standardize"'
+        kind = data.schema.dense_transform
+        return [f"{'transform ' + kind if kind != 'none' else 'as they are'}, not standardized{advice}"][
+            : data.num_dense
+        ]
+    logged = sum(scale.log1p for scale in data.dense_scales)
+    missing = [f"{scale.name} {scale.missing['train']:.1%}" for scale in data.dense_scales if scale.missing["train"]]
+    text = f"standardized by the training split, {logged} of {data.num_dense} after a logarithm"
+    return [text + (f"; missing, which read as the mean: {', '.join(missing)}" if missing else "")]
 
 
 def _group(group: Any, tiers: Tiers) -> str:

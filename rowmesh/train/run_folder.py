@@ -25,6 +25,8 @@ from rowmesh.files.manifest import MANIFEST, Manifest
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
 ABOUT, REPORT, COMPARED = "about.json", "report.html", "comparison.html"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
+BEST = "best"
+"""The best model so far, while a run with early stopping trains."""
 TRACE = "trace.json"
 UNFINISHED = "unfinished"
 """Where a run is that replaces another, until its model is written: the folder has the same names in it."""
@@ -36,7 +38,7 @@ CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, TRACE, REPORT, COMPARED), ""),
     **dict.fromkeys(("metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
-    "model": rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}",
+    **dict.fromkeys(("model", BEST), rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}"),
     "tensorboard": r"events\.out\..*",
 }
 
@@ -50,6 +52,7 @@ class RunFolder:
         report: the page of the run.
         compared: the page of this run beside another.
         plan: the plan that the model was trained with, in the end.
+        best: the best model so far, while a run with early stopping trains.
         trace: what every thread did in the last steps, where that was asked for.
         first_plan: where drift replaced it, the plan that the training began with.
 
@@ -67,6 +70,7 @@ class RunFolder:
         self.trace = path / TRACE
         self.report, self.compared = path / REPORT, path / COMPARED
         self.model = self._at("model")
+        self.best = path / BEST
 
     def to_plain(self) -> str:
         """The folder, to be sent to other ranks."""

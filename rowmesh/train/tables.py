@@ -15,7 +15,7 @@ from rowmesh.optim.rules import RULES, UpdateRule
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
-from rowmesh.train.config import TablesConfig, TensorTrainConfig
+from rowmesh.train.config import AUTO, TablesConfig, TensorTrainConfig
 
 
 def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
@@ -133,6 +133,8 @@ def _key(tables: TablesConfig, name: str, section: str) -> str:
 def _choose(key: str, kinds: dict[str, Any], config: BaseModel) -> Any:
     """The chosen kind, made from the options that were given."""
     options = config.model_dump(exclude_none=True)
+    if options.get("lr") == AUTO:  # where nothing is trained, nobody has chosen
+        del options["lr"]
     kind = kinds[options.pop("name")]
     known = [field.name for field in fields(kind)]
     if strangers := sorted(options.keys() - set(known)):

@@ -236,3 +236,42 @@ def test_arguments_are_checked(folder, tmp_path):
         Loader(folder / "one_hot", "train", batch_size=1, rank=2, world_size=2)
     with pytest.raises(ConfigurationError, match="prefetch"):
         Loader(folder / "one_hot", "train", batch_size=1, prefetch=-1)
+
+
+@hypothesis.given(
+    bounds=st.tuples(st.integers(0, NUM_SAMPLES), st.integers(0, NUM_SAMPLES))
+    .map(sorted)
+    .filter(lambda b: b[0] < b[1]),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 3),
+    window_blocks=st.integers(1, 20),
+    kind=st.sampled_from(["one_hot", "multi_hot"]),
+)
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_a_span_is_visited_once_and_nothing_else(folder, bounds, shuffle, world_size, window_blocks, kind):
+    span, batches = range(*bounds), []
+    for rank in range(world_size):
+        loader = Loader(
+            folder / kind,
+            "train",
+            batch_size=10,
+            span=span,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            window_blocks=window_blocks,
+            prefetch=0,
+        )
+        batches.append(list(loader))
+        assert loader.num_batches == len(batches[-1]) == -(-len(span) // 10)
+    seen = [row for parts in zip(*batches, strict=True) for part in parts for row in rows(part)]
+    assert (sorted(seen) if shuffle else seen) == list(span)
+    if kind == "multi_hot":
+        lengths = [batch.sparse.ids.numel() for parts in batches for batch in parts]
+        assert sum(lengths) == sum(2 + number % 3 for number in span)
+
+
+@pytest.mark.parametrize("span", [range(-1, 4), range(NUM_SAMPLES + 1), range(0, 8, 2)])
+def test_a_span_outside_the_split_is_refused(folder, span):
+    with pytest.raises(ConfigurationError, match="is no run of the 103 samples"):
+        Loader(folder / "one_hot", "train", batch_size=4, span=span)

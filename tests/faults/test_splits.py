@@ -12,7 +12,7 @@ from rowmesh.train.resolve import resolve
 from tests.support.clicks import prepare_clicks
 
 SAMPLES = {"train": 300, "validation": 40, "test": 50}
-SMALL = ["model.bottom=[4]", "model.top=[4]", "tables.dim=4", "data.batch_size=64"]
+SMALL = ["model.bottom=[4]", "model.top=[4]", "tables.dim=4", "data.batch_size=64", "train.epochs=1"]
 
 
 @pytest.fixture(scope="module")

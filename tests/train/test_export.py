@@ -110,6 +110,8 @@ def test_a_run_of_two_ranks_is_exported_by_the_command(config_file, clicks, tmp_
         values[numbers] = saved
     assert np.array_equal(np.array(vectors, np.float32), values)
     assert "weight" in " ".join(torch.load(out / "network.pt"))
+    features = [{"name": f"I{number}"} for number in range(1, 14)]
+    assert json.loads((out / "dense.json").read_text()) == {"transform": "log1p", "features": features}
 
 
 def test_mistakes_say_what_fits(config_file, both, tmp_path):

@@ -11,6 +11,7 @@ from rowmesh.observe import memory
 from rowmesh.placement import Plan, TableShape
 from rowmesh.train import preflight
 from rowmesh.train.commands import run_training
+from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.job import make_network, network_dtype
 from rowmesh.train.loop import make_optimizer
 from rowmesh.train.network_memory import network_bytes
@@ -111,7 +112,7 @@ def test_the_network_counts(monkeypatch):
 )
 def test_the_network_takes_about_what_is_predicted(config_file, clicks, options):
     """Parameters, gradients and moments to the byte; what the backward pass needs of a batch within a factor of two."""
-    config = resolve(config_file, options)
+    config, _ = choose_defaults(resolve(config_file, options), clicks)
     network = make_network(config, clicks).to(network_dtype(table_specs(config.tables, clicks)))
     dtype = next(network.parameters()).dtype
     samples, optimizer = config.data.batch_size, make_optimizer(config.optimizer, network)

@@ -22,7 +22,7 @@ def write(tmp_path):
 
 def test_two_lines_are_enough(write):
     config = resolve(write(MINIMAL))
-    assert config.data.batch_size == 4096
+    assert config.data.batch_size == config.train.epochs == "auto"
     assert config.run.folder == "runs/clicks"
 
 

@@ -1,0 +1,134 @@
+"""Warnings at the end of a run: what its numbers say went wrong, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from rowmesh.data import Prepared
+from rowmesh.data.window import SplitFile, Window
+from rowmesh.train.config import Config
+from rowmesh.train.job import Job
+from rowmesh.train.metrics import Metrics, area_under_roc
+from rowmesh.train.score_bins import sorted_keys
+from rowmesh.train.stopping import EarlyStopping
+from rowmesh.train.together import on_rank_0
+
+MOST_IDS = 5_000_000
+"""Of the training split: with more, biases take too long."""
+PRIOR, SWEEPS = 5.0, 3
+LEAST_LEAD = 0.005  # of biases in AUC
+RISE, FALL = 0.005, 0.002  # shares of the least validation loss
+BIASES = "fitting a bias for every id"
+
+
+def advice(job: Job, stopping: EarlyStopping, trained_steps: int, metrics: Metrics | None) -> list[str]:
+    """Lines on a model that is worse than it should be. Collective: every rank calls it.
+
+    Args:
+        job: what was trained.
+        stopping: what evaluations found.
+        trained_steps: when training ended.
+        metrics: of the test split, where there is one.
+    """
+    lines = list(_on_losses(job.config, stopping, trained_steps))
+    if metrics is not None:
+        lines += _on_base_rate(job, metrics)
+        if _num_ids(job.data, job.config) <= MOST_IDS:
+            auc = on_rank_0(job.mesh, BIASES, lambda: bias_auc(job.data, job.config.data.train, job.config.data.test))
+            lines += _on_biases(metrics, auc)
+    return [f"warning   {line}" for line in lines]
+
+
+def _on_losses(config: Config, stopping: EarlyStopping, trained_steps: int) -> Iterator[str]:
+    steps = sorted(stopping.losses)
+    if not steps:
+        return
+    best, last = stopping.best_loss, stopping.losses[steps[-1]]
+    if not stopping.patience and last > best * (1 + RISE):
+        yield (
+            f"the model overfits: its validation log-loss was {best:.5f} after step {stopping.best_step} and is "
+            f"{last:.5f} after step {trained_steps}; give train.patience, which keeps the best, or fewer train.epochs"
+        )
+    if stopping.best_step == steps[-1] and len(steps) > 1 and stopping.losses[steps[-2]] > best * (1 + FALL):
+        more = (
+            f"train.steps above {config.train.steps}"
+            if config.train.steps
+            else f"train.epochs above {config.train.epochs}"
+        )
+        yield (
+            f"the validation log-loss was still falling when training ended ({stopping.losses[steps[-2]]:.5f}, then "
+            f"{best:.5f}); give {more}"
+        )
+
+
+def _on_base_rate(job: Job, metrics: Metrics) -> Iterator[str]:
+    if not metrics.normalized_entropy >= 1:
+        return
+    rate, config = job.data.splits[job.config.data.train].positive_rate, job.config
+    yield (
+        f"the model predicts worse than the base rate alone (normalized entropy {metrics.normalized_entropy:.4f}, 1 or "
+        f"more); lower optimizer.lr ({config.optimizer.lr:g}) or tables.optimizer.lr "
+        f"({config.tables.optimizer.lr:g}), leave out train.epochs so that training stops in time, and see whether the "
+        f"test split is like the training split: positive rates are {metrics.base_rate:.4f} and {rate:.4f}, and "
+        f"{_rarest(job)}"
+    )
+
+
+def _rarest(job: Job) -> str:
+    """Which feature has most ids in the test split that training did not have."""
+    split = job.config.data.test
+    table = max(job.data.tables, key=lambda each: each.rare_share.get(split, 0.0))
+    share = table.rare_share.get(split, 0.0)
+    return f"{share:.0%} of the test split's ids of {table.name!r} are rare or unseen in training"
+
+
+def _on_biases(metrics: Metrics, auc: float) -> Iterator[str]:
+    if auc > metrics.auc + LEAST_LEAD:
+        yield (
+            f"one number for each id, without any interaction, reaches AUC {auc:.5f}, and the model {metrics.auc:.5f}; "
+            "train longer or with other rates (leave out data.batch_size, train.epochs and the learning rates to have "
+            "them chosen), and look at the scale of dense features"
+        )
+
+
+def _num_ids(data: Prepared, config: Config) -> int:
+    return data.splits[config.data.train].samples * len(data.tables)
+
+
+def bias_auc(data: Prepared, train: str, test: str) -> float:
+    """The AUC on `test` of a sum of one bias for each id, fitted on `train`; multi-hot features are left out.
+
+    Newton's step for the biases of one feature after the other, each as if PRIOR samples spoke for 0:
+    w += Σ(y − p) / (Σ p(1 − p) + PRIOR / 4). NaN where `test` has one class only.
+    """
+    window = _window(data, train)
+    sizes = [table.num_rows for table in data.tables if not table.multi_hot]
+    rate = min(max(float(window.labels.mean()), 1e-6), 1 - 1e-6)
+    base = float(np.log(rate / (1 - rate)))
+    biases, logits = [np.zeros(size) for size in sizes], np.full(len(window.labels), base)
+    for _ in range(SWEEPS):
+        for bias, ids in zip(biases, window.ids, strict=True):
+            change = _newton(ids, window.labels, logits, len(bias))
+            bias += change
+            logits += change[ids]
+    held_out = _window(data, test)
+    scores = base + sum((bias[ids] for bias, ids in zip(biases, held_out.ids, strict=True)), start=np.zeros(1))
+    scores = np.broadcast_to(scores, held_out.labels.shape).astype(np.float32)
+    labels = held_out.labels.astype(np.uint8)
+    return area_under_roc(sorted_keys(scores, labels), int(labels.sum()))
+
+
+def _newton(
+    ids: npt.NDArray[np.int32], labels: npt.NDArray[np.float32], logits: npt.NDArray[np.float64], size: int
+) -> npt.NDArray[np.float64]:
+    predicted = 1 / (1 + np.exp(-logits))
+    slope = np.bincount(ids, labels - predicted, size)
+    return slope / (np.bincount(ids, predicted * (1 - predicted), size) + PRIOR / 4)
+
+
+def _window(data: Prepared, split: str) -> Window:
+    file = SplitFile(data, split)
+    return file.window(range(file.num_blocks))
