@@ -32,23 +32,19 @@ cd "$(dirname "$0")/.."
 
 # With --reuse both commands keep what is there, and make it again where the files or the options have changed.
 if [[ -n $DATA ]]; then
+    config=configs/own.toml # batch size, rates and epochs by the data
     path=$(realpath "$DATA")
     prepared=$STORE/prepared/$(basename "$path" | cut -d. -f1)-$(cksum <<<"$path" | cut -d' ' -f1)
     schema=(--schema criteo)
     [[ -f $DATA/schema.toml ]] && schema=() # the folder describes itself
     rowmesh data prepare "$DATA" ${schema[@]+"${schema[@]}"} --out "$prepared" --reuse
 else
+    config=configs/criteo.toml
     prepared=$STORE/generated/criteo
     rowmesh data synthesize "$STORE/generated/raw" --samples "$SAMPLES" --reuse
     rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 100 --reuse
 fi
 
-# A hundred steps at least: a small data set gets small batches.
-samples=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["splits"]["train"]["samples"])' \
-    "$prepared/metadata.json")
-batch_size=2048
-while ((batch_size > 64 && samples < 100 * batch_size)); do ((batch_size /= 2)); done
-
 # shellcheck disable=SC2086  # ARGS are words
-on_ranks train configs/criteo.toml "data.folder=$prepared" "data.batch_size=$batch_size" "run.folder=$RUN" $ARGS --overwrite
+on_ranks train "$config" "data.folder=$prepared" "run.folder=$RUN" $ARGS --overwrite
 on_ranks evaluate "$RUN"

@@ -113,7 +113,7 @@ def test_prepared_data_are_reused_until_something_changes(train, raw):
     first = train(DATA=raw)
     assert first.returncode == 0, first.stderr
     assert "reused /" not in first.stdout
-    assert "data.batch_size=64" in first.stdout  # of 1,600 samples
+    assert "train configs/own.toml data.folder=" in first.stdout
     assert "reused /" in train(DATA=raw).stdout
     with raw.open("a") as file:
         file.write("5\n")
@@ -128,6 +128,7 @@ def test_drawn_data_are_reused_until_something_changes(train):
     assert first.returncode == 0, first.stderr
     second = train(SAMPLES=1000).stdout
     assert second.count("reused /") == 2
+    assert "train configs/criteo.toml data.folder=" in second
     third = train(SAMPLES=1200).stdout
     assert "raw again: samples.train was 1000, is 1200" in third
     assert "criteo again: files.train.1 was" in third
