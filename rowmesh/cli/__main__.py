@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cyclopts
 
@@ -26,7 +27,11 @@ from rowmesh.faults import reach
 from rowmesh.files.advice import described
 
 FAILED, INTERRUPTED = 2, 130
+MIN_COLUMNS = 20
 _is_leaving = False
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = cyclopts.App(
     name="rowmesh",
@@ -63,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         reach("cli.command")
-        app(arguments, exit_on_error=False, result_action="return_value")
+        app(arguments, exit_on_error=False, result_action="return_value", console=_wide_enough())
         if problem := lost():
             _complain(f"{problem}; what the command was to do is done")
             sys.exit(FAILED)
@@ -111,6 +116,15 @@ def _interrupt_again(ignored: Any) -> None:
     else:
         _is_leaving = False
         threading.Timer(0.01, _deliver, [number]).start()
+
+
+def _wide_enough() -> Console | None:
+    """A console of `MIN_COLUMNS` where the terminal has fewer: cyclopts would break option names there for ever."""
+    if shutil.get_terminal_size().columns >= MIN_COLUMNS:
+        return None
+    from rich.console import Console
+
+    return Console(width=MIN_COLUMNS)
 
 
 def _endings() -> list[signal.Signals]:
