@@ -30,7 +30,7 @@ TABLES = (
     TableSpec(name="c", num_rows=17, dim=2, optimizer=SGD(lr=LR), dtype=torch.float64),
 )
 NAMES = [table.name for table in TABLES]
-RULES = ("dealt", "replicated", "node", "fixed")
+RULES = ("cyclic", "replicated", "node", "fixed")
 
 
 def ids_of(step, part):
@@ -51,7 +51,7 @@ def plan_of(layout, world_size):
     for table in TABLES:
         n = table.num_rows
         edges = [n * number // 8 for number in range(5)] + [n]
-        bounds = zip(edges, edges[1:], (*RULES, "dealt"), strict=False)
+        bounds = zip(edges, edges[1:], (*RULES, "cyclic"), strict=False)
         parts = [
             RowRange(start, stop, rule, two_hop=layout == "hops" and rule != "fixed") for start, stop, rule in bounds
         ]

@@ -252,8 +252,8 @@ def test_every_rank_takes_its_rows_of_a_whole_state_dictionary(ranks: RankPool):
 
 
 def copied_plan(world_size):
-    """Every table with copied, dealt and fixed rows."""
-    shapes = Plan.dealt([rowmesh.placement.TableShape.of(table) for table in STORED], world_size, world_size).tables
+    """Every table with copied, cyclic and fixed rows."""
+    shapes = Plan.cyclic([rowmesh.placement.TableShape.of(table) for table in STORED], world_size, world_size).tables
     tables = []
     for each in shapes:
         n = each.shape.num_rows

@@ -11,7 +11,6 @@ A table becomes a Parquet file with a line an id, the most frequent first, whate
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from rowmesh.suggest import hint
 from rowmesh.train.fingerprint import mismatch
 from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
-from rowmesh.train.run_folder import RunFolder
+from rowmesh.train.run_folder import RunFolder, write_json
 
 logger = logging.getLogger("rowmesh")
 EXPORT = "an export"
@@ -106,7 +105,7 @@ def export(
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
-        (partial / DENSE).write_text(json.dumps(_dense(prepared), indent=1) + "\n", encoding="utf-8")
+        write_json(partial / DENSE, _dense(prepared))
         opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
         return [_write(each, prepared, partial / TABLES, progress) for each in opened]
 

@@ -211,7 +211,8 @@ class Trainer:
         """
         self.job.network.load_state_dict(state["network"])
         self._dense_optimizer.load_state_dict(state["dense_optimizer"])
-        self._embedding_optimizer.load_state_dict(state["embedding_optimizer"])
+        with in_form("elsewhere"):
+            self._embedding_optimizer.load_state_dict(state["embedding_optimizer"])
         for scheduler, values in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(values)
         if not keep_stopping:

@@ -7,10 +7,19 @@ import pytest
 from benchmarks import own_data
 from benchmarks.own_data_sets import SETS
 from rowmesh.train.metrics import Metrics
+from rowmesh.train.score_bins import ScoreBins
 
 
 def trained(validation_auc, test_auc):
-    metrics = Metrics(samples=9, base_rate=0.5, auc=test_auc, log_loss=0.6, normalized_entropy=0.9, calibration=1.0)
+    metrics = Metrics(
+        samples=9,
+        base_rate=0.5,
+        auc=test_auc,
+        log_loss=0.6,
+        normalized_entropy=0.9,
+        calibration=1.0,
+        score_bins=ScoreBins((), (), (), ()),
+    )
     return own_data.Trained(validation_auc, metrics, 10, 0.1)
 
 

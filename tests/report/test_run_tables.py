@@ -8,13 +8,13 @@ from rowmesh.placement.plan import RowRange
 from rowmesh.report.run_record import read_run
 from rowmesh.report.run_tables import tables_of
 from tests.support.commands import run_on
-from tests.support.runs import write_config
+from tests.support.runs import prepare_run
 
 
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clicks")
-    done = run_on(ranks, ["train", str(write_config(folder)), "train.log_every=1"], ranks=2)
+    done = run_on(ranks, ["train", str(prepare_run(folder)), "train.log_every=1"], ranks=2)
     assert done.status == 0, done.err
     return folder / "run"
 

@@ -41,7 +41,7 @@ def test_the_best_model_is_kept_and_training_stops(config_file, tmp_path, capsys
     assert line in capsys.readouterr().out
     assert run_evaluation(run.path) == metrics
     lines = []
-    export(run.path, tmp_path / "out", say=lines.append)
+    export(run.path, tmp_path / "out", log=lines.append)
     assert any(line in each for each in lines)
 
 
