@@ -11,7 +11,16 @@ from rowmesh.train.score_bins import ScoreBins
 
 
 def trained(validation_auc, test_auc):
+    bins = ScoreBins(highest=(), samples=(), positives=(), predicted=())
     metrics = Metrics(
+        samples=9,
+        base_rate=0.5,
+        auc=test_auc,
+        log_loss=0.6,
+        normalized_entropy=0.9,
+        calibration=1.0,
+        score_bins=bins,
+    )
         samples=9,
         base_rate=0.5,
         auc=test_auc,
