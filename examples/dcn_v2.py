@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
 
 
 def drawn(number: int, batch_size: int, mesh: Mesh) -> tuple[Tensor, SparseBatch, Tensor]:
-    """This rank's share of a batch: dense features `[B, 4]`, ids, labels `[B]`.
+    """The share of this rank of a batch: dense features `[B, 4]`, ids, labels `[B]`.
 
     Users and items have tastes of two numbers: a click depends on their product, which a cross layer can learn.
     """

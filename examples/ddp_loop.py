@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
 
 
 def drawn(number: int, batch_size: int, mesh: Mesh) -> tuple[Tensor, SparseBatch, Tensor]:
-    """This rank's share of a batch: dense features `[B, 4]`, ids, labels `[B]`.
+    """The share of this rank of a batch: dense features `[B, 4]`, ids, labels `[B]`.
 
     The batch depends on its number alone: any number of ranks trains on the same samples.
     """
