@@ -6,15 +6,23 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import rowmesh
+import rowmesh.placement
+from rowmesh import SparseBatch
 from rowmesh.mesh import Mesh
+from rowmesh.models import DLRM
+from rowmesh.train.metrics import Predictions
 from tests.support.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PAGE = EXAMPLES.parent / "docs" / "from_torchrec.md"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 Weights = dict[str, torch.Tensor]
 
@@ -55,3 +63,32 @@ def test_a_model_saved_on_two_ranks_goes_on_on_one(ranks: RankPool, tmp_path: Pa
     assert "after step 5" in output
     whole, _ = run(Mesh(), "ddp_loop", ("--steps", "5"))
     torch.testing.assert_close(resumed, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_code_on_the_page_for_users_of_torchrec_runs(tmp_path: Path):
+    """Row after row, in one scope; a cell's lines are divided by <br>."""
+    cells = [
+        line.split(" | ")[-1].removesuffix(" |") for line in PAGE.read_text().splitlines() if line.startswith("| ")
+    ]
+    lines = [line for cell in cells for line in re.findall(r"`([^`]+)`(?:<br>|$)", cell) if cell.startswith("`")]
+    assert len(lines) > 50
+    scope: dict[str, Any] = dict(vars(rowmesh.placement)) | {name: getattr(rowmesh, name) for name in rowmesh.__all__}
+    scope |= {"rowmesh": rowmesh, "torch": torch, "mesh": Mesh(), "folder": tmp_path, "DLRM": DLRM}
+    scope |= {"Predictions": Predictions, "ids": torch.tensor([[1, 2, 3]]), "position_weight": torch.ones(4)}
+    scope["config"] = SimpleNamespace(name="user", num_embeddings=50, embedding_dim=16, feature_names=["user"])
+    bags = {"item": [[1], [2, 3]], "user": [[4], []], "clicked": [[1, 2, 3], [4]]}
+    scope["kjt"] = SparseBatch.from_bags(bags).to_keyed_jagged_tensor(JaggedStandIn)
+    for line in lines:
+        exec(line, scope)
+    assert scope["vectors"].stacked().shape == (2, 2, 16)
+    assert scope["bags"].shape == (2, 16)
+    assert scope["table_wise"].ranges[0].owner(5, world_size=2) == 0
+
+
+class JaggedStandIn:
+    """What a KeyedJaggedTensor has that rowmesh reads."""
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, lambda value=value: value)
+        self.weights_or_none = self.weights  # pyright: ignore[reportAttributeAccessIssue]
