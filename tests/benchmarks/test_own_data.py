@@ -21,14 +21,6 @@ def trained(validation_auc, test_auc):
         calibration=1.0,
         score_bins=bins,
     )
-        samples=9,
-        base_rate=0.5,
-        auc=test_auc,
-        log_loss=0.6,
-        normalized_entropy=0.9,
-        calibration=1.0,
-        score_bins=ScoreBins((), (), (), ()),
-    )
     return own_data.Trained(validation_auc, metrics, 10, 0.1)
 
 
