@@ -2,12 +2,12 @@
 
     python -m benchmarks.address_map
 
-One table of 33 M rows, dealt over 8 ranks by several kinds of plans; distinct ids of a batch, drawn by a power law or
-evenly. `locate` finds home and slot; `route` is the whole kernel, which counts and sorts by (rank, segment) beside.
-Both peers are kernels of the same compiler and give the same homes and slots:
+One table of 33 M rows, cyclic over 8 ranks by several kinds of plans; distinct ids of a batch, drawn by a power law or
+evenly. `locate` finds owner and slot; `route` is the whole kernel, which counts and sorts by (rank, segment) beside.
+Both peers are kernels of the same compiler and give the same owners and slots:
 
     binary search   among the starts of all ranges, then the range's arithmetic
-    array           one uint32 a row, the home in its upper and the slot in its lower bits
+    array           one uint32 a row, the owner in its upper and the slot in its lower bits
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WORLD_SIZE, RANKS_PER_NODE = 8, 4
 NUM_PARTITIONS, NUM_HEAD_ROWS = 1500, 256
 SCATTERED = (256, 4095, 16383)  # rows: the last two make as many ranges as a table may have, and four times as many
 DIM = 16
-HOME_BITS = 3
+OWNER_BITS = 3
 TARGET_NS = 1.0
 QUICK_IDS = 16384
 
 
 @kernel
-def _search(starts, ranges, num_ranges, ids, count, homes, slots):
+def _search(starts, ranges, num_ranges, ids, count, owners, slots):
     """Binary search among the starts (int64) of ranges, then the same arithmetic as `locate`."""
     for i in range(count):
         row = load_i64(ids + 8 * i)
@@ -50,17 +50,17 @@ def _search(starts, ranges, num_ranges, ids, count, homes, slots):
         x = row - load_i64(part + 64)
         y = x + load_i64(part + 8)
         modulus = load_i64(part + 16)
-        home = y - np.int64((np.float64(y) + 0.5) * load_f64(part + 72)) * modulus + load_i64(part + 24)
-        store_u32(homes + 4 * i, home)
+        owner = y - np.int64((np.float64(y) + 0.5) * load_f64(part + 72)) * modulus + load_i64(part + 24)
+        store_u32(owners + 4 * i, owner)
         store_u32(slots + 4 * i, load_i64(part + 40) + np.int64((np.float64(x) + 0.5) * load_f64(part + 80)))
 
 
 @kernel
-def _read(places, ids, count, homes, slots):
+def _read(places, ids, count, owners, slots):
     """One load from an array that has the place of every row."""
     for i in range(count):
         place = load_u32(places + 4 * load_i64(ids + 8 * i))
-        store_u32(homes + 4 * i, place >> 29)
+        store_u32(owners + 4 * i, place >> 29)
         store_u32(slots + 4 * i, place & 0x1FFFFFFF)
 
 
@@ -78,7 +78,7 @@ def make_plans(num_rows: int) -> dict[str, Plan]:
         if start < stop
     ]
     ranges = {
-        "dealt": [RowRange(0, num_rows, shift=3)],
+        "cyclic": [RowRange(0, num_rows, shift=3)],
         "hot, warm, cold": levels,
         f"{head} balanced rows": [*balanced, RowRange(head, num_rows, shift=2)],
         f"{len(partitions)} partitions": partitions,
@@ -88,7 +88,7 @@ def make_plans(num_rows: int) -> dict[str, Plan]:
 
 
 def _scattered(num_rows: int, count: int) -> list[RowRange]:
-    """Rows that stand all over a table and are replicated, and the others in one deal, as where ids are hashes."""
+    """Rows that stand all over a table and are replicated, and the others in one cycle, as where ids are hashes."""
     rows = np.sort(np.random.default_rng(0).permutation(num_rows // 2 - 1)[:count] * 2 + 1).tolist()
     ranges, taken = [], 0
     for start, stop in pairwise([-1, *rows, num_rows]):
@@ -101,11 +101,11 @@ def _scattered(num_rows: int, count: int) -> list[RowRange]:
 
 
 class Places:
-    """Homes and slots that a kernel writes."""
+    """Owners and slots that a kernel writes."""
 
     def __init__(self, count: int) -> None:
         self._memory = Buffer(8 * count)
-        self.homes, self.slots = self._memory.address, self._memory.address + 4 * count
+        self.owners, self.slots = self._memory.address, self._memory.address + 4 * count
         self.values = self._memory.array(np.uint32, 2, count)
 
 
@@ -136,24 +136,24 @@ class Lookup:
         return {
             "rowmesh locate": self._locate,
             "binary search": lambda ids, out: _search(
-                starts.ctypes.data, ranges.ctypes.data, len(starts), ids.ctypes.data, len(ids), out.homes, out.slots
+                starts.ctypes.data, ranges.ctypes.data, len(starts), ids.ctypes.data, len(ids), out.owners, out.slots
             ),
-            "array": lambda ids, out: _read(self._places.ctypes.data, ids.ctypes.data, len(ids), out.homes, out.slots),
+            "array": lambda ids, out: _read(self._places.ctypes.data, ids.ctypes.data, len(ids), out.owners, out.slots),
             "rowmesh route": lambda ids, out: self._sorter(self._header.ctypes.data, ids),
         }
 
     def _locate(self, ids: np.ndarray, out: Places) -> None:
-        locate(self._header.ctypes.data, 0, ids.ctypes.data, len(ids), out.homes, out.slots)
+        locate(self._header.ctypes.data, 0, ids.ctypes.data, len(ids), out.owners, out.slots)
 
     def _fill(self) -> np.ndarray:
-        """The array: home and slot of every row."""
+        """The array: owner and slot of every row."""
         num_rows, step = self._map.num_rows[0], 1 << 20
         places, out = np.zeros(num_rows, np.uint32), Places(step)
         for first in range(0, num_rows, step):
             ids = np.arange(first, min(first + step, num_rows))
             self._locate(ids, out)
-            homes, slots = out.values[:, : len(ids)]
-            places[first : first + len(ids)] = homes << (32 - HOME_BITS) | slots
+            owners, slots = out.values[:, : len(ids)]
+            places[first : first + len(ids)] = owners << (32 - OWNER_BITS) | slots
         return places
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.embedding_step --dim 16,64,128 --global-batch 4096,16384 --peer-python PEER/bin/python
     python -m benchmarks.embedding_step --dim 64 --global-batch 4096,16384 --pooling 10 --peer-python PEER/bin/python
-    python -m benchmarks.embedding_step --plan dealt --dim 16,64 --global-batch 4096,16384
-    python -m benchmarks.embedding_step --plan dealt --hosts 2x2 --dim 16,64 --global-batch 4096,16384
+    python -m benchmarks.embedding_step --plan cyclic --dim 16,64 --global-batch 4096,16384
+    python -m benchmarks.embedding_step --plan cyclic --hosts 2x2 --dim 16,64 --global-batch 4096,16384
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on

@@ -51,12 +51,12 @@ def bound_ids_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def route_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """The unique ids of a batch, dealt over eight ranks; the peer knows how many there are, as the host does not."""
+    """The unique ids of a batch, cyclic over eight ranks; the peer knows how many there are, as the host does not."""
     ids, id_offsets = draw_ids(sizes, 1, device)
     found = unique_ops.segment_unique(ids, id_offsets)
     rows = Workload(max_rows=sizes.max_rows).table_rows
     shapes = [TableShape(f"t{number}", count, 4, 4) for number, count in enumerate(rows)]
-    address_map = AddressMap(Plan.dealt(shapes, _RANKS), [shape.name for shape in shapes], 0)
+    address_map = AddressMap(Plan.cyclic(shapes, _RANKS), [shape.name for shape in shapes], 0)
     device_map = route_ops.DeviceMap.make(
         device,
         address_map.ranges,
@@ -144,23 +144,23 @@ def _average_case(dim: int, own: Tensor, other: Tensor, table_rows: int) -> Case
     device, slots = own.device, torch.cat([own, other])
     table = torch.randn(table_rows, dim, device=device)
     peer_table, old = table.clone(), torch.randn(len(own), dim, device=device)
-    told = torch.randn(len(slots), dim, device=device)
+    sent = torch.randn(len(slots), dim, device=device)
     ends = torch.tensor([0, len(own), len(slots)], device=device)
     merged = merge_ops.merge(slots, most=2)
     union, places = torch.unique(slots, return_inverse=True)
     own_places, other_places = places.split([len(own), len(other)])
 
     def ours() -> None:
-        average_ops.average(table, merged, told, ends, 0, old)
+        average_ops.average(table, merged, sent, ends, 0, old)
 
     def with_merge() -> None:
-        average_ops.average(table, merge_ops.merge(slots, most=2), told, ends, 0, old)
+        average_ops.average(table, merge_ops.merge(slots, most=2), sent, ends, 0, old)
 
     def peer() -> None:
         before = peer_table[union]
         before[own_places] = old
         mine, theirs = before.clone(), before
-        mine[own_places], theirs[other_places] = told[: len(own)], told[len(own) :]
+        mine[own_places], theirs[other_places] = sent[: len(own)], sent[len(own) :]
         peer_table[union] = mine + (theirs - mine) * 0.5
 
     def check() -> None:
@@ -169,7 +169,7 @@ def _average_case(dim: int, own: Tensor, other: Tensor, table_rows: int) -> Case
         peer()
         torch.testing.assert_close(table, peer_table, rtol=0, atol=0, msg="average: rows differ from torch's")
 
-    # Read: what is told, and what rows were of which only one replica told; written: the means.
+    # Read: the rows that were sent, and the old values of rows that only one replica sent; written: the means.
     rows = len(slots) + (2 * len(union) - len(slots)) + len(union)
     moved = rows * dim * _ELEMENT_BYTES + len(slots) * _ID_BYTES
     peers = {"with the merge": with_merge, "index": peer}

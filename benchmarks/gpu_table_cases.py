@@ -21,7 +21,7 @@ _TOUCHED = 0.5  # the share of slices that a batch reads
 
 
 def initialize_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """The initial values of a table, beside random numbers of torch that nobody else could make again."""
+    """The initial values of a table, beside random numbers of torch, which other ranks could not repeat."""
     how = {"first": 0, "stride": 1, "distribution": "uniform", "a": -0.1, "b": 0.1}
     for dim in sizes.dims:
         rows = torch.empty(sizes.table_rows, dim, device=device)

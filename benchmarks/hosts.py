@@ -133,7 +133,7 @@ class Hosts:
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def next_port(self) -> int:
-        """A port that nobody listens at."""
+        """A port without a listener."""
         return next(self._ports)
 
     def bytes_sent(self) -> list[int]:

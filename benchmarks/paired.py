@@ -42,7 +42,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the differences are told from none."""
+        """Whether the differences are significant."""
         return abs(self.mean) > self.half
 
     def as_record(self) -> dict[str, float | int | bool | None]:

@@ -170,9 +170,9 @@ class Case:
                 rounds[name].append(self._round(name))
             for peer in peers:
                 peer_s[peer.name] += slowest(peer.ask("train"), "full")
-        self._say(share, count, network, everyone, rounds, peer_s)
+        self._write(share, count, network, everyone, rounds, peer_s)
 
-    def _say(
+    def _write(
         self,
         share: int,
         count: int,

@@ -35,8 +35,8 @@ def topology(report: Report, name: str, shapes: Sequence[str], quick: bool) -> N
             if request.objective == "total":
                 _compare_with_bound(report, case, network, shape, planned, best, request)
             least = min(cost for cost in costs.values() if cost is not None)
-            if (dealt := costs["dealt"]) is not None:
-                report.ratio(f"{case}: dealt over the best strategy, target 1", round(dealt / least, 4))
+            if (cyclic := costs["cyclic"]) is not None:
+                report.ratio(f"{case}: cyclic over the best strategy, target 1", round(cyclic / least, 4))
 
 
 def _requests(quick: bool) -> list[Request]:
@@ -78,7 +78,7 @@ def _line(
     limit = request.limit_bytes(shape.counted.shapes, network.world_size, network.memory_bytes)
     fits = max(found.plan.memory_bytes) <= limit
     kinds = _kinds(cost, network, request)
-    if strategy == "dealt" and request.mode == "infer" and request.minimizes_slowest_link:
+    if strategy == "cyclic" and request.mode == "infer" and request.minimizes_slowest_link:
         planned = _kinds(cost_of(found.plan, profile, request), network, request)
         where = f"{network.name} {shape.name} slowest_link infer {_exchange(request)} {request.extra_memory:.0%}"
         for accesses, ratios in (("expected", planned), ("true", kinds)):
@@ -96,7 +96,7 @@ def _compare_with_bound(
     report: Report, case: str, network: Topology, shape: Shape, planned: Profile, best: Profile, request: Request
 ) -> None:
     """The sum over links beside the linear program's, for what was expected and for what is true."""
-    found, limit = (find("dealt", profile, network, request).plan for profile in (planned, best))
+    found, limit = (find("cyclic", profile, network, request).plan for profile in (planned, best))
     assert found is not None
     assert limit is not None
     expected, true = (
@@ -104,8 +104,8 @@ def _compare_with_bound(
     )
     in_sample, out_of_sample = expected / found.notes["bound"], true / limit.notes["bound"]
     report.line(case=case, over_bound_in_sample=round(in_sample, 7), over_oracle_bound=round(out_of_sample, 6))
-    report.ratio(f"{case}: dealt over the bound by expected accesses, target 1.01", round(in_sample, 7))
-    report.ratio(f"{case}: dealt by true accesses over the bound of who knows them", round(out_of_sample, 6))
+    report.ratio(f"{case}: cyclic over the bound by expected accesses, target 1.01", round(in_sample, 7))
+    report.ratio(f"{case}: cyclic by true accesses over the bound of a plan that knows them", round(out_of_sample, 6))
 
 
 def _kinds(cost: Cost, network: Topology, request: Request) -> dict[str, Any]:

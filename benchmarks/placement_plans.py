@@ -103,7 +103,7 @@ def judge(plan: Plan, shape: Shape, request: Request) -> Cost:
 
 
 def oracle(shape: Shape) -> Profile:
-    """The true frequencies in their true order, which no count can tell: what a bound is computed from."""
+    """The true frequencies in their true order, which no count can show: a bound is computed from them."""
     return Profile(
         tuple(
             _by_frequency(t, c, shape.truth.num_samples)

@@ -71,7 +71,7 @@ def _sketch(report: Report, shape: Shape, num_batches: int, capacity: int, known
 
 def _planned_mib(profile: Profile, shape: Shape, request: Request) -> float:
     """The mean link of the plan that is made from a profile."""
-    plan = find("dealt", profile, Topology.uniform(WORLD_SIZE), request).plan
+    plan = find("cyclic", profile, Topology.uniform(WORLD_SIZE), request).plan
     assert plan is not None
     return float(value_links(judge(plan, shape, request)).mean())
 

@@ -106,12 +106,14 @@ def _communication(report: Report, shape: Shape, strategy: str, exchange: str, r
 
 
 def _summarize_table_2(report: Report, name: str, exchange: str, means: dict[tuple[str, float], Means]) -> None:
-    where, dealt = f"table2 {name} {exchange}", {extra: m for (s, extra), m in means.items() if s == "dealt"}
+    where, cyclic = f"table2 {name} {exchange}", {extra: m for (s, extra), m in means.items() if s == "cyclic"}
     target = ", target 10" if exchange == "raw" else ""
-    report.ratio(f"{where}: dealt, no copies over 1 %{target}", round(dealt[0.0].true / dealt[0.01].true, 3))
+    report.ratio(f"{where}: cyclic, no copies over 1 %{target}", round(cyclic[0.0].true / cyclic[0.01].true, 3))
     for what in ("true", "counted"):
-        over = [getattr(dealt[extra], what) / getattr(m, what) for (s, extra), m in means.items() if s == "partitioned"]
-        report.ratio(f"{where}: worst of dealt over partitioned by {what} accesses, target 1", round(max(over), 6))
+        over = [
+            getattr(cyclic[extra], what) / getattr(m, what) for (s, extra), m in means.items() if s == "partitioned"
+        ]
+        report.ratio(f"{where}: worst of cyclic over partitioned by {what} accesses, target 1", round(max(over), 6))
 
 
 def table_3(report: Report, shapes: Sequence[str], quick: bool) -> None:
@@ -149,9 +151,9 @@ def _balance(report: Report, shape: Shape, strategy: str, exchange: str, request
         objective = cost_of(found.plan, shape.counted, request).objective(topology, request)
         line["gap_to_bound"] = float(f"{objective / bound - 1:.3g}")
     report.line(**line, link_mib=spread(values, 6), paper_balance=PAPER_BALANCE, paper_search_s=PAPER_SEARCH_S)
-    if strategy in ("dealt", "exact"):
+    if strategy in ("cyclic", "exact"):
         where = f"table3 {shape.name} {exchange}, {strategy}"
-        if strategy == "dealt":
+        if strategy == "cyclic":
             report.ratio(f"{where}: balance of links, target 0.999", round(degree_of_balance(values), 6))
         if "gap_to_bound" in line:
             report.ratio(f"{where}: gap to the bound by counted accesses, target 0.0001", line["gap_to_bound"])
@@ -186,7 +188,7 @@ class _Searches:
 
     def _search(self, tables: tuple[TableProfile, ...]) -> None:
         profile = Profile(tables, self.shape.counted.num_samples)
-        search("dealt", profile, Topology.uniform(WORLD_SIZE), self.request)
+        search("cyclic", profile, Topology.uniform(WORLD_SIZE), self.request)
 
 
 def _search_time(report: Report, shape: Shape) -> None:
@@ -209,7 +211,7 @@ def _search_time(report: Report, shape: Shape) -> None:
                 table=3,
                 shape=shape.name,
                 exchange=exchange,
-                strategy="dealt",
+                strategy="cyclic",
                 num_rows=shape.num_rows,
                 **times,
                 sorted_peak_mib=round(peak_mib(searches.from_sorted), 1),
@@ -217,7 +219,7 @@ def _search_time(report: Report, shape: Shape) -> None:
                 paper_search_s=PAPER_SEARCH_S,
             )
             for key, value in times.items():
-                report.ratio(f"table3 {shape.name} {exchange}: dealt, {key}", value)
+                report.ratio(f"table3 {shape.name} {exchange}: cyclic, {key}", value)
 
 
 def figure_10(report: Report, shapes: Sequence[str]) -> None:
@@ -254,11 +256,11 @@ def _summarize_figure_10(
     for what in ("memory_mib", "lookup_mib", "link_mib"):
         best = max(spreads[what]["balance"] for spreads in found.values())
         report.ratio(
-            f"figure10 {name} {exchange}: dealt's balance of {what.removesuffix('_mib')} over the best, target 0.99",
-            round(found["dealt"][what]["balance"] / best, 5) if best else None,
+            f"figure10 {name} {exchange}: cyclic's balance of {what.removesuffix('_mib')} over the best, target 0.99",
+            round(found["cyclic"][what]["balance"] / best, 5) if best else None,
         )
     least = min(spreads["link_mib"]["max"] for spreads in found.values())
     report.ratio(
-        f"figure10 {name} {exchange}: dealt's busiest link over the best, target 1.01",
-        round(found["dealt"]["link_mib"]["max"] / least, 5) if least else None,
+        f"figure10 {name} {exchange}: cyclic's busiest link over the best, target 1.01",
+        round(found["cyclic"]["link_mib"]["max"] / least, 5) if least else None,
     )

@@ -1,4 +1,4 @@
-"""The sparse step by a plan against the step as it is dealt where nothing is planned (`embedding_step --plan`).
+"""The sparse step by a plan against the step with cyclic rows, as without a plan (`embedding_step --plan`).
 
 Rows stand in order of frequency, as after preparation, and the plan is made from the chances that the workload draws
 ids with. Both contestants do the same steps, and must look up the same rows afterwards, to the bit.
@@ -8,7 +8,7 @@ On two hosts every round is run twice, with the cable unlimited and at 1 Gbit/s.
     what it takes over the unlimited cable + bytes that the model sees between hosts / what TCP gets through the cable
 
 with the bytes of the direction that carries more. The exchange's own counters and the interfaces count what moved. The
-second term alone bounds what a plan can gain: `cable dealt / planned` of the summary.
+second term alone bounds what a plan can gain: `cable cyclic / planned` of the summary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TARGET_ACROSS_HOSTS = 1.3
 CABLE_BYTES_PER_S = GIGABIT / 8 * PAYLOAD_SHARE
 _LOOPBACK_BYTES_PER_S = 2e9  # of gloo within a host, about; plans depend on the ratio to the cable alone
 _EVEN = 1e-3  # neighbours whose chances differ by less are one run of the profile
-_DEALT, _PLANNED = "dealt, one hop", "planned"
+_CYCLIC, _PLANNED = "cyclic, one hop", "planned"
 
 
 def run(options: Options, report: Report) -> None:
@@ -120,8 +120,8 @@ class Case:
         self._ranks_per_node = ranks_per_node
         request = Request(batch_size=workload.global_batch // options.ranks, extra_memory=EXTRA_MEMORY)
         profile = true_profile(workload)
-        dealt = Plan.dealt(profile.shapes, options.ranks, ranks_per_node)
-        self._plans = {_DEALT: dealt, _PLANNED: self._plan(profile, request)}
+        cyclic = Plan.cyclic(profile.shapes, options.ranks, ranks_per_node)
+        self._plans = {_CYCLIC: cyclic, _PLANNED: self._plan(profile, request)}
         self._costs = {name: cost_of(plan, profile, request) for name, plan in self._plans.items()}
 
     def run(self, report: Report, transport: str) -> None:
@@ -134,7 +134,7 @@ class Case:
             times = self._take_turns(contestants)
             lines = {each.name: self._line(each, times[each.name]) for each in contestants}
             digests = {each.name: [answer["digest"] for answer in each.ask("digest")] for each in contestants}
-        if digests[_DEALT] != digests[_PLANNED]:
+        if digests[_CYCLIC] != digests[_PLANNED]:
             raise ContestantError(f"{self._workload.name}: after the same steps rows differ: {digests}")
         name = f"{self._workload.name}_{self._options.extra['hosts'] or transport}"
         for line in lines.values():
@@ -183,7 +183,7 @@ class Case:
                         plan=plan,
                     )
                 )
-                for name, plan in ((_DEALT, None), (_PLANNED, str(path)))
+                for name, plan in ((_CYCLIC, None), (_PLANNED, str(path)))
             ]
             ready, absent = connect_all(contestants, options.deadline_s + 120.0)
             if absent:
@@ -238,15 +238,15 @@ class Case:
 
     def _compare(self, report: Report, name: str, lines: dict[str, dict[str, Any]]) -> None:
         """The ratios of the summary."""
-        dealt, planned = lines[_DEALT], lines[_PLANNED]
+        cyclic, planned = lines[_CYCLIC], lines[_PLANNED]
         target = "" if self._hosts is None else f", target {TARGET_ACROSS_HOSTS}"
-        report.ratio(f"{name}: step dealt / planned{target}", round(dealt["step_ms"] / planned["step_ms"], 3))
-        report.ratio(f"{name}: bytes dealt / planned", round(dealt["bytes"] / planned["bytes"], 3))
+        report.ratio(f"{name}: step cyclic / planned{target}", round(cyclic["step_ms"] / planned["step_ms"], 3))
+        report.ratio(f"{name}: bytes cyclic / planned", round(cyclic["bytes"] / planned["bytes"], 3))
         report.ratio(f"{name}: bytes predicted / counted", planned["predicted_over_counted_bytes"])
         if self._hosts is None:
             return
-        report.ratio(f"{name}: cable dealt / planned", round(dealt["cable_bytes"] / planned["cable_bytes"], 3))
-        for line in (dealt, planned):
+        report.ratio(f"{name}: cable cyclic / planned", round(cyclic["cable_bytes"] / planned["cable_bytes"], 3))
+        for line in (cyclic, planned):
             for what in ("cable_bytes", "step"):
                 key = f"{name}: {what} predicted / measured, {line['contestant']}"
                 report.ratio(key, line[f"predicted_over_measured_{what}"])

@@ -45,7 +45,7 @@ class Network:
     seed: int = 0
 
     def make(self, num_dense: int, num_features: int, dtype: torch.dtype) -> tuple[DLRM, torch.optim.Optimizer]:
-        """The same values whoever asks."""
+        """The same values on every rank."""
         torch.manual_seed(self.seed)
         network = DLRM(num_dense=num_dense, num_features=num_features, dim=DIM, bottom=self.bottom, top=self.top)
         network = network.to(dtype)

@@ -35,12 +35,12 @@ def _saved(counts: NDArray[np.int64], num_micro_batches: int, batch_size: int) -
 def minhash(rows: BatchRows, sizes: Sequence[int]) -> Tensor:
     """Samples sorted by MinHash signatures: samples with equal ones are likely to share many rows.
 
-    Rows that one id asks for, or more than two micro-batches can hold, tell nothing about who belongs together.
+    Rows that one id asks for, or more than two micro-batches can hold, say nothing about which samples belong together.
     """
     counts = rows.counts.numpy()
-    tells = (counts >= 2) & (counts <= 2 * rows.batch_size // len(sizes))
+    counted = (counts >= 2) & (counts <= 2 * rows.batch_size // len(sizes))
     keys = keys_by_feature(rows)
-    signatures = [np.where(tells, _hash(len(counts), n), _NONE)[keys].min((0, 2)) for n in range(NUM_HASHES)]
+    signatures = [np.where(counted, _hash(len(counts), n), _NONE)[keys].min((0, 2)) for n in range(NUM_HASHES)]
     return torch.from_numpy(np.lexsort(signatures[::-1]))
 
 

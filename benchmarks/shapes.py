@@ -3,7 +3,7 @@
 `shapes.json` holds, for Avazu (8.9 M rows), Criteo Kaggle (33.8 M) and the shape of Criteo Terabyte (242.5 M), how
 often every row of every table is read: the frequent rows one by one, then a power law (`fit_shapes`). A profile is what
 so many samples would have counted: every count is a Poisson draw (that of the first row makes up for the sum), rows
-stand in the order of their counts, and rows of one count in no order, for nobody knows which of them is the better.
+stand in the order of their counts, and rows of one count in no order, since their order is unknown.
 
 Rows are never drawn one by one. Rows of about one frequency are a *cell*; how many of them were counted c times is a
 multinomial draw. So 242 M rows are some hundred thousand numbers, and a plan made from the drawn counts is judged

@@ -1,4 +1,4 @@
-"""Copies of rows kept equal: gradients summed at homes against the paper's sparse, a dense, and an all-gather way.
+"""Copies of rows kept equal: gradients summed at owners against the paper's sparse, a dense, and an all-gather way.
 
     python -m benchmarks.sparse_all_reduce --ranks 2
     python -m benchmarks.sparse_all_reduce --ranks 4
@@ -21,7 +21,7 @@ from benchmarks.measure import slowest, summarize
 from benchmarks.workload import Workload
 
 MODULE = "benchmarks.ranks.sparse_all_reduce"
-OURS, *PEERS = "homes", "local_aggregated", "dense", "all_gather"
+OURS, *PEERS = "owners", "local_aggregated", "dense", "all_gather"
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 OVERLAPS = ("independent", "same", "disjoint")
 MAX_ERROR = 1e-6

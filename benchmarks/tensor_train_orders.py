@@ -6,7 +6,7 @@ numbers them (*frequency*: the paper's global information), and with ids that oc
 other sizes than one planted batch they are parts of it, or several together. Times are beside those of the whole on
 reordered ids, so that a ratio says what it costs to leave something out.
 
-Real rows are so few that only their prefixes are of interest: nobody would compress such tables.
+Real rows are so few that only their prefixes are of interest: such tables need no compression.
 
 Source: EL-Rec (SC'22) §IV, Fig. 14, 17, 18.
 """

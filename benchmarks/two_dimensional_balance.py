@@ -2,7 +2,7 @@
 
 Plans of others, which place by memory, by table or in shards of neighbouring rows, look up most on few ranks. The fewer
 ranks a replica is spread over, the less a rank differs from the mean: of N ranks none has more than N times the mean.
-Plans that deal rows, as rowmesh does, are even from the start.
+Plans of cyclic rows, as rowmesh makes them, are even from the start.
 
 Look-ups are expectations from access counts, as `rowmesh.placement.two_dimensional_cost` has them: no rank runs. Counts
 are drawn from curves of real data (`benchmarks.shapes`), of 26 tables, and of 416 whose bags are drawn to hold more or
@@ -54,7 +54,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
     for case, profile in ((name, few), (f"{name} x {COPIES}", multiplied(few, 2 if options.quick else COPIES))):
         for num_ranks in ranks:
             for exchange in EXCHANGES:
-                for strategy in (*SKEWED, "dealt"):
+                for strategy in (*SKEWED, "cyclic"):
                     _strategy(report, case, profile, num_ranks, exchange, strategy, options.balance_replicas)
 
 

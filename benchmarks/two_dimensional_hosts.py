@@ -4,9 +4,9 @@ Ranks are in two network namespaces joined by a cable of limited speed (`benchma
 gradients travel over the cable; with a replica on each host ("shards" together), gradients or averages of touched rows
 alone do; with the replicas of a shard on one host ("replicas" together), rows and gradients of a replica do.
 
-What replicas tell each other arrives while the next step begins. So no step is timed alone: a loop of them is, between
+What replicas send each other arrives while the next step begins. So no step is timed alone: a loop of them is, between
 two barriers, and the time is divided by their number, for all contestants alike. With a pause between steps
-(`--hosts-rest-ms`), as for work that needs no rows, what replicas tell each other travels meanwhile, while all that one
+(`--hosts-rest-ms`), as for work that needs no rows, what replicas send each other travels meanwhile, while all that one
 replica sends is waited for within its step. A pipeline lets that travel too: hence contestants that look one batch
 ahead, with one replica and with two, which have the same pause. Every round runs with the cable
 unlimited, which shows what the cores need, and limited, beside what the bytes over the cable need at least.
@@ -211,8 +211,8 @@ class Case:
         profile = true_profile(self._workload)
         if variant.planned:
             request = Request(batch_size=self._workload.global_batch // num_ranks, extra_memory=EXTRA_MEMORY)
-            return search("dealt", profile, topology(num_ranks, per_host), request)
-        return Plan.dealt(profile.shapes, num_ranks, per_host, replicas=variant.replicas, together=variant.together)
+            return search("cyclic", profile, topology(num_ranks, per_host), request)
+        return Plan.cyclic(profile.shapes, num_ranks, per_host, replicas=variant.replicas, together=variant.together)
 
     def _compare(self, ranks: Contestant, names: list[str], rest_ms: int) -> dict[str, dict[str, Any]]:
         """Rounds of all contestants, A B A B."""

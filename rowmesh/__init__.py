@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
-_HOMES = {
+_EXPORTS = {
     "rowmesh.collection": ("EmbeddingCollection",),
     "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
@@ -34,7 +34,7 @@ _HOMES = {
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "SGD",
@@ -64,6 +64,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'rowmesh' has no attribute {name!r}")

@@ -101,7 +101,7 @@ class EmbeddingCollection(nn.Module):
         self.synchronization = synchronization or Synchronization()
         shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
         if plan is None:
-            plan = Plan.dealt(shapes, size, per_node, replicas=replicas)
+            plan = Plan.cyclic(shapes, size, per_node, replicas=replicas)
         elif replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
@@ -136,12 +136,12 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def counters(self) -> list[GroupCounters]:
-        """What each group moved since the start, on this rank."""
+        """Counters of the traffic of each group since the start, on this rank."""
         return [exchange.counters for exchange in self.engine.exchanges]
 
     @property
     def tier_counters(self) -> dict[str, TierCounters]:
-        """What each tiered group found in fast memory, read and wrote back since the start, on this rank."""
+        """Counters of hits in fast memory, reads and write-backs of each tiered group since the start, on this rank."""
         arenas = {exchange.group.name: exchange.arena for exchange in self.engine.exchanges}
         return {name: arena.counters for name, arena in arenas.items() if isinstance(arena, CachedArena)}
 
@@ -252,7 +252,7 @@ class EmbeddingCollection(nn.Module):
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
         shard_group, exchange, number = self.engine.find_rows(table)
-        pieces = [shard_group.share(piece) for piece in exchange.address_map.homed(number)]
+        pieces = [shard_group.share(piece) for piece in exchange.address_map.owned(number)]
         return [view for piece in pieces for view in views_of(exchange, piece)]
 
     def held_rows(self, table: str) -> list[LocalRows]:

@@ -129,7 +129,7 @@ class Engine:
         self.mesh, self.plan, self.options = mesh, plan, options
         self.device = options.device or torch.device("cpu")
         self._tables, self._device_name = tuple(tables), device_name
-        self._rows_mesh = mesh.apart("tables")  # a pipeline moves rows while the program sends what it likes
+        self._rows_mesh = mesh.with_process_group("tables")  # a pipeline sends rows while the program sends its own
         self.groups = fuse(tables, plan.replicas)
         self._group_names = tuple(group.name for group in self.groups)
         self.outputs = Outputs(tables, self.groups, options.device)
@@ -478,4 +478,4 @@ def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
 
 
 def _nothing(group: RouteGroup) -> None:
-    """What an evaluation does while rows travel."""
+    """Work that an evaluation does while rows are sent."""

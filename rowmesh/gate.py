@@ -15,14 +15,14 @@ from rowmesh.faults import reach
 
 
 class Gate:
-    """Who may read rows, and who may change them. Not for a thread that is inside already.
+    """A lock for rows: look-ups may overlap, changes are alone. A thread must not enter it twice.
 
     Args:
         is_shared: whether look-ups may overlap; else they take turns.
 
     Attributes:
-        reading: to be held while rows are looked up; waits for those who write, or want to.
-        writing: to be held while rows change; waits for all who are inside. Look-ups that come later wait.
+        reading: to be held while rows are looked up; waits for threads that write or wait to write.
+        writing: to be held while rows change; waits for all threads inside. Later look-ups wait.
 
     Example:
         >>> gate = Gate()
@@ -35,12 +35,12 @@ class Gate:
         self.max_reading = sys.maxsize if is_shared else 1
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # whose own methods take longer than the lock's
-        self.num_reading = self.num_waiting = 0  # the second: who wants to write
+        self.num_reading = self.num_waiting = 0  # the second: threads that wait to write
         self.is_written = False
         self.reading, self.writing = _Reading(self), _Writing(self)
 
     def __reduce__(self) -> Any:
-        """A copy is a gate of its own, which nobody has entered."""
+        """A copy is a new gate, with no thread inside."""
         return partial(Gate, is_shared=self.is_shared), ()
 
 

@@ -10,7 +10,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar of the known names, if any is similar; case does not count.
 
     Args:
-        name: what nobody knows.
+        name: an unknown name.
         known: what it may have meant; of names that differ in case alone, the first.
         cutoff: how similar it must be, from 0 to 1.
 

@@ -70,14 +70,18 @@ MUTATIONS = [
         PLANS,
     ),
     Mutation(
-        "route: a row of another owner", ROUTE, "stop = row + shift & mask", "stop = row + shift + 1 & mask", PLAIN
+        "route: a row of another owner",
+        ROUTE,
+        "destination = row + shift & mask",
+        "destination = row + shift + 1 & mask",
+        PLAIN,
     ),
-    Mutation("route: slots of other rows", ROUTE, "home, base + quotient(x, per_divisor)", "home, base", PLANS),
+    Mutation("route: slots of other rows", ROUTE, "owner, base + quotient(x, per_divisor)", "owner, base", PLANS),
     Mutation(
         "route: the last id is not refused",
         ROUTE,
-        "if np.uint64(row) >= limit:\n                    return u\n                stop",
-        "if np.uint64(row) > limit:\n                    return u\n                stop",
+        "if np.uint64(row) >= limit:\n                    return u\n                destination",
+        "if np.uint64(row) > limit:\n                    return u\n                destination",
         PLAIN,
     ),
     Mutation(

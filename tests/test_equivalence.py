@@ -188,7 +188,7 @@ def test_the_sum_over_ranks_has_the_order_of_the_ranks(ranks):
         total = total + gradient
     assert torch.equal(rows, -(OPTIMIZERS["sgd"].lr * (total * 0.25)))
     backwards = gradients[3] + gradients[2] + gradients[1] + gradients[0]
-    assert not torch.equal(backwards, total), "the example cannot tell orders apart"
+    assert not torch.equal(backwards, total), "the example cannot distinguish orders"
 
 
 def gradient_of_a_bag(mesh, scenario):

@@ -1,4 +1,4 @@
-"""How runs end that cannot go on: in time, naming who is to blame, leaving nothing behind."""
+"""How runs end that cannot go on: in time, naming the failed rank, leaving nothing behind."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_a_rank_that_dies_in_a_step(transport, where):
     [("one_sided", "step"), pytest.param("collective", "step", marks=pytest.mark.slow), ("auto", "start")],
 )
 def test_a_rank_that_does_not_come(transport, where):
-    """Whoever waits names the rank that is missing, and no rank that waits as well."""
+    """A waiting rank names the missing rank, and no other rank that waits."""
     pool = RankPool()
     try:
         left = pool.run(behaviour.leave_the_others, transport, 1.0, where, world_size=3)
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_come(transport, where):
     ],
 )
 def test_ranks_out_of_step(ranks, transport, verb, who):
-    """They are told at once, on every rank, who did what."""
+    """Every rank gets an error at once that says what each rank did."""
     for rank, message in enumerate(ranks.run(behaviour.fall_out_of_step, transport, verb, world_size=3)):
         assert message == (
             f"PeerError: rank {rank}: ranks are out of step: {who}; every rank must call forward and step equally "

@@ -131,18 +131,18 @@ def test_nothing_is_left_of_old_plans(ranks, transport):
 
 
 def count_replicas(mesh, mode, dense):
-    """Rows that this rank told other replicas, after one step, and after a migration and another one."""
+    """Rows that this rank sent to other replicas, after one step, and after a migration and another one."""
     collection = EmbeddingCollection(
         behaviour.TABLES, mesh=mesh, replicas=2, synchronization=Synchronization(mode, dense=dense)
     )
-    optimizer, told = EmbeddingOptimizer(collection), []
+    optimizer, sent = EmbeddingOptimizer(collection), []
     for _ in range(2):
         behaviour.one_step(collection, optimizer, behaviour.batch_of(mesh.rank, 0))
         collection.barrier()
-        told.append([counters.synchronization.rows for counters in collection.counters])
+        sent.append([counters.synchronization.rows for counters in collection.counters])
         collection.migrate(collection.plan)
     collection.close()
-    return told
+    return sent
 
 
 @pytest.mark.parametrize(("mode", "dense"), [("exact", False), ("average", False), ("average", True)])
@@ -175,7 +175,7 @@ def refuse(mesh, transport):
         del vectors
         collection.engine.discard_pending()
     attempt(a_plan(mesh.rank))
-    attempt(Plan.dealt([TableShape.of(table) for table in behaviour.TABLES], 4))
+    attempt(Plan.cyclic([TableShape.of(table) for table in behaviour.TABLES], 4))
     kind = type(collection.engine.shard_groups.stored[0].transport)
     rows_for = kind.rows_for
     if mesh.rank == 1:
@@ -225,7 +225,7 @@ def move_one_range(mesh):
     tables = behaviour.TABLES[1:]
     collection = EmbeddingCollection(tables, mesh=mesh, plan=make_plan(tables, 2, 2, lambda i: ("fixed", 0, 0, False)))
     shape = TableShape.of(tables[0])
-    plan = Plan.dealt([shape], 2)
+    plan = Plan.cyclic([shape], 2)
     ranges = plan.tables[0].ranges
     halves = (replace(ranges[0], stop=100), replace(ranges[0], start=100, rule="fixed", rank=0))
     moved = collection.migrate(replace(plan, tables=(replace(plan.tables[0], ranges=halves),)))
@@ -247,4 +247,4 @@ def test_views_of_old_rows_stay_readable():
 def test_a_plan_for_other_tables_is_refused():
     collection = EmbeddingCollection(behaviour.TABLES)
     with pytest.raises(ConfigurationError, match="the plan has no table 'a'"):
-        collection.migrate(Plan.dealt([TableShape.of(behaviour.TABLES[1])], 1))
+        collection.migrate(Plan.cyclic([TableShape.of(behaviour.TABLES[1])], 1))

@@ -64,7 +64,7 @@ def test_every_rule_across_two_nodes(ranks, rule, two_hop, accumulate):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_on_one_host(ranks, rule, transport):
     tables = several("row_wise_adagrad")
-    plan = make_plan(tables, 3, 3, lambda number: (rule if number % 2 else "dealt", number, number, True))
+    plan = make_plan(tables, 3, 3, lambda number: (rule if number % 2 else "cyclic", number, number, True))
     check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 5), plan=plan, accumulate=2, evaluates=True), transport)
 
 
@@ -104,7 +104,7 @@ def check_plan(ranks, scenario, one_sided):
 
 
 def totals_by_hand(scenario):
-    """Accesses of every table, and its distinct rows in each step; what agents merge counts once for each node."""
+    """Accesses of every table, and its distinct rows in each step; what node leaders merge counts once a node."""
     accesses, distinct = Counter(), Counter()
     passes = [(part, rank) for part in range(scenario.accumulate) for rank in range(scenario.world_size)]
     plain = replace(scenario, plan=None)  # a plan cannot be hashed
@@ -316,17 +316,17 @@ UNSORTED = [
 
 @pytest.mark.parametrize("mode, deduplicated, transport, ranks_per_node", UNSORTED)
 def test_plans_of_counts_in_no_order(ranks, mode, deduplicated, transport, ranks_per_node):
-    """Rows that are copied stand among rows that are dealt, which share rounds of slots."""
+    """Rows that are copied stand among cyclic rows, which share rounds of slots."""
     tables = (table("a", 300, 3, "adam"), table("b", 90, 3, "adam"), table("c", 150, 16, "row_wise_adagrad"))
     generator = np.random.default_rng(0)
     counts = {spec.name: generator.permutation(1000 // np.arange(1, spec.num_rows + 1)) for spec in tables}
     profile = Profile.from_counts(counts, [TableShape.of(spec) for spec in tables], num_samples=2000)
     topology = Topology.grouped(4 // ranks_per_node, ranks_per_node, 4.21)
     request = Request(batch_size=16, mode=mode, deduplicated=deduplicated, extra_memory=0.3, fetch_weight=3.0)
-    plan = search("dealt", profile, topology, request)
+    plan = search("cyclic", profile, topology, request)
     parts = [part for planned in plan.tables for part in planned.ranges]
     assert any(part.phase for part in parts)
-    assert {part.rule for part in parts} > {"dealt"}
+    assert {part.rule for part in parts} > {"cyclic"}
     check(
         ranks,
         Scenario(tables=tables, batch_sizes=(40, 30, 0, 50), plan=plan, ranks_per_node=ranks_per_node, accumulate=2),
@@ -409,10 +409,10 @@ def test_plans_for_others_are_refused():
     tables = several("sgd")
     shapes = [TableShape.of(spec) for spec in tables]
     with pytest.raises(ConfigurationError, match="the plan is for 2 ranks, but 1 take part"):
-        EmbeddingCollection(tables, plan=Plan.dealt(shapes, 2))
+        EmbeddingCollection(tables, plan=Plan.cyclic(shapes, 2))
     with pytest.raises(ConfigurationError, match="the plan has no table 'user'"):
-        EmbeddingCollection(tables, plan=Plan.dealt(shapes[1:], 1))
+        EmbeddingCollection(tables, plan=Plan.cyclic(shapes[1:], 1))
     with pytest.raises(ConfigurationError, match=r"tables that are not here: \['user'\]"):
-        EmbeddingCollection(tables[1:], plan=Plan.dealt(shapes, 1))
+        EmbeddingCollection(tables[1:], plan=Plan.cyclic(shapes, 1))
     with pytest.raises(ConfigurationError, match="another table 'user'"):
-        EmbeddingCollection(tables, plan=Plan.dealt([replace(shapes[0], value_bytes=8), *shapes[1:]], 1))
+        EmbeddingCollection(tables, plan=Plan.cyclic([replace(shapes[0], value_bytes=8), *shapes[1:]], 1))

@@ -142,7 +142,7 @@ def test_replicas_of_others_change_nothing(ranks, mode):
         spec for spec in mixed("adagrad", torch.float64) if spec.storage == "tensor_train" or mode == "exact"
     )
     tables = (*tables, frozen)
-    plan = Plan.dealt([TableShape.of(spec) for spec in tables if spec.storage == "dense"], 4, replicas=2)
+    plan = Plan.cyclic([TableShape.of(spec) for spec in tables if spec.storage == "dense"], 4, replicas=2)
     scenario = Scenario(tables=tables, batch_sizes=(4, 3, 1, 6), plan=plan, synchronization=Synchronization(mode))
     for transport in ("one_sided", "collective"):
         mine = merged(scenario, ranks.run(train, scenario, transport, world_size=4))
@@ -160,7 +160,7 @@ def test_migrations_take_cores_along(ranks):
     tables = mixed("adam")
     shapes = [TableShape.of(spec) for spec in tables if spec.storage == "dense"]
     plain = Scenario(tables=tables, batch_sizes=(4, 3))
-    other = Plan.dealt(shapes[::-1], 2)
+    other = Plan.cyclic(shapes[::-1], 2)
     moved = replace(plain, migrations=((1, replace(other, tables=other.tables[::-1])),))
     runs = [merged(each, on_ranks(ranks, each, "auto")) for each in (plain, moved)]
     assert_same_bits(*runs)

@@ -34,7 +34,7 @@ def in_groups(scenario, replicas, together="shards"):
     """The same job with replicas of every table, or of each by name."""
     shapes = [TableShape.of(spec) for spec in scenario.tables]
     per_node = scenario.ranks_per_node or scenario.world_size
-    plan = Plan.dealt(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
+    plan = Plan.cyclic(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
     return replace(scenario, plan=plan)
 
 
@@ -85,14 +85,14 @@ def test_groups_that_are_the_nodes_change_no_bit(ranks, rule):
 @pytest.mark.parametrize("mode", ["exact", "average"])
 def test_copies_within_groups_stay_equal(ranks, rule, transport, mode):
     tables = several("adam")
-    of_group = make_plan(tables, 2, 2, lambda number: (rule if number % 2 else "dealt", number, number, True))
+    of_group = make_plan(tables, 2, 2, lambda number: (rule if number % 2 else "cyclic", number, number, True))
     plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 4)
     scenario = Scenario(
         tables=tables, batch_sizes=(5, 3, 4, 4), num_steps=4, plan=plan, synchronization=Synchronization(mode)
     )
     _, whole = on_ranks(ranks, scenario, transport)
-    dealt, _ = on_ranks(ranks, in_groups(scenario, 2), transport)
-    assert_equal(scenario, dealt, whole)
+    cyclic, _ = on_ranks(ranks, in_groups(scenario, 2), transport)
+    assert_equal(scenario, cyclic, whole)
 
 
 @settings(max_examples=20)
@@ -135,8 +135,8 @@ def test_touched_rows_are_all_that_differ(ranks, replicas, rule, dtype):
     _, expected = on_ranks(ranks, dense, "one_sided")
     parts, _ = on_ranks(ranks, touched, "one_sided")
     assert_equal(scenario, parts, expected)
-    told = [[c.synchronization for c in part.counters.values()] for part in parts]
-    assert all(counters.rows for part in told for counters in part)
+    found = [[c.synchronization for c in part.counters.values()] for part in parts]
+    assert all(counters.rows for part in found for counters in part)
 
 
 def test_replicas_share_what_is_saved(ranks):
@@ -145,17 +145,17 @@ def test_replicas_share_what_is_saved(ranks):
     assert all(0 < len(part.owned["item"]) <= 51 for part in parts)
 
 
-@pytest.mark.parametrize("rule", ["dealt", "node", "replicated"])
+@pytest.mark.parametrize("rule", ["cyclic", "node", "replicated"])
 @pytest.mark.parametrize("together", ["shards", "replicas"])
 def test_two_hops_within_groups(ranks, rule, together):
-    """Groups of two hosts each: agents and homes are ranks of the group, whatever their numbers in the whole."""
+    """Groups of two hosts each: node leaders and owners are ranks of the group, whatever their numbers in the whole."""
     tables = several("row_wise_adagrad")
     of_group = make_plan(tables, 2, 1, lambda number: (rule, number, number, True))
     plan = Plan(tuple(replace(t, replicas=2) for t in of_group.tables), 4, 1, together=together)
     scenario = Scenario(tables=tables, batch_sizes=(5, 3, 4, 2), plan=plan, ranks_per_node=1)
     _, whole = on_ranks(ranks, scenario)
-    dealt, _ = on_ranks(ranks, in_groups(scenario, 2, together))
-    assert_equal(scenario, dealt, whole)
+    cyclic, _ = on_ranks(ranks, in_groups(scenario, 2, together))
+    assert_equal(scenario, cyclic, whole)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -308,8 +308,8 @@ def test_torch_sees_the_same_grid(ranks):
     found = ranks.run(places, world_size=4)
     for together in ("shards", "replicas"):
         grid = Grid(4, 2, together)
-        columns = {rank: sum(column) for column in grid.columns for rank in column}
-        assert [place[together] for place in found] == [(*grid.place(rank), columns[rank]) for rank in range(4)]
+        totals = {rank: sum(ranks_) for ranks_ in grid.replicate_groups for rank in ranks_}
+        assert [place[together] for place in found] == [(*grid.place(rank), totals[rank]) for rank in range(4)]
 
 
 def disagree(mesh):
@@ -328,7 +328,7 @@ def test_bad_settings_are_named():
         EmbeddingCollection([table("user", 3)], replicas={"usr": 1})
     with pytest.raises(ConfigurationError, match="do not say how many table 'user' has"):
         EmbeddingCollection([table("user", 3)], replicas={})
-    plan = Plan.dealt([TableShape.of(spec) for spec in several("sgd")], 1)
+    plan = Plan.cyclic([TableShape.of(spec) for spec in several("sgd")], 1)
     with pytest.raises(ConfigurationError, match="replicas or a plan"):
         EmbeddingCollection(several("sgd"), replicas=2, plan=plan)
     scaled = replace(table("user", 30), optimizer=RowWiseAdaGrad(moment_scale=2.0))

@@ -16,7 +16,7 @@ NUM_STEPS = 4
 
 
 def train_on_all_rows(mesh, tables, plan, synchronization):
-    """Every rank wants every row in every step; what this rank sent within its group, and along its column."""
+    """Every rank reads every row in every step; bytes that it sent in its shard group, and in its replicate group."""
     collection = EmbeddingCollection(
         tables, mesh=mesh, transport="collective", plan=plan, synchronization=synchronization
     )
@@ -38,7 +38,7 @@ def test_bytes_are_those_that_are_counted(ranks, mode, every, replicas, together
     tables = (table("a", 4800, 16, "row_wise_adagrad"), table("b", 2400, 4, "adam"))
     shapes = [TableShape.of(spec) for spec in tables]
     counts = {"a": 2, "b": 1} if replicas == "mixed" else replicas
-    plan = Plan.dealt(shapes, 4, replicas=counts, together=together)
+    plan = Plan.cyclic(shapes, 4, replicas=counts, together=together)
     counted = np.array(ranks.run(train_on_all_rows, tables, plan, Synchronization(mode, every), world_size=4))
     accesses = {spec.name: np.full(spec.num_rows, 100) for spec in tables}  # so many that every rank wants each
     profile = Profile.from_counts(accesses, shapes, num_samples=1)
@@ -57,5 +57,5 @@ def marks(mesh, tables, plan):
 
 def test_marks_are_those_that_the_plan_counts(ranks):
     tables = (table("user", 30), table("item", 9, 16))
-    plan = Plan.dealt([TableShape.of(spec) for spec in tables], 4, replicas={"user": 2, "item": 1})
+    plan = Plan.cyclic([TableShape.of(spec) for spec in tables], 4, replicas={"user": 2, "item": 1})
     assert tuple(ranks.run(marks, tables, plan, world_size=4)) == plan.mark_bytes

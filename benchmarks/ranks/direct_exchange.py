@@ -33,7 +33,7 @@ class DirectExchange:
         (group,) = fuse(tables)
         self._mesh, self._batches, self._dim = mesh, batches, group.dim
         self._gradient = gradient.view(-1, len(tables), group.dim)
-        plan = Plan.dealt([TableShape.of(table) for table in tables], mesh.world_size)
+        plan = Plan.cyclic([TableShape.of(table) for table in tables], mesh.world_size)
         address_map = AddressMap(plan, [table.name for table in tables], mesh.rank)
         self._shifts = torch.tensor([table.ranges[0].shift for table in plan.tables])
         self._bases = torch.tensor([address_map.locate(number, 0)[1] for number in range(len(tables))])

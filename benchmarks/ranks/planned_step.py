@@ -1,4 +1,4 @@
-"""One rank of rowmesh: the sparse part of a step by a plan, or as it is dealt where nothing is planned."""
+"""One rank of rowmesh: the sparse part of a step by a plan, or with cyclic rows, as without a plan."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class Variant(Protocol):
         ...
 
 
-class Homes:
-    """rowmesh: gradients to the homes, which merge and sum; sums to all. In two hops where hosts have several ranks."""
+class Owners:
+    """rowmesh: gradients to the owners, which merge and sum; sums to all. In two hops where hosts have several ranks."""
 
     def __init__(self, num_rows: int, workload: Workload, mesh: Mesh) -> None:
         table = TableSpec(name="hot", num_rows=num_rows, dim=workload.dim, optimizer=SGD(lr=workload.lr))
@@ -203,7 +203,7 @@ class AllGather(_Peer):
             _add_rows(self.weights, part.view(np.int32)[:, 0], part[:, 1:], -self._lr)
 
 
-VARIANTS = {"homes": Homes, "local_aggregated": LocalAggregated, "dense": Dense, "all_gather": AllGather}
+VARIANTS = {"owners": Owners, "local_aggregated": LocalAggregated, "dense": Dense, "all_gather": AllGather}
 
 
 def touched_rows(
@@ -215,7 +215,7 @@ def touched_rows(
         num_rows: copied.
         share: of them that each rank touches.
         overlap: see above.
-        world_size, rank: who.
+        world_size, rank: this rank's.
         generator: in the same state on all ranks.
     """
     count = max(round(share * num_rows), 1)
@@ -291,9 +291,9 @@ class Commands:
 
     def close(self) -> None:
         """Lets go of the collection."""
-        homes = self._variants["homes"]
-        assert isinstance(homes, Homes)
-        homes.close()
+        owners = self._variants["owners"]
+        assert isinstance(owners, Owners)
+        owners.close()
 
 
 def main() -> None:

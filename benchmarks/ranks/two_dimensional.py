@@ -57,8 +57,8 @@ class Commands:
     def round(self, name: str, warmup: int, steps: int, rest_ms: float) -> dict[str, Any]:
         """Seconds of a step, from a loop between two barriers, and what all steps moved.
 
-        What replicas told last has arrived when the second barrier lets go. Nothing is timed within the loop: what one
-        step defers to the next must not be hidden.
+        The last rows that replicas sent have arrived when the second barrier ends. Nothing is timed within the loop:
+        what one step defers to the next must not be hidden.
         """
         part, pipeline = self._parts[name], self._pipelines.get(name)
         before = _counted(part.embeddings)
@@ -118,7 +118,7 @@ def _timed(function: Callable[[], None], barrier: Callable[[], None]) -> float:
 
 
 def _counted(embeddings: EmbeddingCollection) -> dict[str, int]:
-    """What this rank received within its replica group and from other replicas, and rows it told those."""
+    """What this rank received within its replica group and from other replicas, and rows it sent to those."""
     synchronization = [counters.synchronization for counters in embeddings.counters]
     return {
         "exchange_bytes": sum(counters.bytes_received for counters in embeddings.counters)

@@ -67,7 +67,7 @@ class SavedFiles:
         """
         file = self._open(DENSE, "the dense network")
         try:
-            # a copy: what was verified is what is loaded, whoever writes to the file now
+            # a copy: the bytes that were verified are loaded, even if the file changes now
             values = torch.load(io.BytesIO(file.read()), weights_only=True, map_location="cpu")
         except DamagedFileError as error:
             raise CheckpointError(str(error)) from None

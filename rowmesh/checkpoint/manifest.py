@@ -46,7 +46,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows start, start + stride, … , count of them: what a placement deals to a rank."""
+    """The rows start, start + stride, … , count of them: the rows of one rank under a cyclic placement."""
 
     start: Count
     stride: Positive
@@ -68,7 +68,7 @@ class Part:
     """The rows of one table that one rank wrote.
 
     Attributes:
-        rank: who wrote them.
+        rank: the rank that wrote them.
         ranges: the rows, in file order, one range after the other.
         files: "values" and the names of optimizer states → file name.
     """

@@ -44,7 +44,7 @@ app.command(env)
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
-    Exit status 2 where the command line is wrong or rowmesh refuses or gives up, 129 where the terminal was closed, 130
+    Exit status 2 where the command line is wrong or rowmesh refuses or fails, 129 where the terminal was closed, 130
     after Ctrl-C, 143 after SIGTERM; errors go to standard error, under torchrun with the rank in front. A rank ends
     when torchrun is gone.
     """
@@ -118,7 +118,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _failure_before(stop: BaseException) -> RowmeshError | None:
-    """What a rank was failing of when torchrun, which saw another one fail, told it to end."""
+    """The error of a rank that torchrun stopped, because another rank had failed, while it was failing itself."""
     error = stop.__context__
     while error is not None and not isinstance(error, RowmeshError):
         error = error.__context__

@@ -62,7 +62,7 @@ def synthesize(
     seed
         Equal seeds give equal data.
     signal
-        How much the features tell: the standard deviation of the true logits.
+        How informative the features are: the standard deviation of the true logits.
     head
         How many ids of each table matter to the label; more are harder to learn.
     base_rate

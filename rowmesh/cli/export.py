@@ -41,7 +41,8 @@ def export(
     from rich.console import Console
 
     from rowmesh.observe.progress import PartsProgress
-    from rowmesh.report.printing import say, show, table_of_numbers
+    from rowmesh.report.printing import show, table_of_numbers
+    from rowmesh.report.printing import write as write_line
     from rowmesh.train.export import export as write
 
     console = Console()
@@ -54,10 +55,10 @@ def export(
             overwrite=overwrite,
             progress=progress,
             verify=verify,
-            say=partial(say, console),
+            log=partial(write_line, console),
         )
     shown = table_of_numbers("table", "rows", "dim", "MB")
     for each in exported:
         shown.add_row(each.table, f"{each.num_rows:,}", str(each.dim), f"{each.num_bytes / 1e6:,.1f}")
-    say(console, f"exported {out}")
+    write_line(console, f"exported {out}")
     show(console, shown)

@@ -23,7 +23,7 @@ def end_with_launcher(complain: Callable[[str], None]) -> None:
     """Ends this process when torchrun, which started it, is gone; does nothing where torchrun did not.
 
     It ends by SIGTERM, which commands answer by cleaning up, and after `GRACE_S` by SIGKILL. A thread waits for the
-    end of the launcher's process. (`PR_SET_PDEATHSIG` would tell of the end of the thread that started this process,
+    end of the launcher's process. (`PR_SET_PDEATHSIG` would report the end of the thread that started this process,
     and only on Linux.)
 
     Args:

@@ -37,16 +37,16 @@ def plan(
 ) -> None:
     """Decide which ranks hold each row, from the access counts of the data and the costs of links.
 
-    Prints the plan beside what other strategies come to; `rowmesh train … placement.plan=plan.json` uses it.
+    Prints the plan beside those of other strategies. `rowmesh train … placement.plan=plan.json` trains by it.
 
     Parameters
     ----------
     config
-        The TOML file of the run; its tables, its data's counts and its batch size are planned for.
+        The TOML file of the run: gives the tables, the counts of its data, and the batch size.
     overrides
         Keys that replace those of the file, as in `tables.dim=32`.
     ranks
-        Plan for this many ranks; links within a node are alike, those between nodes 4.21 times as dear.
+        Plan for this many ranks. All links within a node cost the same; links between nodes cost 4.21 times as much.
     ranks_per_node
         Ranks of a node; with --ranks or --measure, and all of them by default.
     topology
@@ -54,33 +54,33 @@ def plan(
     measure
         Measure the links between the ranks of this run: start the command under torchrun.
     strategy
-        auto (the best of those compared), dealt, partitioned, exact, or another that the comparison names.
+        auto (the best of those compared), cyclic, partitioned, exact, or any other in the printed comparison.
     mode
-        What the plan is for: infer pays for fetches alone, train for gradients and updates of copies too.
+        What the plan is for: infer counts fetches alone, train also gradients and updates of copies.
     objective
-        What is made least: the sum over links (total, auto) or the slowest_link.
+        What to minimize: the sum over links (total, auto) or the slowest_link.
     memory
-        For rows and optimizer state on a rank, as in 40GB or 512MiB.
+        Limit for rows and optimizer state on a rank, as in 40GB or 512MiB.
     extra_memory
-        For copies, as a share of what a rank holds without any; 0.05 by default.
+        Memory for copies, as a share of what a rank holds without any; 0.05 by default.
     max_hops
-        2 lets requests for other nodes be merged in their own node first.
+        2 allows a node to merge its requests before it sends them to another; 1 does not.
     fetch_weight
-        What a byte fetched costs, relative to a byte of gradients.
+        What a fetched byte costs, relative to a byte of gradients.
     count_batches
-        Read the data once and count the batches that hold a row, which bursts of equal ids make fewer.
+        Read the data once and count the batches that hold each row, instead of assuming that samples are independent.
     replicas
-        How many replicas of the tables are compared, each on a group of ranks of its own: auto (all that divide the
-        ranks), 4, or 1,2,4; tables may differ where 1 is among them.
+        Numbers of replicas to compare, each replica on its own group of ranks: auto (all that divide the ranks), 4, or
+        1,2,4. If 1 is among them, tables may differ.
     synchronization
-        How replicas are kept together: exact (gradients are summed, the default) or average (rows are averaged).
+        How replicas are synchronized: exact (gradients are summed, the default) or average (rows are averaged).
     sync_every
         Steps between two averages.
     tensor_train
-        Say too what tensor-train cores in place of large tables would save, at ranks such as 16,32,64, and what they
-        cost a step on this machine.
+        Print also what tensor-train cores in place of large tables would save, for ranks such as 16,32,64, and what
+        they would cost a step on this machine.
     explain
-        Say why a table's rows, or one row, are where they are, as in C3 or C3:17; prints nothing else.
+        Print only why the rows of a table, or one row, are where they are, as in C3 or C3:17.
     out
         Write the plan (JSON).
     report
@@ -88,13 +88,13 @@ def plan(
     topology_out
         Write the topology (TOML), for --topology.
     """
-    from rowmesh.cli.plan_command import Links, Outputs, Wish, run_plan
+    from rowmesh.cli.plan_command import Links, Outputs, PlanOptions, run_plan
     from rowmesh.cli.plan_replicas import Replication
     from rowmesh.cli.plan_tensor_train import parse_ranks
     from rowmesh.train.resolve import resolve
 
     links = Links(ranks, ranks_per_node, topology, measure)
-    wish = Wish(strategy, mode, objective, memory, extra_memory, max_hops, fetch_weight, count_batches)
+    options = PlanOptions(strategy, mode, objective, memory, extra_memory, max_hops, fetch_weight, count_batches)
     outputs = Outputs(explain, out, report, topology_out, () if tensor_train is None else parse_ranks(tensor_train))
     replication = Replication(replicas, synchronization, sync_every)
-    run_plan(resolve(config, overrides), config.stem, links, wish, outputs, replication)
+    run_plan(resolve(config, overrides), config.stem, links, options, outputs, replication)

@@ -62,7 +62,7 @@ class Links:
             )
 
     def stated(self, config: Config) -> Topology:
-        """What is not measured."""
+        """The topology that options or the configuration name."""
         if self.ranks is None:
             return Topology.load(self.topology or config.placement.topology)
         per_node = self.ranks if self.ranks_per_node is None else self.ranks_per_node
@@ -74,8 +74,8 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is wanted of the plan; None is what the configuration says."""
+class PlanOptions:
+    """Options of the plan; `None` uses the configuration."""
 
     strategy: str | None = None
     mode: Mode = "train"
@@ -114,7 +114,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is told and written."""
+    """What to print and which files to write."""
 
     explain: str | None = None
     plan: Path | None = None
@@ -122,28 +122,28 @@ class Outputs:
     topology: Path | None = None
     tensor_train: tuple[int, ...] = ()
 
-    def give(self, comparison: Comparison, title: str, printer: Printer) -> None:
-        """Writes and prints what was asked for.
+    def write(self, comparison: Comparison, title: str, printer: Printer) -> None:
+        """Prints the comparison or the explanation, and writes the files.
 
         Raises:
             ConfigurationError: the plan of the strategy that was asked for does not fit.
         """
         written = list(self._write(comparison, title)) if comparison.chosen.fits else []
         if self.explain:
-            printer.say(comparison.why, *explain(comparison, self.explain))
+            printer.write(comparison.why, *explain(comparison, self.explain))
         else:
             printer.print(comparison, title)
         comparison.plan.check(comparison.problem.limit_bytes)
-        printer.say(*(f"wrote {path}" for path in written))
+        printer.write(*(f"wrote {path}" for path in written))
 
-    def give_replicas(self, comparison: ReplicaComparison, title: str, printer: Printer) -> None:
-        """The same of a comparison of numbers of replicas."""
+    def write_replicas(self, comparison: ReplicaComparison, title: str, printer: Printer) -> None:
+        """`write`, for a comparison of numbers of replicas."""
         written = list(self._write(comparison, title))
         if self.explain:
-            printer.say(comparison.why, *explain_replicas(comparison, self.explain))
+            printer.write(comparison.why, *explain_replicas(comparison, self.explain))
         else:
             print_replicas(printer, comparison, title)
-        printer.say(*(f"wrote {path}" for path in written))
+        printer.write(*(f"wrote {path}" for path in written))
 
     def _write(self, comparison: Comparison | ReplicaComparison, title: str) -> Iterator[Path]:
         writers: list[tuple[Path | None, Callable[[Path], None]]] = [
@@ -165,7 +165,12 @@ def _write_report(comparison: Comparison | ReplicaComparison, path: Path, title:
 
 
 def run_plan(
-    config: Config, title: str, links: Links, wish: Wish, outputs: Outputs, replication: Replication | None = None
+    config: Config,
+    title: str,
+    links: Links,
+    options: PlanOptions,
+    outputs: Outputs,
+    replication: Replication | None = None,
 ) -> None:
     """Searches, compares, prints and writes.
 
@@ -179,7 +184,7 @@ def run_plan(
     links.check(config)
     replication = replication or Replication()
     replication.check()
-    question = _Question(config, title, wish, outputs, replication, Prepared.open(config.data.folder))
+    question = _Question(config, title, options, outputs, replication, Prepared.open(config.data.folder))
     if not links.measure:
         question.answer(links.stated(config))
         return
@@ -191,38 +196,38 @@ def run_plan(
 
 @dataclass(frozen=True)
 class _Question:
-    """Everything but the topology."""
+    """A search, given everything but the topology."""
 
     config: Config
     title: str
-    wish: Wish
+    options: PlanOptions
     outputs: Outputs
     replication: Replication
     data: Prepared
 
     def answer(self, topology: Topology) -> None:
-        """Places rows, and says what cores would save, if that was asked."""
+        """Plans, prints, and reports what cores would save if an option asks for it."""
         tables, printer = table_specs(self.config.tables, self.data), Printer()
-        request = self.wish.request(self.config, topology.world_size, tables)
+        request = self.options.request(self.config, topology.world_size, tables)
         cored = [table for table in tables if table.storage == "tensor_train"]
         if cored:
-            printer.say(
+            printer.write(
                 f"cores     {bytes_text(cores_bytes(cored))} of cores and optimizer state on every rank, of "
                 f"{len(cored)} tensor-train table(s), which are not placed: {', '.join(table.name for table in cored)}"
             )
         if len(cored) < len(tables):
             self._place(topology, request, printer)
         else:
-            printer.say("all tables are tensor-train tables: there is nothing to place, and no plan to write")
+            printer.write("all tables are tensor-train tables: there is nothing to place, and no plan to write")
         if self.outputs.tensor_train and not self.outputs.explain:
             report_cores(self.config, self.data, request.batch_size, self.outputs.tensor_train, printer)
 
     def _place(self, topology: Topology, request: Request, printer: Printer) -> None:
         config, replication = self.config, self.replication
-        problem = problem_of(config, self.data, topology, request, count_batches=self.wish.count_batches)
-        strategy = self.wish.strategy or config.placement.strategy or "auto"
+        problem = problem_of(config, self.data, topology, request, count_batches=self.options.count_batches)
+        strategy = self.options.strategy or config.placement.strategy or "auto"
         if replication.counts is None:
-            self.outputs.give(compare(problem, strategy), self.title, printer)
+            self.outputs.write(compare(problem, strategy), self.title, printer)
         else:
             comparison = compare_replicas(problem, strategy, replication.sync, replication.wanted)
-            self.outputs.give_replicas(comparison, self.title, printer)
+            self.outputs.write_replicas(comparison, self.title, printer)

@@ -97,7 +97,7 @@ def compressions(config: Config, data: Prepared, batch_size: int, ranks: Sequenc
 def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Sequence[int], least: int) -> None:
     """A line a table, and one for all together."""
     if not found:
-        printer.say(
+        printer.write(
             f"tensor-train: no table has {least:,} rows or more; tables.tensor_train.min_rows lowers what is looked at"
         )
         return
@@ -114,7 +114,7 @@ def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Se
     table.add_row("all", f"{num_rows:,}", bytes_text(rows_bytes), f"{distinct:,}", *cells, style="bold")
     printer.show(table)
     sums = ", ".join(f"{bytes_text(p.gradient_bytes)} at rank {r}" for p, r in zip(totals, ranks, strict=True))
-    printer.say(
+    printer.write(
         "Sizes are with optimizer state. Every rank has all cores; a step is one thread's look-up, gradients and "
         f"update of a rank's batch, measured here; in each, ranks add up gradients of {sums}. "
         'tables.NAME.storage = "tensor_train" or tables.tensor_train.min_rows takes them.'
@@ -124,7 +124,7 @@ def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Se
 def report(config: Config, data: Prepared, batch_size: int, ranks: Sequence[int], printer: Printer) -> None:
     """Measures and prints."""
     found = list(compressions(config, data, batch_size, ranks))
-    printer.say("")
+    printer.write("")
     print_compressions(printer, found, ranks, config.tables.tensor_train.min_rows or MIN_ROWS)
 
 

@@ -17,17 +17,17 @@ from typing import Any
 PLAIN = "rowmesh.plain"
 """How errors of encoding are handled, to Python's codecs."""
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)  # whoever read it ended; EIO of a terminal
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)  # the reader ended; EIO of a terminal
 _DEFAULTS = ("strict", "surrogateescape", "backslashreplace")  # Python's own: other ways are the user's choice
 _ASCII = {"×": "x", "·": "*", "…": "...", "→": "->", "←": "<-", "≥": ">=", "≤": "<=", "−": "-", "–": "-", "µ": "u"}
 _lost: dict[str, OSError] = {}
 
 
 def lasting_streams() -> None:
-    """Has `sys.stdout` and `sys.stderr` go on without an error where nobody reads them any more."""
+    """Lets `sys.stdout` and `sys.stderr` go on without an error after their reader has ended."""
     codecs.register_error(PLAIN, _plainly)
     _fill_descriptors()
-    if os.environ.get("COLUMNS") == "0":  # not known, as some say; rich would print nothing
+    if os.environ.get("COLUMNS") == "0":  # some environments write 0 for unknown; rich would print nothing
         del os.environ["COLUMNS"]
     for name in _NAMES:
         stream = getattr(sys, name)
@@ -40,7 +40,7 @@ def lasting_streams() -> None:
 
 
 def lost() -> str | None:
-    """Which stream is incomplete and why, other than that nobody reads it; flushes them first."""
+    """Which stream is incomplete and why, unless its reader has ended; flushes them first."""
     for name in _NAMES:
         if (stream := getattr(sys, name)) is not None:
             stream.flush()

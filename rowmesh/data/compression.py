@@ -1,4 +1,4 @@
-"""open_stream: reads a file's text, decompressed as its first bytes say, whatever its name is."""
+"""open_stream: reads a file's text, decompressed by its first bytes, whatever its name is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNREADABLE = {
 
 @contextlib.contextmanager
 def open_stream(path: Path) -> Iterator[tuple[pa.NativeFile, BinaryIO]]:
-    """The decompressed stream of a file, and the file below it, whose position tells how much was read.
+    """The decompressed stream of a file, and the file below it, whose position is how much was read.
 
     Raises:
         DataError: the file is in a format that is not read as text.

@@ -17,7 +17,7 @@ from rowmesh.errors import DataError
 PARQUET_ROWS = 65_536
 
 Form = tuple[bool | None, str | None]
-"""Whether a column holds lists, and of what ("integers" or "text"); None where its type does not tell."""
+"""Whether a column holds lists, and of what ("integers" or "text"); None where its type does not determine it."""
 
 
 def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:

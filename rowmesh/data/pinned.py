@@ -27,8 +27,8 @@ _State = tuple[int, int, int]
 class PinnedFolder:
     """Opens the files of one folder, found by its descriptor: a folder that takes its name later is not read.
 
-    Files that are `kept` stay open, so that they can be read when the folder has been replaced and removed. Of others
-    it is noted which they are: one that is replaced or written to later is refused, unless its checksums tell that it
+    Files that are `kept` stay open, so that they can be read when the folder has been replaced and removed. The
+    identity of others is kept: one that is replaced or written to later is refused, unless its checksums show that it
     holds the same.
 
     Args:

@@ -76,7 +76,7 @@ def prepare(
         optimum: split → the scores of the true probabilities and the number of "samples" they are of; kept
             where the split has all of these samples, and no longer known where it was cut or has bad rows.
         block_samples: samples in a record batch, the unit that the loader reads and shuffles.
-        progress: told about every block.
+        progress: receives every block.
 
     Raises:
         DataError: too many bad rows, a missing column, an unreadable file, a split without a usable row.

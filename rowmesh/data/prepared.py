@@ -138,7 +138,7 @@ class Prepared:
     @property
     def files(self) -> PinnedFolder:
         """The files, as they were when this was opened."""
-        if self._pinned is None:  # made here, not opened: whoever reads first opens
+        if self._pinned is None:  # made here, not opened: the first read opens it
             object.__setattr__(self, "_pinned", _pinned_folder(self.folder, verify=True))
             self._pin()
         assert self._pinned is not None

@@ -51,7 +51,7 @@ def synthesize(
         config: the planted model.
         file_format: "parquet", or "text" for Criteo's raw format.
         overwrite: replace a folder that is not empty.
-        progress: told about every chunk.
+        progress: receives every chunk.
 
     Returns:
         split → "samples", "positive_rate", and "auc" and "log_loss" of the true probabilities.
@@ -137,7 +137,7 @@ class _SplitFiles:
         self._file = self._writer = None
 
     def _abandon(self) -> None:
-        """Closes the file as it is; the disk may be full, and nobody will read it."""
+        """Closes the file as it is; the disk may be full, and the file is not used."""
         if isinstance(self._writer, pq.ParquetWriter):
             self._writer.is_open = False  # or it would try to write the footer when it is collected
         if self._file is not None:

@@ -64,7 +64,7 @@ class SplitWriter:
 
     def abandon(self) -> None:
         """Closes the file as it is; does nothing after `close`."""
-        with contextlib.suppress(OSError):  # the disk may be full; nobody will read the file
+        with contextlib.suppress(OSError):  # the disk may be full; the file is not used
             self._file.close()
 
     def __enter__(self) -> Self:

@@ -354,7 +354,7 @@ def virtual_addresses(group: TableGroup) -> AddressMap:
             f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
             "told apart; give some of them another optimizer or initializer, which makes a group of their own"
         )
-    return AddressMap(Plan.dealt([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
+    return AddressMap(Plan.cyclic([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
 
 
 class CoreLayout:

@@ -138,7 +138,7 @@ class GroupExchange:
             self._unique_slots = UniqueIds([self.arena.num_slots], [0])
         device_map = DeviceMap.make(
             device,
-            address_map.apart("replicated") if is_apart else address_map.ranges,
+            address_map.ranges_without_owner("replicated") if is_apart else address_map.ranges,
             address_map.index,
             address_map.num_rows,
             num_kinds=len(address_map.kinds),

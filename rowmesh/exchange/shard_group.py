@@ -94,14 +94,14 @@ class ShardGroup:
         self._is_tiered = self._groups[0].storage == "tiered"
         self._replica = grid.place(mesh.rank)[0]
         self.mesh = mesh.part(grid.groups, grid.ranks_per_node(plan.ranks_per_node))
-        self._replicate_group = mesh.part(grid.columns) if replicas > 1 else None
+        self._replicate_group = mesh.part(grid.replicate_groups) if replicas > 1 else None
         self.averages = replicas > 1 and options.synchronization.mode == "average"
         self.scaling = 1.0 / (self.mesh.world_size if self.averages else mesh.world_size)
         self._is_whole = self.device is None and len(indices) == len(groups)
         self._second: Any = None
-        if self.device is None and replicas == 2 and len(grid.columns) > 1:
+        if self.device is None and replicas == 2 and len(grid.replicate_groups) > 1:
             # Process groups are known by the order in which their ranks are named.
-            self._second = mesh.subgroup([ranks[::-1] for ranks in grid.columns])
+            self._second = mesh.subgroup([ranks[::-1] for ranks in grid.replicate_groups])
         self.transport, self.reason = self._make_transport(mesh, grid)
         self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
@@ -128,12 +128,12 @@ class ShardGroup:
             table.shape.name
             for table in self.plan.tables
             if table.shape.name in names
-            and any(part.rule not in ("dealt", "fixed") or part.two_hop for part in table.ranges)
+            and any(part.rule not in ("cyclic", "fixed") or part.two_hop for part in table.ranges)
         ]
         if self.replicas > 1 or copied:
             raise ConfigurationError(
                 f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
-                "that deals rows (leave placement.plan and placement.strategy out), or storage='dense'"
+                "that keeps rows cyclic (leave placement.plan and placement.strategy out), or storage='dense'"
             )
 
     def allocate(self) -> None:

@@ -17,8 +17,8 @@ BLOCK_BYTES = 4 << 20
 class Checksums:
     """What a file is to hold: its size, and the XXH3 (64 bits) of each of its blocks.
 
-    These find what disks, memory and interrupted copies do. They are no defence against somebody who changes a file on
-    purpose and its checksums with it.
+    These find what disks, memory and interrupted copies do. They are no defence against an attacker that changes a file
+    and its checksums.
 
     Attributes:
         size_bytes: of the whole file.

@@ -25,7 +25,7 @@ def exclusive(path: Path, refusal: str) -> Iterator[None]:
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have removed the file since it was opened here: then it locks nothing.
+            # The last owner may have removed the file since it was opened here: then it locks nothing.
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError) as error:

@@ -18,9 +18,9 @@ from rowmesh.files.checksums import Checksums
 
 
 class VerifiedFile:
-    """Maps a file through a descriptor: whoever renames or removes the file changes nothing.
+    """Maps a file through a descriptor, so that it may be renamed or removed meanwhile.
 
-    A block of the checksums is verified when a byte of it is first read. Before each read it is asked whether the file
+    A block of the checksums is verified when a byte of it is first read. Each read checks first whether the file
     is still as long as it was, and whether it was written to since. One that was is verified again where it is read;
     without checksums it is refused. What remains: a file that is cut short between that question and the use of the
     bytes, or a disk that fails then, ends the process by SIGBUS. (Reading into buffers instead takes 1.5 times the
@@ -95,7 +95,7 @@ class VerifiedFile:
         return status.st_size, status.st_mtime_ns
 
     def _check_unchanged(self) -> None:
-        """Raises where the file was written to; where checksums can tell, has them verify it again."""
+        """Raises where the file was written to, unless it has checksums; then it is verified again."""
         size, modified_ns = self._state()
         if size != self.size_bytes:
             raise DamagedFileError(
@@ -105,7 +105,7 @@ class VerifiedFile:
         if modified_ns != self._modified_ns:
             if self._expected is None:
                 raise DamagedFileError(
-                    f"{self.path} was written to after it was opened, and nothing tells whether it still holds the "
+                    f"{self.path} was written to after it was opened, and nothing shows whether it still holds the "
                     f"same; {self._advice}"
                 )
             with self._lock:

@@ -5,7 +5,7 @@
 A rank that waits spins about 200 times, yields for a millisecond, then sleeps until the rank it waits for comes.
 
 *Yields* meet the usual case, in which the others come within microseconds. They are bounded by time, not counted: where
-the core is wanted by others, one yield may take a whole time slice (2 to 6 ms, measured), and 20,000 of them minutes.
+other processes use the core, one yield may take a whole time slice (2 to 6 ms, measured), and 20,000 of them minutes.
 
 *Sleep* is for the others. A rank that yields for ever is always ready to run. Schedulers and quotas that divide the
 processor between groups of processes (sessions, containers) charge that to the group of all ranks, and so to the one
@@ -15,8 +15,9 @@ It sleeps on the flag of the rank that has not come (a futex, which Linux finds 
 map it at the same address), and that rank wakes it. Where there are no futexes it naps for up to a millisecond.
 Ten times a second it looks whether the others are alive.
 
-*Who gives up* says so beside its flag. A rank that comes later learns it there and gives up too, instead of going on
-with a step that the others have left. The barrier is then of no more use: nobody can say which rows were updated.
+*A rank that stops waiting* says so beside its flag. A rank that comes later reads it there and stops too, instead of
+going on with a step that the others have left. No rank knows which rows were updated, so the barrier cannot be used
+again.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _LOOK_NS = 100_000_000  # then back to Python, to see whether the peers are aliv
 _FIRST_NAP_US, _LONGEST_NAP_US = 50, 1000  # where there are no futexes
 
 # What stands in the cache line of a rank.
-_SLEEPERS, _GAVE_UP = 8, 16  # bytes behind the flag: how many sleep on it; the generation at which this rank gave up
+_SLEEPERS, _LEFT_AT = 8, 16  # bytes behind the flag: how many sleep on it; the generation at which this rank left
 _ALL_CAME, _LEFT = -1, -2
 
 _NO_FUTEX = 0
@@ -89,8 +90,8 @@ def _now(clock):
 
 @inlined
 def _raise_flag(line, generation, futex):
-    """Says that this rank has come, and wakes who sleeps until then."""
-    exchange_atomic(line, generation)  # whoever falls asleep counts itself, then looks at the flag once more
+    """Raises the flag of this rank, and wakes the ranks that sleep on it."""
+    exchange_atomic(line, generation)  # a rank that falls asleep counts itself, then looks at the flag once more
     if futex and load_ordered(line + _SLEEPERS) > 0:
         _syscall(futex, line, _FUTEX_WAKE, _EVERYONE, 0, 0, 0)
 
@@ -112,7 +113,7 @@ def _sleep(line, generation, futex, naps, clock):
 
 @kernel
 def _wait(flags, rank, world_size, generation, futex, clock):
-    """−1 once every flag has reached the generation, −2 if one of those ranks has given up, else a rank to wait for."""
+    """−1 once every flag has reached the generation, −2 if one of those ranks has left, else a rank to wait for."""
     own = load_i64(flags + 8 * rank)
     if load_i64(own) != generation:
         _raise_flag(own, generation, futex)
@@ -133,8 +134,8 @@ def _wait(flags, rank, world_size, generation, futex, clock):
             now = _now(clock)
             if now - began > _LOOK_NS:
                 return other
-    for other in range(world_size):  # now: one may have given up while this rank waited for another
-        if load_i64(load_i64(flags + 8 * other) + _GAVE_UP) != 0:
+    for other in range(world_size):  # now: one may have left while this rank waited for another
+        if load_i64(load_i64(flags + 8 * other) + _LEFT_AT) != 0:
             return _LEFT
     return _ALL_CAME
 
@@ -153,7 +154,7 @@ class Barrier:
         self._flags = flags
         self._futex = futex
         self._generation = 0
-        self._reason = ""  # why this rank gave up
+        self._reason = ""  # why this rank left
         self._clock = np.zeros(2, np.int64)  # room for a time
         self._clock_at = self._clock.ctypes.data
         self._lines = [array_at(int(line), np.int64, 3) for line in array_at(flags, np.int64, mesh.world_size)]
@@ -162,8 +163,8 @@ class Barrier:
         """Blocks until every rank has come.
 
         Raises:
-            PeerError: a rank died, did not come within the mesh's timeout, or gave up; names it. Or the mesh's
-                cancellation was set. Nobody can pass this barrier any more.
+            PeerError: a rank died, did not come within the mesh's timeout, or stopped waiting; names it. Or the
+                mesh's cancellation was set. No rank can pass this barrier any more.
         """
         if self._reason:
             raise PeerError(
@@ -181,7 +182,7 @@ class Barrier:
         return self._mesh.name(self._mesh.rank)
 
     def _missing(self) -> int:
-        """Waits for a while; −1 once all have come, −2 if one of them gave up, else a rank that has not come."""
+        """Waits for a while; −1 once all have come, −2 if one of them left, else a rank that has not come."""
         mesh = self._mesh
         return _wait(self._flags, mesh.rank, mesh.world_size, self._generation, self._futex, self._clock_at)
 
@@ -191,27 +192,27 @@ class Barrier:
             self._look(watch)
 
     def _look(self, watch: Stopwatch) -> None:
-        """Gives up where waiting is in vain."""
+        """Raises PeerError where waiting is in vain."""
         waited_s = watch.read()
         mesh, me = self._mesh, f"rank {self._name}"
         flags = [line[0] for line in self._lines]
-        left = [mesh.name(rank) for rank, line in enumerate(self._lines) if line[_GAVE_UP // 8]]
+        left = [mesh.name(rank) for rank, line in enumerate(self._lines) if line[_LEFT_AT // 8]]
         dead = [rank for rank in mesh.dead_ranks() if rank not in left]
         # A rank may come and end its run between these two looks; then it is not missed.
         if dead and self._missing() >= 0:
-            self._give_up(mesh.died(dead, "the others waited"))
+            self._leave(mesh.died(dead, "the others waited"))
         if mesh.cancellation.is_set:
-            self._give_up(PeerError(f"{me}: gave up waiting for the others: something else failed"))
+            self._leave(PeerError(f"{me}: stopped waiting for the others: something else failed"))
         absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]
         absent = [name for name in absent if name not in left]
         if absent and waited_s > mesh.timeout_s:
-            self._give_up(PeerError(f"{me}: {mesh.not_come(absent, watch)}"))
+            self._leave(PeerError(f"{me}: {mesh.not_come(absent, watch)}"))
         if left:
             also = f"; {mesh.describe(absent)} had not come by then" if absent else ""
-            self._give_up(PeerError(f"{me}: {mesh.describe(left)} gave up waiting; its own output says why{also}"))
+            self._leave(PeerError(f"{me}: {mesh.describe(left)} stopped waiting; its own output says why{also}"))
 
-    def _give_up(self, error: PeerError) -> NoReturn:
-        """Lets all others know, and raises the error."""
-        self._lines[self._mesh.rank][_GAVE_UP // 8] = self._generation
+    def _leave(self, error: PeerError) -> NoReturn:
+        """Marks this rank as gone for all others, and raises the error."""
+        self._lines[self._mesh.rank][_LEFT_AT // 8] = self._generation
         self._reason = str(error)
         raise error

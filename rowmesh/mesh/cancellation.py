@@ -1,4 +1,4 @@
-"""Cancellation: whether threads that wait for other ranks should give up."""
+"""Cancellation: whether threads that wait for other ranks should stop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from threading import Event
 
 
 class Cancellation:
-    """What a mesh and its parts look at while they wait.
+    """Checked by a mesh and its parts while they wait.
 
     Attributes:
-        event: set when nobody should wait any more; None where nobody may give up.
+        event: set when all waits should end; None where waits cannot be cancelled.
 
     Example:
         >>> cancellation = Cancellation()
@@ -24,6 +24,6 @@ class Cancellation:
 
     @property
     def is_set(self) -> bool:
-        """Whether to give up."""
+        """Whether to stop waiting."""
         event = self.event
         return event is not None and event.is_set()

@@ -23,11 +23,11 @@ from rowmesh.mesh.waiting import Waiting
 
 _counting = threading.Lock()  # several threads may send messages of one group of tables
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_TAGS = 1 << 20  # direct messages that may be under way between two ranks are told apart by them
+_TAGS = 1 << 20  # distinguish direct messages that are under way between two ranks at a time
 
 
 class MessageCounters(Protocol):
-    """What counts messages: the rounds of each kind, and bytes to and from other ranks."""
+    """Counters of messages: the rounds of each kind, and bytes to and from other ranks."""
 
     all_to_all_rounds: int
     all_gathers: int
@@ -44,7 +44,7 @@ class Message:
         self._channel, self._work, self._into, self._out, self._doing = channel, work, into, out, doing
 
     def wait(self) -> Tensor:
-        """What came, in the order of the ranks."""
+        """The messages received, in the order of the ranks."""
         if self._work is not None:
             self._channel.wait(self._work, self._doing)
             self._work = None

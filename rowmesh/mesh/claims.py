@@ -6,7 +6,7 @@ import threading
 
 
 class Claims:
-    """Who may send through the groups of a use.
+    """Which uses have an owner, which alone may send through their process groups.
 
     Example:
         >>> claims = Claims()
@@ -23,7 +23,7 @@ class Claims:
         self._ending: set[str] = set()
 
     def take(self, use: str, wait_s: float) -> bool:
-        """Takes a use, if nobody has it or who has it is about to release it; waits so long for that."""
+        """Takes a use; False where it has an owner that does not release it within `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: use not in self._ending, wait_s)
             if use in self._taken:
@@ -32,12 +32,12 @@ class Claims:
             return True
 
     def end(self, use: str) -> None:
-        """Says that the owner only waits for threads of its own, and will then release the use."""
+        """Announces that the owner releases the use as soon as its threads have ended."""
         with self._changed:
             self._ending |= {use} & self._taken
 
     def release(self, use: str) -> None:
-        """Lets somebody else take it."""
+        """Releases a use, so that another owner can take it."""
         with self._changed:
             self._taken.discard(use)
             self._ending.discard(use)

@@ -22,15 +22,15 @@ def device_group(mesh: Mesh, device: torch.device, use: str = "devices") -> tupl
     Args:
         mesh: the ranks, or a part of them; all ranks of the run then name the same parts.
         device: of this rank.
-        use: NCCL's groups for different uses are different ones. Whoever sends from a thread of its own needs one,
-            whichever mesh it has: messages of a group must be posted in the same order on all ranks.
+        use: each use has its own NCCL groups. A sender with a thread of its own needs its own use, whichever mesh
+            it has: messages of a group must be posted in the same order on all ranks.
 
     Raises:
         PeerError: a rank did not come within the timeout.
     """
     mine = None if device.type == "cpu" else gpu_identity(device)
     run = mesh.run
-    everyone = gather_objects(run, mine, "telling devices")
+    everyone = gather_objects(run, mine, "exchanging device names")
     if None in everyone:
         return mesh.group, "gloo", "kernels are interpreted on the CPU"
     pairs = list(zip(run.hosts, everyone, strict=True))

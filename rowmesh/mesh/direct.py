@@ -1,8 +1,7 @@
 """Direct messages: sends and receives that are waited for in a thread of their own.
 
-Whoever waits for a collective of gloo with a limit of time may wait again when it has passed. A send or a receive that
-is waited for so takes its connections down with it. A thread therefore waits for them without a limit, and others wait
-for that thread.
+A collective of gloo can be waited for again after a wait with a time limit. A send or a receive cannot: it closes its
+connections. A thread therefore waits for sends and receives without a limit, and others wait for that thread.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Messages:
             error = self.outcome.exception(timeout.total_seconds())
         except FutureTimeoutError as late:
             raise RuntimeError("timed out: messages are not through yet") from late
-        if error is not None:  # not itself: it stays here, and would keep whoever waits alive
+        if error is not None:  # not itself: it stays here, and would keep the frames of the waiting thread alive
             raise RuntimeError(str(error)) from error
 
     def is_completed(self) -> bool:

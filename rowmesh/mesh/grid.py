@@ -1,7 +1,8 @@
-"""Grid: how ranks form replica groups and columns. Arithmetic alone; `Mesh.part` connects them.
+"""Grid: how ranks form shard groups and replicate groups. Arithmetic alone; `Mesh.part` connects them.
 
-T ranks make M replica groups of N = T / M. A group holds one replica of a table, a shard of it on each of its ranks;
-the M ranks that hold the same shard are a column. All-to-alls stay in a group, copies are kept equal along a column.
+T ranks form M shard groups of N = T / M. A shard group holds one replica of a table, a shard of it on each of its
+ranks. The M ranks that hold the same shard form a replicate group. All-to-alls stay in a shard group; synchronization
+stays in a replicate group.
 
 Source: two-dimensional sparse parallelism §3.1, Fig. 3; §5 for which ranks share a host.
 """
@@ -31,7 +32,7 @@ class Grid:
 
     Example:
         >>> grid = Grid(4, replicas=2, together="replicas")
-        >>> [list(group) for group in grid.groups], [list(column) for column in grid.columns]
+        >>> [list(group) for group in grid.groups], [list(ranks) for ranks in grid.replicate_groups]
         ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
 
@@ -55,12 +56,12 @@ class Grid:
 
     @property
     def groups(self) -> list[range]:
-        """The ranks of each replica group, by shard."""
+        """The ranks of each shard group, by shard."""
         return _blocks(self) if self.together == "shards" else _strides(self, self.replicas)
 
     @property
-    def columns(self) -> list[range]:
-        """The ranks of each column, by replica."""
+    def replicate_groups(self) -> list[range]:
+        """The ranks of each replicate group, by replica."""
         return _strides(self, self.shards) if self.together == "shards" else _blocks(self)
 
     def place(self, rank: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ _LEAST = timedelta(minutes=30)  # as torch itself
 
 
 def backend_name(group: Any, device: str = "cpu") -> str:
-    """What moves memory of a kind of device in a group: "gloo", say, or "nothing"."""
+    """The backend that sends memory of a kind of device in a group: "gloo", say, or "nothing"."""
     try:
         return group._get_backend(torch.device(device)).name()
     except RuntimeError:

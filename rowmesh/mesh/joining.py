@@ -1,4 +1,4 @@
-"""Joining a run: ranks that connect, who they are, and which of them died or stayed away meanwhile."""
+"""Joining a run: ranks that connect, their hosts and processes, and which of them died or stayed away."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def meet(group: Any, timeout_s: float) -> list[tuple[str, int]]:
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     failed = (
-        f"rank {rank} of {world_size}: the ranks met but not all of them told their host within {timeout_s:.0f} s; "
+        f"rank {rank} of {world_size}: the ranks met but not all of them sent their host within {timeout_s:.0f} s; "
         "every rank must call Mesh.connect"
     )
     arrivals, deadline = Arrivals(_get_default_store(), rank, world_size), time.monotonic() + timeout_s
@@ -85,7 +85,7 @@ def meet(group: Any, timeout_s: float) -> list[tuple[str, int]]:
 
 
 class Arrivals:
-    """Who came: every rank writes its host and process into the store through which ranks meet.
+    """Ranks that came: every rank writes its host and process into the store through which ranks meet.
 
     Args:
         store: that one; a copy of it is used, since a store serves one thread at a time.
@@ -106,7 +106,7 @@ class Arrivals:
         absent = [rank for rank in range(len(self._keys)) if rank not in self._seen]
         if absent and time.monotonic() >= self._next_look:
             written: dict[int, bytes] = {}
-            with contextlib.suppress(RuntimeError):  # who holds the store may be gone
+            with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
                 for rank in absent:
                     if self._store.check([self._keys[rank]]):
                         written[rank] = self._store.get(self._keys[rank])

@@ -38,18 +38,18 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Who takes part.
+    """The ranks of a run.
 
     Attributes:
         rank: this process, 0 to world_size − 1.
         world_size: W.
         hosts: the index of the host of every rank; ranks share memory only within a host.
         pids: the process of every rank, on its host.
-        timeout_s: how long a rank waits for another before it gives up, in seconds.
+        timeout_s: how long a rank waits for another, in seconds.
         group: the process group, or None where there is one rank.
         whole: the mesh that this one is a part of, if it is one.
         members: of a part, the numbers of its ranks in the whole, by which messages name them.
-        cancellation: who waits for the ranks of this mesh or of a part of it gives up when it is set.
+        cancellation: when set, waits for the ranks of this mesh or of a part of it end with `PeerError`.
 
     Example:
         >>> with Mesh.connect() as mesh:
@@ -71,7 +71,7 @@ class Mesh:
     _owns_group: bool = False
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
     _claims: Claims = field(default_factory=Claims, repr=False)
-    _lost: Event = field(default_factory=Event, repr=False)  # set when a collective failed, or was given up
+    _lost: Event = field(default_factory=Event, repr=False)  # set when a collective failed or was abandoned
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -171,7 +171,7 @@ class Mesh:
         return group
 
     def patiently(self, call: Callable[[], T], doing: str) -> T:
-        """What `call` returns, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
+        """Returns `call()`, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
 
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
@@ -183,7 +183,7 @@ class Mesh:
             watch.read()
             dead_looks = dead_looks + 1 if (dead := self.dead_ranks()) else 0
             if dead_looks * LOOK_S >= CERTAIN_S:
-                self.give_up()
+                self.abandon_collective()
                 raise self.died(dead, doing)
 
         try:
@@ -195,13 +195,13 @@ class Mesh:
 
     @property
     def group_timeout(self) -> timedelta:
-        """How long collectives of the mesh's process groups wait if nobody ends them."""
+        """How long collectives of the mesh's process groups wait unless they are aborted."""
         return patience(self.timeout_s) if self.run._owns_group else timedelta(seconds=self.timeout_s)
 
-    def apart(self, use: str) -> Mesh:
+    def with_process_group(self, use: str) -> Mesh:
         """The same ranks with a process group of their own. Collective.
 
-        What one thread sends through it cannot cross what another sends through the group of this mesh.
+        Messages of one thread through it cannot mix with those of another through the group of this mesh.
 
         Args:
             use: as for `subgroup`.
@@ -242,7 +242,7 @@ class Mesh:
         self._claims.release(use)
 
     def end_claim(self, use: str) -> None:
-        """Says that `unclaim` follows as soon as the owner's threads have ended; who claims the use waits for that."""
+        """Announces that `unclaim` follows as soon as the owner's threads have ended; the next claim waits for that."""
         self._claims.end(use)
 
     def part(self, partition: Sequence[Sequence[int]], ranks_per_node: int | None = None) -> Mesh:
@@ -287,12 +287,12 @@ class Mesh:
         return DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
 
     def name(self, rank: int) -> int:
-        """What messages call a rank: its number in the whole."""
+        """The number of a rank in messages: that in the whole mesh."""
         return self.members[rank] if self.members else rank
 
     @property
     def roll_call(self) -> RollCall:
-        """Of the whole: whoever waits for a rank that waits for another one finds that one."""
+        """Of the whole: where a rank waits for one that waits for a third, it names the third."""
         if self.whole is not None:
             return self.whole.roll_call
         return RollCall(self.rank, self.world_size, self.group)
@@ -344,18 +344,18 @@ class Mesh:
             return PeerError(f"rank {self.rank}: {self._waited_in_vain(absent, doing, watch)}")
         return PeerError(f"rank {self.rank}: {self._broken(absent, doing, watch)}: {cause}")
 
-    def give_up(self) -> None:
-        """Says that a collective is left which is still under way: what is closed ends it then."""
+    def abandon_collective(self) -> None:
+        """Marks a collective that is still under way as abandoned; closing the mesh aborts it."""
         self.run._lost.set()
 
     def _waited_in_vain(self, absent: Sequence[int] | None, doing: str, watch: Stopwatch | None) -> str:
         if absent:
             return f"{self.not_come(absent, watch)} while {doing}"
-        what = "nobody can say which ranks are missing, since the process through which they met is gone"
+        what = "which ranks are missing is unknown, since the process through which they met is gone"
         if absent is not None:
             what = (
-                "all ranks wait, and not for the same: some gave up before, or ranks do not call forward and step "
-                "equally often and in the same order"
+                "all ranks wait, and not for the same: some stopped waiting before, or ranks do not call forward and "
+                "step equally often and in the same order"
             )
         waited = "" if watch is None else f" for {watch}"
         return f"waited in vain{waited} while {doing} (the timeout is {self.timeout_s:.0f} s); {what}"
@@ -364,10 +364,8 @@ class Mesh:
         after = "" if watch is None else f", after {watch}"
         text = f"a connection between ranks broke while {doing}{after}"
         if absent:
-            return (
-                f"{text}; not there are {self.describe(absent)}: the output of the one that ended or gave up says why"
-            )
-        return f"{text}; a rank ended or gave up, and its own output says why"
+            return f"{text}; missing: {self.describe(absent)}; the output of the one that ended or stopped says why"
+        return f"{text}; a rank ended or stopped waiting, and its own output says why"
 
     def not_come(self, absent: Sequence[int], watch: Stopwatch | None = None) -> str:
         """Which ranks of the whole others wait for in vain, and what to do about it; a part of a message.
@@ -406,7 +404,7 @@ class Mesh:
             if self._lost.is_set():
                 for group in (self.group, *self._subgroups.values()):
                     abort(group)
-            # gloo's threads take the GIL to let go of the last call's tensors. Whoever drops the last reference to
+            # gloo's threads take the GIL to release the tensors of the last call. The owner of the last reference to
             # the group (DistributedDataParallel, say) joins those threads, holding the GIL: they must be done by then.
             time.sleep(0.05)
             forget_store()

@@ -88,7 +88,7 @@ class CollectiveSums:
 
     @property
     def num_bytes(self) -> int:
-        """Of all vectors."""
+        """Bytes of all vectors."""
         return self._own.nbytes + self._total.nbytes + self._everyone.nbytes
 
     def barrier(self) -> None:
@@ -102,7 +102,7 @@ class CollectiveSums:
 class SharedSums:
     """In the shared memory of a host: ranks read each other's vectors where they are.
 
-    There are two vectors a rank, used in turns: who writes one has passed a barrier since the others read it.
+    There are two vectors a rank, used in turns: a rank writes one only after a barrier that follows all reads of it.
 
     Args:
         mesh: the ranks.

@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 def patiently(call: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
-    """What `call` returns or raises; it runs in a thread, so that this one still answers signals while it blocks.
+    """Returns or raises as `call()`, which runs in a thread, so that this one still answers signals while it blocks.
 
     Args:
         call: blocks in code that is not Python, as process groups do while they connect.

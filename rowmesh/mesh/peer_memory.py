@@ -53,7 +53,7 @@ class PeerMemory(Protocol):
         ...
 
     def barrier(self) -> None:
-        """What this rank asks of its device from here on finds what all ranks asked of theirs before. Collective.
+        """A barrier of devices: later work of this one sees the effects of all earlier work of the others. Collective.
 
         The host waits for no GPU. Every rank calls it in the same turn, which hosts have to make sure of.
         """

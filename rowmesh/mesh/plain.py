@@ -53,7 +53,7 @@ def decode(data: bytes, sender: int, doing: str, read: Callable[[Any], T] | None
         data: its bytes.
         sender: the number of the rank, for the message.
         doing: what it was sent for, for the message.
-        read: makes of plain values what is wanted.
+        read: converts the plain values.
 
     Raises:
         PeerError: the bytes are no such value.

@@ -10,7 +10,7 @@ State = Literal["alive", "stopped", "gone"]
 
 
 def state_of(pid: int) -> State:
-    """Of a process: "stopped" by SIGSTOP, Ctrl-Z or a debugger; a zombie that nobody has reaped yet is "gone".
+    """Of a process: "stopped" by SIGSTOP, Ctrl-Z or a debugger; a zombie that is not reaped yet is "gone".
 
     Where there is no /proc, a stopped process looks alive.
 

@@ -61,7 +61,7 @@ def forget_store() -> None:
 
 
 def _copy_of(store: Any) -> Any:
-    """A copy that nobody else uses: while a process group connects, it has the store for itself."""
+    """A copy for this module alone: while a process group connects, it has the store for itself."""
     if not _copies or _copies[0][0] is not store:
         _copies[:] = [(store, store.clone())]
     return _copies[0][1]

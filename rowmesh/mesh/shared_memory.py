@@ -110,7 +110,7 @@ class SharedBuffer(Memory):
 def share(mesh: Mesh, buffers: Sequence[SharedBuffer]) -> list[list[SharedBuffer]]:
     """Of every rank its buffers, mapped here, in their order; this rank's as they are. Collective and blocking.
 
-    Nobody can map them later; each is freed with its last view on the last rank.
+    They cannot be mapped later; each is freed with its last view on the last rank.
 
     Args:
         mesh: ranks of one host.

@@ -1,7 +1,7 @@
 """Symmetric memory: torch's way to let the GPUs of a host read each other, and what stands against it.
 
-None of this has run on GPUs. What is called has the same signatures in torch 2.9 and 2.13, and does the same there as
-far as their sources tell.
+None of this has run on GPUs. The functions called here have the same signatures in torch 2.9 and 2.13, and by
+their sources do the same.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class SymmetricPeerMemory:
         """As `PeerMemory`: a kernel on the current stream that signals to all GPUs and waits for their signals.
 
         Writes before it, on this stream, are seen by what other GPUs read after theirs. A rank that died is not named
-        here: after the timeout the kernel gives up, which ends what this process does on its GPU with an error.
+        here: after the timeout the kernel fails, and with it everything that this process does on its GPU.
         """
         self._signals.handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank knows of its GPU.
+    """The links of a rank's GPU.
 
     Attributes:
         identity: of the GPU, equal for all ranks of a host that use it.
@@ -133,7 +133,7 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
             any of them.
         device: of this rank.
     """
-    doing = "telling how devices are linked"
+    doing = "exchanging how devices are linked"
     own = None if device.type == "cpu" else _link(device).to_plain()
     links = [theirs and Link.from_plain(theirs) for theirs in gather_objects(mesh, own, doing)]
     obstacle = _obstacle_of(mesh, links)
@@ -142,7 +142,7 @@ def find_obstacle(mesh: Mesh, device: torch.device) -> str | None:
 
 
 def _obstacle_of(mesh: Mesh, links: Sequence[Any]) -> str | None:
-    """What stands against the devices of one part."""
+    """The reason why the devices of one part cannot use symmetric memory."""
     if not mesh.is_one_host:
         other = next(rank for rank, host in enumerate(mesh.hosts) if host != mesh.hosts[0])
         return f"ranks {mesh.name(0)} and {mesh.name(other)} are on different hosts (or in separate containers)"
@@ -187,7 +187,7 @@ def _link(device: torch.device) -> Link:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What this torch lacks for symmetric memory."""
+    """The reason why this torch has no symmetric memory."""
     try:
         from torch.distributed import _symmetric_memory as symmetric
     except ImportError as error:

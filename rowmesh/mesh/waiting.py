@@ -1,7 +1,6 @@
-"""Waiting for collectives, so that whoever waits in vain can name the ranks that did not come.
+"""Waiting for collectives, with errors that name the ranks that did not come.
 
-A rank that has waited for a while answers a roll call. When time is up, the ranks that gave no answer are those that
-are missing.
+A rank that has waited for a while answers a roll call. When time is up, the ranks that gave no answer are missing.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ class Waiting:
             except RuntimeError as error:
                 if mesh.cancellation.is_set:
                     calls.withdraw()
-                    mesh.give_up()
+                    mesh.abandon_collective()
                     if (abort := getattr(work, "abort", None)) is not None:
                         abort()  # or a thread that waits for it would stay
-                    raise PeerError(f"gave up {doing}: something else failed") from error
+                    raise PeerError(f"stopped {doing}: something else failed") from error
                 if watch.read() >= mesh.timeout_s or is_over:
                     raise mesh.peer_error(doing, error, watch) from error
             else:

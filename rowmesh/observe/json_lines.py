@@ -19,15 +19,15 @@ class JsonLines:
 
     Args:
         path: the file, made anew; None writes nothing, so that every rank can hold a writer and one writes.
-        say: takes what there is to say of lines that are lost; by default the log.
+        log: receives a message when lines are lost; by default rowmesh's log.
 
     Example:
         >>> with JsonLines(None) as lines:
         ...     lines.write(step=1, loss=0.5)
     """
 
-    def __init__(self, path: Path | None, say: Callable[[str], None] | None = None) -> None:
-        self._file = None if path is None else RecordFile(path, *([say] if say else []))
+    def __init__(self, path: Path | None, log: Callable[[str], None] | None = None) -> None:
+        self._file = None if path is None else RecordFile(path, *([log] if log else []))
 
     def write(self, **record: Any) -> None:
         """Writes one record; NaN and infinities, which JSON does not have, become null."""

@@ -135,7 +135,7 @@ class Progress(_Display):
         if self._is_live or self._is_due or step == self._total:
             self._show_step(step)
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Prints a line above the bar."""
         self._console.print(text, markup=False)
 

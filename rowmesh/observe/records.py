@@ -21,7 +21,7 @@ class RecordFile:
 
     Args:
         path: the file, made anew.
-        say: takes what there is to say.
+        log: receives messages about lost records.
 
     Attributes:
         lost: records that are not in the file.
@@ -30,8 +30,8 @@ class RecordFile:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = _logger.warning) -> None:
-        self._path, self._say = path, say
+    def __init__(self, path: Path, log: Callable[[str], None] = _logger.warning) -> None:
+        self._path, self._log = path, log
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._end = 0  # of the last whole record
         self.lost = self._lost_since = 0
@@ -46,13 +46,13 @@ class RecordFile:
             with contextlib.suppress(OSError):  # where it stays, the next record overwrites it
                 os.ftruncate(self._descriptor, self._end)
             if not self._lost_since:
-                self._say(f"cannot write {self._path}: {error.strerror}; training goes on without, until it can be")
+                self._log(f"cannot write {self._path}: {error.strerror}; training goes on without, until it can be")
             self.lost += 1
             self._lost_since += 1
         else:
             self._end += len(record)
             if self._lost_since:
-                self._say(f"{self._path} can be written again; {self._lost_since:,} records before are lost")
+                self._log(f"{self._path} can be written again; {self._lost_since:,} records before are lost")
                 self._lost_since = 0
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class RecordFile:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
         if self._lost_since:
-            self._say(f"{self._path}: the last {self._lost_since:,} records could not be written and are lost")
+            self._log(f"{self._path}: the last {self._lost_since:,} records could not be written and are lost")
 
     def _write(self, record: bytes) -> None:
         rest, position = memoryview(record), self._end

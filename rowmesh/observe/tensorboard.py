@@ -33,16 +33,16 @@ class TensorBoard:
 
     Args:
         folder: made if need be.
-        say: takes what there is to say of events that are lost; by default the log.
+        log: receives a message when events are lost; by default rowmesh's log.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None] | None = None) -> None:
         protocol = "tensorboard.compat.proto"  # classes that are made at run time, unknown to type checkers
         self._event = import_module(f"{protocol}.event_pb2").Event
         self._summary = import_module(f"{protocol}.summary_pb2").Summary
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = RecordFile(folder / name, *([say] if say else []))
+        self._file = RecordFile(folder / name, *([log] if log else []))
         self._append(file_version="brain.Event:2")
 
     def write(self, prefix: str, step: int, record: dict[str, float | int | None]) -> None:

@@ -79,7 +79,7 @@ class _Cache(FunctionCache):
         except FileNotFoundError:
             return None
         except Exception as error:  # a pickle of other versions may raise anything
-            _say("damaged", f"kernels are compiled again, as {path} cannot be used: {error}")
+            _log("damaged", f"kernels are compiled again, as {path} cannot be used: {error}")
             return None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
@@ -90,7 +90,7 @@ class _Cache(FunctionCache):
         try:
             _write(self._path(key), _digest(content) + content)
         except OSError as error:
-            _say(
+            _log(
                 "unwritten",
                 f"kernels are compiled again in every process, as they cannot be kept in {self.cache_path}: "
                 f"{error.strerror}; set NUMBA_CACHE_DIR to another folder",
@@ -110,7 +110,7 @@ def _open_cache(function: Any) -> _Cache | None:
     try:
         return _Cache(function)
     except RuntimeError:  # which Numba raises where it can write neither beside the source nor in the user's cache
-        _say(
+        _log(
             "nowhere",
             "kernels are compiled again in every process, which takes a while: neither the folder of rowmesh nor the "
             "user's cache can be written; set NUMBA_CACHE_DIR to a folder that can",
@@ -119,7 +119,7 @@ def _open_cache(function: Any) -> _Cache | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole, whoever else writes it; the checksum tells of what a crash left."""
+    """Writes a file that appears whole, even if others write it too; the checksum reveals what a crash left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -135,7 +135,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _say(what: str, text: str) -> None:
+def _log(what: str, text: str) -> None:
     """Logs each kind of trouble once, on rank 0."""
     if what not in _said and os.environ.get("RANK", "0") == "0":
         _said.add(what)

@@ -1,4 +1,4 @@
-"""Counting sort: what the sorts by stop (`rowmesh.ops.route`) and by node (`rowmesh.ops.relay`) share.
+"""Counting sort: what the sorts by destination (`rowmesh.ops.route`) and by node (`rowmesh.ops.relay`) share.
 
 Both count their keys by (part, segment), turn the sizes into offsets, move those on as cursors while they place the
 keys, and put them back. A part's replies follow each other without the segments that get none.

@@ -13,7 +13,7 @@ from rowmesh.ops.memory import HUGE_PAGE, Buffer
 
 
 class TensorPool:
-    """Hands out tensors over reused memory.
+    """Makes tensors over reused memory.
 
     Every tensor that shares the storage keeps the NumPy array it was made from alive; the array's finalizer puts the
     memory back. A user who keeps an output therefore keeps it intact. Finalizers run in any thread and between any two

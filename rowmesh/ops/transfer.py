@@ -11,9 +11,9 @@ from torch import Tensor
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a tensor of the host on a device; the tensor itself where that is where it is.
 
-    What is not pinned is copied to pinned memory first: from any other the host would wait for all that the device was
-    asked to do before. Torch's allocator does not hand pinned memory out again before a copy from it is done, so that
-    nobody has to keep it.
+    Memory that is not pinned is copied to pinned memory first: otherwise the host would wait for all earlier work of
+    the device. Torch's allocator reuses pinned memory only after copies from it are done, so the caller need not keep
+    it.
 
     >>> upload(torch.tensor([3, 4]), torch.device("cpu")).tolist()
     [3, 4]

@@ -11,7 +11,7 @@ Where replica groups take their steps on their own gradients and average rows an
 groups' g² is larger than the square of the mean g, by the variance of the groups' gradients: v grows faster, and steps
 shrink. `moment_scale` c undoes that. It divides v where a step is computed, √(v / c), never where v is kept, so that c
 may change between two runs of a model. It is in (0, M] for M groups, nearer to M the noisier the gradients; 1 is the
-plain optimizer, to the bit. None leaves it to whoever knows the groups, and is 1 where nobody decides.
+plain optimizer, to the bit. None leaves it to the collection, which knows the groups, and is 1 elsewhere.
 
 Source: Two-dimensional sparse parallelism, §3.2, Algorithm 1 line 6 and Scaling Rule 1. Differs: AdaGrad element by
 element has it too, as well as Adam, which the paper only mentions.

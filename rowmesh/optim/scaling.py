@@ -25,7 +25,7 @@ class RowGradients(Tensor):
 
     Attributes:
         unscale: takes what gradients are to be multiplied by; returns whether they are finite, on all ranks.
-            Collective. Weak, so that an optimizer and its rows are freed when nobody refers to them.
+            Collective. Weak, so that an optimizer and its rows are freed with their last other reference.
     """
 
     unscale: WeakMethod[Callable[[float], bool]]

@@ -60,7 +60,7 @@ class Choice:
 
 
 def work_of(stages: Mapping[str, float]) -> WindowWork:
-    """What a window has to do, from seconds of each stage of a step in turn."""
+    """Sizes of a window, from the seconds of each stage of a step without overlap."""
     compute, rows, gradients = (1e3 * stages.get(name, 0.0) for name in ("compute", "rows", "gradients"))
     return WindowWork(compute_ms=compute, fetch_ms=rows, push_ms=gradients)
 

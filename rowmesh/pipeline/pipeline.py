@@ -245,7 +245,7 @@ class Pipeline(Generic[T]):
             return
         if threading.get_ident() != self._thread:
             raise RowmeshError(
-                f"a pipeline trains in another thread than {threading.current_thread().name!r}, which wants rows, and "
+                f"a pipeline trains in another thread than {threading.current_thread().name!r}, which reads rows, and "
                 "changes them meanwhile; look rows up, read or save them in the pipeline's thread, between two windows"
             )
         if self._current is not None and self._current.lrs is None:

@@ -1,17 +1,17 @@
 """Address map: a plan as one rank's kernels read it.
 
-For a group's tables and one rank it says where every row is asked for (its *stop*), under which key, and of which kind
-the exchange of it is:
+For the tables of a group and one rank, it maps every row to a *destination* (the rank that its request goes to), a key,
+and the kind of its exchange. The *node leader* of a row is the rank of this node with the owner's place in its node.
 
-    direct      at the home, which replies with the row
-    relayed     at the agent, the rank of this node that has the home's place in its node; the agent asks the home
-    node        at the agent, which holds a copy; gradients go on to the home
-    forwarded   nowhere: a copy is here; gradients go to the agent, then on to the home
-    replicated  nowhere: a copy is here; gradients go to the home
+    direct      the owner is asked, and replies with the row
+    relayed     the node leader is asked, and asks the owner
+    node        the node leader is asked, and holds a copy; it sends gradients on to the owner
+    forwarded   no request, as a copy is here; gradients go to the node leader, then to the owner
+    replicated  no request, as a copy is here; gradients go to the owner
 
-Slots follow each other in a rank's memory range by range; ranges that join a deal follow the range they join. Ranges on
-a fixed rank come last, so that all others have the same slots on all ranks. A key is a slot; where an agent is between,
-it is the slot plus V times the home's node.
+Slots follow each other in a rank's memory range by range. Ranges that join a cycle follow the range they join. Ranges
+on a fixed rank come last, so that all others have the same slots on all ranks. A key is a slot, or, if it is sent to a
+node leader, the slot plus V times the owner's node.
 
 Source: OPER §5.1 (one address for every row, whatever its parallelism). Differs: a few ranges a table, each with a
 rule, instead of an array as long as the vocabulary.
@@ -30,8 +30,8 @@ from rowmesh.placement.plan import Plan, RowRange, TablePlan
 
 # In this order those of each of the sets below stand next to each other.
 KINDS = ("direct", "relayed", "node", "forwarded", "replicated")
-REPLIES = {"direct", "relayed", "node"}  # kinds whose rows travel
-RELAYS = {"relayed", "node", "forwarded"}  # kinds that stop at the agent
+REPLIES = {"direct", "relayed", "node"}  # kinds whose rows are sent
+RELAYS = {"relayed", "node", "forwarded"}  # kinds that go through the node leader
 COPIES = {"node", "forwarded", "replicated"}  # kinds with copies to keep equal
 FLAGS = {"direct": 0, "relayed": RELAY, "node": RELAY, "forwarded": RELAY | COPY, "replicated": COPY}
 MAX_KEY = 2**32 - 1
@@ -48,21 +48,21 @@ class Piece:
 
 
 class AddressMap:
-    """Where one rank asks for the rows of one group.
+    """Destination, key and kind of every row of a group, for one rank.
 
     Args:
         plan: of all tables.
         tables: names of the group's tables, in order.
-        rank: who asks.
+        rank: the rank that asks.
 
     Attributes:
         kinds: those that occur, in the order of KINDS; the segment of a row is kind · S + table.
         num_slots: of every rank.
         key_stride: V.
         ranges: int64 `[R, 11]`: start, shift, modulus, rank, divisor, base, kind, flags, origin, then 1 / modulus and
-            1 / divisor as the bits of a float64. Home = (row − origin + shift) mod modulus + rank, slot = base + (row −
-            origin) // divisor. The origin is the start, less the places of its first round that others have. Flags: 1
-            the stop is the agent, 2 a copy is here.
+            1 / divisor as the bits of a float64. Owner = (row − origin + shift) mod modulus + rank, slot = base + (row
+            − origin) // divisor. The origin is the start, less the places of its first round that others have. Flags: 1
+            the destination is the node leader, 2 a copy is here.
         index: int64 `[S, 6]`: the table's first range, how many it has, where its buckets begin in `buckets`, and the
             starts of the three ranges after the first.
         buckets: uint32, for tables of more than four ranges: of each bucket (`rowmesh.ops.route.buckets`) the range
@@ -113,8 +113,8 @@ class AddressMap:
             return range(before, before)
         return range(chosen[0] * self.num_tables, (chosen[-1] + 1) * self.num_tables)
 
-    def apart(self, kind: str) -> np.ndarray:
-        """`ranges`, with rows of one kind asked for at stop W instead of their homes; where no agent is between."""
+    def ranges_without_owner(self, kind: str) -> np.ndarray:
+        """`ranges`, with destination W, which is no rank, for all rows of a kind that needs no node leader."""
         ranges = self.ranges.copy()
         ranges[ranges[:, 6] == self.kinds.index(kind), 2:4] = 1, self.plan.world_size  # anything mod 1, plus W
         return ranges
@@ -150,13 +150,13 @@ class AddressMap:
         )
 
     def locate(self, table: int, row: int) -> tuple[int, int, str]:
-        """(stop, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
+        """(destination, key, kind) of one row; `rowmesh.ops.route` does this for all ids of a batch."""
         plan, part, base = self.plan, *self._part(table, row)
-        home, kind = part.home(row, plan.world_size), self._kind(part)
+        owner, kind = part.owner(row, plan.world_size), self._kind(part)
         slot = base + (row - part.start + part.phase) // self._divisor(part)
         if kind not in RELAYS:
-            return home, slot, kind
-        node, place = divmod(home, plan.ranks_per_node)
+            return owner, slot, kind
+        node, place = divmod(owner, plan.ranks_per_node)
         return self.rank // plan.ranks_per_node * plan.ranks_per_node + place, node * self.key_stride + slot, kind
 
     def held(self, table: int, without: Container[str] = ()) -> Iterator[Piece]:
@@ -167,15 +167,15 @@ class AddressMap:
             if (part.rule == "fixed" and part.rank != self.rank) or self._kind(part) in without:
                 continue
             first = 0
-            if part.rule in ("dealt", "node"):
+            if part.rule in ("cyclic", "node"):
                 first = (self.rank % stride - part.shift) % stride
             assert stride in (1, per_node, world_size)
             rows = range(part.start + first, part.stop, stride)
             begin = base + (first + part.phase) // stride
             yield Piece(rows, range(begin, begin + len(rows)))
 
-    def homed(self, table: int) -> Iterator[Piece]:
-        """The rows of a table whose home is this rank: every row of a table is in one rank's pieces."""
+    def owned(self, table: int) -> Iterator[Piece]:
+        """The rows of a table that this rank owns: every row of a table is in the pieces of exactly one rank."""
         for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):
             if part.rule == "fixed":
                 if part.rank == self.rank:
@@ -205,8 +205,8 @@ class AddressMap:
         bases: list[list[int]] = [[0] * len(table.ranges) for table in self.tables]
         on_all = 0
         for table, of in zip(self.tables, bases, strict=True):
-            for deal in table.deals(world_size, per_node):
-                for index in deal:
+            for cycle in table.cycles(world_size, per_node):
+                for index in cycle:
                     part = table.ranges[index]
                     of[index] = on_all - (part.phase > 0)
                     on_all += part.num_slots(0, world_size, per_node)
@@ -225,7 +225,7 @@ class AddressMap:
             nodes = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
             raise ConfigurationError(
                 f"tables {names}: the fullest rank would hold {self.key_stride:,} rows{nodes}; at most {MAX_KEY:,} can "
-                "be told apart; use more ranks, or give some tables another optimizer, which makes a group of their own"
+                "be addressed; use more ranks, or give some tables another optimizer, which makes a group of their own"
             )
 
     def _items(self) -> Iterator[tuple[RowRange, int]]:

@@ -9,18 +9,18 @@ import numpy as np
 
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import Plan
-from rowmesh.placement.strategies import QUICK, search
+from rowmesh.placement.strategies import QUICK, current_name, search
 from rowmesh.placement.strategies.auto import EQUAL, NOISE, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.text import bytes_text, seconds_text
 
-# Nobody's link is slower than 1 kB/s: such costs are relative.
+# No link is slower than 1 kB/s: greater costs are relative.
 _LEAST_RELATIVE_COST = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What one strategy came to.
+    """The result of one strategy.
 
     Attributes:
         name: of the strategy.
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it, or nothing."""
+        """Why the plan is missing or does not fit; empty if it fits."""
         return self.refusal or (f"{bytes_text(self.over_bytes)} over the limit" if self.over_bytes else "")
 
 
@@ -80,7 +80,7 @@ class Comparison:
         """Why the plan was chosen, in a sentence."""
         best = self.chosen
         if self.plan.world_size == 1:
-            return f"{best.name}: there is one rank, so that nothing moves"
+            return f"{best.name}: there is one rank, so nothing is sent"
         others = [other for other in self.candidates if other.fits and other is not best]
         judged = f"a step costs {self.cost_text(best.objective)} {_measure(self.problem)}"
         if not others:
@@ -91,17 +91,17 @@ class Comparison:
             return f"{best.name}, as asked for: {judged}; {than} would cost {_less(second, best)} less"
         if second.objective < best.objective * (1 - EQUAL):
             less = f"{than} would cost {_less(second, best)} less"
-            return f"{best.name}: {judged}; {less}, which is less than the model is exact to ({NOISE:.0%})"
+            return f"{best.name}: {judged}; {less}, which is within the error of the model ({NOISE:.0%})"
         if second.objective > best.objective * (1 + EQUAL):
             return f"{best.name}: {judged}, {_less(best, second)} less than {than}, the next best that fits"
-        return f"{best.name}: {judged}, as with {than}{self._slowest(best, second)}"
+        return f"{best.name}: {judged}, the same as {than}{self._slowest(best, second)}"
 
     def cost_text(self, objective: float) -> str:
         """An objective with its unit."""
         return bytes_text(objective) if self.is_relative else seconds_text(objective)
 
     def more_text(self, candidate: Candidate) -> str:
-        """How much more a candidate costs than the chosen one, about which nothing is said."""
+        """How much more a candidate costs than the chosen one; empty for the chosen one."""
         best = self.chosen.objective
         if candidate is self.chosen or not best:
             return ""
@@ -109,7 +109,7 @@ class Comparison:
         return "the same" if abs(more) < EQUAL else f"{more:+.1%}"
 
     def _slowest(self, best: Candidate, second: Candidate) -> str:
-        """What distinguishes two plans whose objectives are equal."""
+        """The difference between two plans whose objectives are equal: their slowest links."""
         ours, theirs = (self.slowest_link(candidate) for candidate in (best, second))
         if ours >= theirs * (1 - EQUAL):
             return ""
@@ -122,7 +122,7 @@ class Comparison:
 
 
 def compare(problem: Problem, strategy: str = "auto") -> Comparison:
-    """The plan of a strategy, and beside it what all quick ones come to.
+    """The plan of a strategy, beside the plans of all quick strategies.
 
     Raises:
         ConfigurationError: there is no such strategy, or the request cannot be met.
@@ -135,9 +135,10 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         >>> shape = TableShape("item", 8, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [9, 5, 3, 2, 1, 1, 1, 1]}, [shape], num_samples=30)
         >>> problem = Problem(profile, Topology.uniform(4), Request(batch_size=4, mode="infer", extra_memory=1.0))
-        >>> compare(problem, "dealt").why.split(":")[0]
-        'dealt'
+        >>> compare(problem, "cyclic").why.split(":")[0]
+        'cyclic'
     """
+    strategy = current_name(strategy)
     if strategy == "auto":
         plans = attempts(problem)
         plan = choose(problem, plans)

@@ -3,15 +3,15 @@
 These are the bytes that the exchange counts while it runs. For a row that one rank asks for with rate u, the ranks of
 a node together with rate n and all ranks with rate U (`rowmesh.placement.demand`), in a step:
 
-    one hop      the request (4 bytes) goes to the home and the value comes back: u. In training u gradients follow.
-    two hops     requests and gradients go to the *agent*, the rank of the own node that has the home's place; agents
-                 merge them: u between a rank and its agent, n between agent and home.
-    node         the agent holds a copy: values move within the node alone, u. In training the agents send n summed
-                 gradients to the home, which sends U sums back to the other holders, each with its 4-byte slot.
-    replicated   nothing is fetched. In training u gradients with their slots go to the home (through agents where the
+    one hop      the request (4 bytes) goes to the owner and the value comes back: u. In training u gradients follow.
+    two hops     requests and gradients go to the *node leader*, the rank of the own node that has the owner's place,
+                 which merges them: u between a rank and the leader, n between leader and owner.
+    node         the leader holds a copy: values move within the node alone, u. In training the leaders send n summed
+                 gradients to the owner, which sends U sums back to the other holders, each with its 4-byte slot.
+    replicated   nothing is fetched. In training u gradients with their slots go to the owner (through leaders where the
                  range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
 
-Rows are not looked at one by one: a run of equal rows falls on homes by arithmetic, so that 33 M rows take
+Rows are not looked at one by one: arithmetic assigns a run of equal rows to owners, so that 33 M rows take
 milliseconds.
 
 Source: OPER §3.2. Differs: what moves follows from rules instead of a path matrix for each row
@@ -41,7 +41,7 @@ ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a step is expected to cost. Matrices are [W, W]: what rank i gets from rank j.
+    """Expected cost of a step. Matrices are [W, W]: what rank i receives from rank j.
 
     Attributes:
         memory_bytes: [W], rows and optimizer state.
@@ -118,7 +118,7 @@ def degree_of_balance(values: np.ndarray) -> float:
 
 
 def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
-    """What a step of `request.batch_size` samples a rank costs under a plan.
+    """The cost of a step of `request.batch_size` samples a rank under a plan.
 
     Example:
         >>> from rowmesh.placement import TableShape
@@ -126,7 +126,7 @@ def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
         >>> from rowmesh.placement.request import Request
         >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
-        >>> cost = cost_of(Plan.dealt([shape], 2), profile, Request(batch_size=1, mode="infer"))
+        >>> cost = cost_of(Plan.cyclic([shape], 2), profile, Request(batch_size=1, mode="infer"))
         >>> cost.fetch_bytes.tolist()  # half of rank 1's accesses to rows 0 and 2, whose requests rank 0 receives
         [[0.0, 26.5], [41.5, 0.0]]
     """
@@ -139,21 +139,21 @@ def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
 def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     """`cost_of` where the demand is at hand."""
     W, G = plan.world_size, plan.ranks_per_node
-    homes = Homes.of(plan, demand)
+    owners = Owners.of(plan, demand)
     grid = _Grid(W, G)
     u, n, U = demand.rank, demand.node, demand.world
     value, gradient = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
-    rows, asked = homes.sum(u), homes.sum(n)
-    values, values_asked = homes.sum(u * value), homes.sum(n * value)
+    rows, asked = owners.sum(u), owners.sum(n)
+    values, values_asked = owners.sum(u * value), owners.sum(n * value)
 
     fetch = grid.direct(values[ONE_HOP]) + SLOT_BYTES * grid.direct(rows[ONE_HOP]).T
     fetch += grid.within(values[TWO_HOP] + values[NODE]) + grid.across(values_asked[TWO_HOP])
     fetch += SLOT_BYTES * (grid.within(rows[TWO_HOP] + rows[NODE]) + grid.across(asked[TWO_HOP])).T
     gradients = np.zeros((W, W))
     if training:
-        gradients = _gradients(homes, grid, u * gradient, n * gradient)
+        gradients = _gradients(owners, grid, u * gradient, n * gradient)
         copied = gradient + SLOT_BYTES
-        gradients += _copies(homes, grid, u * copied, n * copied, U * copied)
+        gradients += _copies(owners, grid, u * copied, n * copied, U * copied)
     for matrix in (fetch, gradients):
         np.fill_diagonal(matrix, 0.0)
     return Cost(
@@ -166,16 +166,16 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     )
 
 
-def _gradients(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
-    """Gradients of rows whose home was asked for the value, so that it knows the slots."""
-    single, summed = homes.sum(of_rank), homes.sum(of_node)
+def _gradients(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
+    """Gradients of rows that the owner was asked for, so that it knows the slots."""
+    single, summed = owners.sum(of_rank), owners.sum(of_node)
     up = grid.direct(single[ONE_HOP]) + grid.within(single[TWO_HOP] + single[NODE]) + grid.across(summed[TWO_HOP])
     return up.T
 
 
-def _copies(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
-    """Gradients with their slots of rows that have copies: up to the home, and the sum down to the other holders."""
-    single, summed, union = homes.sum(of_rank), homes.sum(of_node), homes.sum(of_world)
+def _copies(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
+    """Gradients with their slots of rows that have copies: up to the owner, and the sum down to the other holders."""
+    single, summed, union = owners.sum(of_rank), owners.sum(of_node), owners.sum(of_world)
     through = summed[NODE] + summed[REPLICATED_TWO_HOP]
     up = grid.direct(single[REPLICATED]) + grid.within(single[REPLICATED_TWO_HOP]) + grid.across(through)
     down = grid.direct(union[REPLICATED]) + grid.within(union[REPLICATED_TWO_HOP])
@@ -183,12 +183,16 @@ def _copies(homes: Homes, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray,
 
 
 def _lookups(grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
-    """[W, W], what rank j gathers for rank i: as holder, or as agent for the others of its node."""
-    agents = grid.within(of_rank[TWO_HOP])
-    np.fill_diagonal(agents, of_rank[TWO_HOP])
+    """[W, W], what rank j gathers for rank i: as holder, or as node leader for the others of its node."""
+    leaders = grid.within(of_rank[TWO_HOP])
+    np.fill_diagonal(leaders, of_rank[TWO_HOP])
     everywhere = np.eye(grid.num_ranks) * (of_rank[REPLICATED] + of_rank[REPLICATED_TWO_HOP]).sum()
     return (
-        grid.direct(of_rank[ONE_HOP]) + agents + grid.across(of_node[TWO_HOP]) + grid.within(of_rank[NODE]) + everywhere
+        grid.direct(of_rank[ONE_HOP])
+        + leaders
+        + grid.across(of_node[TWO_HOP])
+        + grid.within(of_rank[NODE])
+        + everywhere
     )
 
 
@@ -212,18 +216,18 @@ def _kind(part: RowRange) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Homes:
-    """Where the rows of a plan are at home: pieces of runs within ranges, dealt from a first home on or fixed there."""
+class Owners:
+    """The owners of the rows of a plan: pieces of runs within ranges, cyclic from a first owner on or fixed to it."""
 
     num_ranks: int
     run: np.ndarray
     kind: np.ndarray
-    first_home: np.ndarray
+    first_owner: np.ndarray
     lengths: np.ndarray
     is_fixed: np.ndarray
 
     @staticmethod
-    def of(plan: Plan, demand: Demand) -> Homes:
+    def of(plan: Plan, demand: Demand) -> Owners:
         """Cuts runs where ranges begin."""
         W = plan.world_size
         parts = [
@@ -236,40 +240,40 @@ class Homes:
         run = np.searchsorted(demand.starts, bounds[:-1], "right") - 1
         part = np.searchsorted(starts, bounds[:-1], "right") - 1
         lengths, is_fixed = np.diff(bounds), rank[part] >= 0
-        first_home = np.where(is_fixed, rank[part], (bounds[:-1] - starts[part] + shift[part]) % W)
-        return Homes(W, run, kind[part], first_home, lengths, is_fixed)
+        first_owner = np.where(is_fixed, rank[part], (bounds[:-1] - starts[part] + shift[part]) % W)
+        return Owners(W, run, kind[part], first_owner, lengths, is_fixed)
 
     def sum(self, of_row: np.ndarray) -> np.ndarray:
-        """[5, W]: the sum of a number of each row, by how rows travel and where they are at home."""
+        """[5, W]: the sum of a number of each row, by how rows travel and by their owner."""
         W, x = self.num_ranks, of_row[self.run]
-        dealt = np.where(self.is_fixed, 0.0, x)
-        everywhere = np.bincount(self.kind, dealt * (self.lengths // W), 5)
-        first, rest = self.kind * (2 * W) + self.first_home, self.lengths % W
-        edges = np.bincount(first, dealt, 10 * W) - np.bincount(first + rest, dealt, 10 * W)
+        cyclic = np.where(self.is_fixed, 0.0, x)
+        everywhere = np.bincount(self.kind, cyclic * (self.lengths // W), 5)
+        first, rest = self.kind * (2 * W) + self.first_owner, self.lengths % W
+        edges = np.bincount(first, cyclic, 10 * W) - np.bincount(first + rest, cyclic, 10 * W)
         line = np.cumsum(edges.reshape(5, 2 * W), axis=1)
-        fixed = np.bincount(self.kind * W + self.first_home, (x - dealt) * self.lengths, 5 * W)
+        fixed = np.bincount(self.kind * W + self.first_owner, (x - cyclic) * self.lengths, 5 * W)
         return everywhere[:, None] + line[:, :W] + line[:, W:] + fixed.reshape(5, W)
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Which ranks are concerned by numbers of homes, [W]; results are [W, W], rank i from rank j."""
+    """Spreads numbers of owners, [W], over the pairs of ranks that move them, [W, W]: rank i from rank j."""
 
     num_ranks: int
     ranks_per_node: int
 
-    def direct(self, of_home: np.ndarray) -> np.ndarray:
-        """Every rank from every home."""
-        return np.broadcast_to(of_home, (self.num_ranks, self.num_ranks)).copy()
+    def direct(self, of_owner: np.ndarray) -> np.ndarray:
+        """Every rank from every owner."""
+        return np.broadcast_to(of_owner, (self.num_ranks, self.num_ranks)).copy()
 
-    def within(self, of_home: np.ndarray) -> np.ndarray:
-        """Every rank from its agents: those of its node, for all homes at their place."""
+    def within(self, of_owner: np.ndarray) -> np.ndarray:
+        """Every rank from its node leaders, for all owners at their place."""
         H = self.num_ranks // self.ranks_per_node
-        of_place = of_home.reshape(H, self.ranks_per_node).sum(axis=0)
+        of_place = of_owner.reshape(H, self.ranks_per_node).sum(axis=0)
         return np.kron(np.eye(H), np.broadcast_to(of_place, (self.ranks_per_node, self.ranks_per_node)))
 
-    def across(self, of_home: np.ndarray) -> np.ndarray:
-        """Agents from homes: ranks of the same place in other nodes."""
+    def across(self, of_owner: np.ndarray) -> np.ndarray:
+        """Node leaders from owners: ranks of the same place in other nodes."""
         place = np.arange(self.num_ranks) % self.ranks_per_node
         node = np.arange(self.num_ranks) // self.ranks_per_node
-        return ((place[:, None] == place) & (node[:, None] != node)) * of_home
+        return ((place[:, None] == place) & (node[:, None] != node)) * of_owner

@@ -52,7 +52,7 @@ class Demand:
     def of(
         profile: Profile, world_size: int, ranks_per_node: int, batch_size: int, *, deduplicated: bool = True
     ) -> Demand:
-        """What batches of `batch_size` samples a rank ask for."""
+        """The demand of batches of `batch_size` samples a rank."""
         G, tables = ranks_per_node, range(len(profile.tables))
         first_row = np.cumsum([0] + [table.shape.num_rows for table in profile.tables])
         lengths = np.concatenate([table.lengths for table in profile.tables])

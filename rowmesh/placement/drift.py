@@ -54,12 +54,12 @@ class Fit:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         coverage, balance = values
         return cls(coverage, balance)
 
     def shortfall(self, predicted: Fit, min_coverage: float, min_balance: float) -> str:
-        """What is below its share of the prediction, in words; empty where nothing is."""
+        """A message about values below their share of the prediction; empty where there are none."""
         found = []
         for name, share in (("coverage", min_coverage), ("balance", min_balance)):
             measured, expected = getattr(self, name), getattr(predicted, name)
@@ -69,7 +69,7 @@ class Fit:
 
 
 class Traffic:
-    """What one rank asked for since the last `take`; costs a few microseconds a group and step.
+    """Counts the requests of one rank since the last `take`, in a few microseconds a group and step.
 
     Args:
         world_size: W.
@@ -80,15 +80,15 @@ class Traffic:
         self.clear()
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Resets all counts."""
         self._provided = np.zeros(self._world_size, np.int64)  # rows by the rank that provides them
         self._accesses = self._covered = 0
         self._on_device: dict[AddressMap, Tensor] = {}  # what the host has not looked at
 
     def add(self, address_map: AddressMap, offsets: NDArray[np.int64], accesses: NDArray[np.int64]) -> None:
-        """Counts the requests of one batch for one group: by stop and segment, `[W, S′ + 1]` and `[W, S′]`.
+        """Counts the requests of one batch for one group: by destination and segment, `[W, S′ + 1]` and `[W, S′]`.
 
-        There may be a stop more than ranks, for rows that all of them have.
+        There may be one destination more than ranks, for rows that all of them have.
         """
         replying = len(address_map.segments(REPLIES))
         self._provided += (offsets[:, replying] - offsets[:, 0])[: self._world_size]
@@ -104,7 +104,8 @@ class Traffic:
 
         Args:
             address_map: of the group.
-            sizes: int64 `[2 · W · S′]`: requests by stop and segment, then accesses; of a stop more where there is one.
+            sizes: int64 `[2 · W · S′]`: requests by destination and segment, then accesses; one destination more, as
+                in `add`.
         """
         if address_map in self._on_device:
             self._on_device[address_map] += sizes
@@ -126,7 +127,7 @@ class Traffic:
 
     @staticmethod
     def fit(taken: Iterable[list[int]]) -> Fit | None:
-        """What the traffic of all ranks comes to; None where there was none."""
+        """Coverage and balance of the traffic of all ranks; None where there was none."""
         accesses, covered, *provided = np.sum(list(taken), axis=0).tolist()
         if not accesses:
             return None
@@ -134,7 +135,7 @@ class Traffic:
 
 
 def predict(plan: Plan, problem: Problem) -> Fit:
-    """What the cost model expects of a plan.
+    """Coverage and balance of a plan by the cost model.
 
     Example:
         >>> from rowmesh.placement import TablePlan, TableShape
@@ -166,7 +167,7 @@ def _has_copies(plan: Plan, part: RowRange) -> bool:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What came of planning for recent traffic.
+    """The result of planning for recent traffic.
 
     Attributes:
         plan: the new plan; None where the old one is as good as any, or none can be made.
@@ -182,7 +183,7 @@ class Proposal:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         plan, text = values
         return cls(None if plan is None else Plan.from_json(plan), text)
 
@@ -197,7 +198,7 @@ class Planner:
         plan: which is in use.
         strategy: that makes new ones.
         topology: of the ranks.
-        request: what is wanted of them.
+        request: what plans are made for.
         capacity: rows of each table that are counted one by one.
     """
 
@@ -238,7 +239,7 @@ class Planner:
         self._thread.start()
 
     def take(self) -> Proposal | None:
-        """What came of it, once, as soon as it is there."""
+        """The result, once, as soon as it is there; else None."""
         if self._thread is None or self._thread.is_alive():
             return None
         made = self._made

@@ -149,7 +149,7 @@ def measure_topology(
             partner = mesh.rank ^ round_
             if partner < mesh.world_size:
                 lines[:, partner] = fit_line(sizes, reader.times(partner, sizes, repeats))
-        cost, latency = (settle(measured, G) for measured in _of_all_ranks(mesh, lines))
+        cost, latency = (without_noise(measured, G) for measured in _of_all_ranks(mesh, lines))
     except RuntimeError as error:
         raise mesh.peer_error("measuring links", error) from error
     where = f"measured on {mesh.world_size} ranks of {max(mesh.hosts) + 1} hosts"
@@ -176,24 +176,24 @@ def node_size(hosts: Sequence[int]) -> int:
     return G
 
 
-def settle(measured: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.float64]:
+def without_noise(measured: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.float64]:
     """Links that differ by no more than measuring is exact are made equal, `[W, W]`.
 
-    Both directions of a link get their mean (messages go there and back, so they cannot be told apart); then the links
-    within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within
-    NOISE of it. Otherwise a search would choose by noise.
+    Both directions of a link get their mean (messages go there and back, so each alone is unknown); then the links
+    within nodes, those between nodes, and the look-ups of ranks get the mean of their kind where all are within NOISE
+    of it. Otherwise a search would choose by noise.
 
     Example:
-        >>> settle(np.array([[1.0, 2.0], [2.1, 1.0]]), ranks_per_node=2).tolist()
+        >>> without_noise(np.array([[1.0, 2.0], [2.1, 1.0]]), ranks_per_node=2).tolist()
         [[1.0, 2.05], [2.05, 1.0]]
     """
-    settled = (measured + measured.T) / 2
+    links = (measured + measured.T) / 2
     node = np.arange(len(measured)) // ranks_per_node
     is_own, is_near = np.eye(len(measured), dtype=bool), node[:, None] == node
     for kind in (is_own, is_near & ~is_own, ~is_near):
-        if kind.any() and np.abs(settled[kind] - (mean := settled[kind].mean())).max() <= NOISE * mean:
-            settled[kind] = mean
-    return settled
+        if kind.any() and np.abs(links[kind] - (mean := links[kind].mean())).max() <= NOISE * mean:
+            links[kind] = mean
+    return links
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -3,21 +3,21 @@
 A table's rows are cut into a few ranges. Each range has a rule instead of a list of owners, so a plan of billions of
 rows is a few kilobytes:
 
-    dealt        one copy; row r lives on rank (r − start + shift) mod W
-    node         one copy on every node, on the rank that has the same place in its node as the home has
+    cyclic       one copy; row r is on rank (r − start + shift) mod W
+    node         one copy on every node, on the rank with the same place in its node as the owner
     replicated   a copy on every rank
     fixed        one copy, on one rank
 
-Every row has one *home*, the rank at which the gradients of all ranks meet: the owner itself for `dealt` and `fixed`,
-rank (r − start + shift) mod W for rows with copies, whose homes thereby share the work of keeping copies equal.
+Every row has one *owner*, the rank that adds up the gradients of all ranks. Under `cyclic` and `fixed` it is the only
+holder. The owners of rows with copies are cyclic too, so that all ranks share the work of keeping copies equal.
 
-A deal goes round the ranks, and each round takes a slot on all of them, whether or not it is full. Where rows of one
-rule do not stand together, as where rows are in no order of frequency, a range *joins* the last deal of its rule whose
-last round is not full: its first row takes the next place of that round (`phase`), so that hundreds of short ranges
-take no more memory than one long one.
+Cyclic rows are laid out in *rounds*, one row on each rank. A round takes a slot on every rank even if it is not full.
+Ranges that follow each other in the same rounds form a *cycle*. Where ids are in no order of frequency, a rule has
+many short ranges. Such a range *joins* the last cycle of its rule whose last round is not full: its first row takes
+the next place of that round (`phase`). So hundreds of short ranges take no more memory than one long one.
 
-A table may have several *replicas*, each on a group of ranks of its own; its rules then speak of the W ranks of such a
-group (`rowmesh.mesh.grid`).
+A table may have several *replicas*, each on its own group of ranks. Its rules then refer to the W ranks of such a group
+(`rowmesh.mesh.grid`).
 
 Source: OPER §3.2 (placement and fetch path of every row), §5.1. Differs: rules instead of an address for every row.
 """
@@ -38,15 +38,16 @@ from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import compute_dtype
 
-RuleName = Literal["dealt", "node", "replicated", "fixed"]
+RuleName = Literal["cyclic", "node", "replicated", "fixed"]
 FORMAT = 1
+FORMER_NAMES = {"dealt": "cyclic"}  # of rules and strategies in older plans and configurations
 MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
 _NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """What placement needs to know of a table.
+    """Rows and bytes of a table, as placement sees it.
 
     Attributes:
         name: of the table.
@@ -82,22 +83,22 @@ class TableShape:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows start … stop − 1 of a table, and the rule for who holds them.
+    """Rows start … stop − 1 of a table, and the rule that says which ranks hold them.
 
     Attributes:
         start: the first row.
         stop: one past the last.
         rule: see the module.
-        shift: what the deal is shifted by, 0 … W − 1 (not for `fixed`).
+        shift: the owner of the first row, 0 … W − 1 (not for `fixed`).
         rank: the holder (for `fixed` alone).
         two_hop: requests and gradients for other nodes are merged within the node first.
-        phase: places of the round that the range begins in which the deal that it joins has taken; 0 begins a round,
-            and is all that `replicated` and `fixed` can have.
+        phase: places of its first round that earlier ranges of the cycle have taken. 0 begins a cycle; `replicated` and
+            `fixed` allow no other.
     """
 
     start: int
     stop: int
-    rule: RuleName = "dealt"
+    rule: RuleName = "cyclic"
     shift: int = 0
     rank: int = 0
     two_hop: bool = False
@@ -106,21 +107,21 @@ class RowRange:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def home(self, row: int, world_size: int) -> int:
-        """The rank where the gradients of a row meet."""
+    def owner(self, row: int, world_size: int) -> int:
+        """The rank that adds up the gradients of a row."""
         return self.rank if self.rule == "fixed" else (row - self.start + self.shift) % world_size
 
     def holders(self, row: int, world_size: int, ranks_per_node: int) -> tuple[int, ...]:
         """The ranks that hold a copy of a row, in order."""
         if self.rule == "replicated":
             return tuple(range(world_size))
-        home = self.home(row, world_size)
+        owner = self.owner(row, world_size)
         if self.rule == "node":
-            return tuple(range(home % ranks_per_node, world_size, ranks_per_node))
-        return (home,)
+            return tuple(range(owner % ranks_per_node, world_size, ranks_per_node))
+        return (owner,)
 
     def num_slots(self, rank: int, world_size: int, ranks_per_node: int) -> int:
-        """Slots that a rank keeps for the range; a deal may leave the last of them unused.
+        """Slots that a rank keeps for the range; the last of them may stay unused.
 
         The slot of a round that it joins is counted with the range that began the round.
         """
@@ -131,7 +132,7 @@ class RowRange:
 
     def round_size(self, world_size: int, ranks_per_node: int) -> int:
         """Rows that share a slot number: one on each of so many ranks, in every node where each has a copy."""
-        return {"dealt": world_size, "node": ranks_per_node, "replicated": 1, "fixed": 1}[self.rule]
+        return {"cyclic": world_size, "node": ranks_per_node, "replicated": 1, "fixed": 1}[self.rule]
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class TablePlan:
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """Name of the table."""
         return self.shape.name
 
     def range_of(self, row: int) -> RowRange:
@@ -160,28 +161,28 @@ class TablePlan:
                 return part
         raise ConfigurationError(f"table {self.name!r} has rows 0 to {self.shape.num_rows - 1}, no row {row}")
 
-    def deals(self, world_size: int, ranks_per_node: int) -> list[list[int]]:
-        """Numbers of the ranges that go round the ranks in one deal, in order; `fixed` ones are in none.
+    def cycles(self, world_size: int, ranks_per_node: int) -> list[list[int]]:
+        """Indices of the ranges of each cycle, in order; `fixed` ranges are in none.
 
         Raises:
-            ConfigurationError: a range joins no deal, or does not go on where the deal ended.
+            ConfigurationError: a range joins no cycle, or does not go on where the cycle ended.
         """
-        deals: list[list[int]] = []
+        cycles: list[list[int]] = []
         unfilled: dict[RuleName, _Unfilled] = {}
         for index, part in enumerate(self.ranges):
             round_ = part.round_size(world_size, ranks_per_node)
-            deal = [index]
+            cycle = [index]
             if part.phase:
-                deal = self._joined(part, round_, unfilled.pop(part.rule, None))
-                deal.append(index)
+                cycle = self._joined(part, round_, unfilled.pop(part.rule, None))
+                cycle.append(index)
             elif part.rule != "fixed":
-                deals.append(deal)
+                cycles.append(cycle)
             if phase := (part.phase + len(part)) % round_:
-                unfilled[part.rule] = _Unfilled(deal, phase, (part.shift + len(part)) % world_size)
-        return deals
+                unfilled[part.rule] = _Unfilled(cycle, phase, (part.shift + len(part)) % world_size)
+        return cycles
 
     def _joined(self, part: RowRange, round_size: int, found: _Unfilled | None) -> list[int]:
-        """The deal that a range joins."""
+        """The cycle that a range joins."""
         where = f"table {self.name!r}, rows {part.start} to {part.stop - 1}"
         if not 0 < part.phase < round_size:
             raise ConfigurationError(
@@ -193,17 +194,17 @@ class TablePlan:
             )
         if (part.phase, part.shift) != (found.phase, found.shift):
             raise ConfigurationError(
-                f"{where}: phase {part.phase} and shift {part.shift}, but the deal that they join goes on with phase "
+                f"{where}: phase {part.phase} and shift {part.shift}, but the cycle that they join goes on with phase "
                 f"{found.phase} and shift {found.shift}; plan again"
             )
-        return found.deal
+        return found.cycle
 
 
 @dataclass(frozen=True)
 class _Unfilled:
-    """A deal whose last round is not full, and with which phase and shift it goes on."""
+    """A cycle whose last round is not full, and the phase and shift with which it goes on."""
 
-    deal: list[int]
+    cycle: list[int]
     phase: int
     shift: int
 
@@ -222,7 +223,7 @@ class Plan:
 
     Example:
         >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
-        >>> plan = Plan.dealt([shape], world_size=4)
+        >>> plan = Plan.cyclic([shape], world_size=4)
         >>> plan.check()
         >>> plan.memory_bytes
         (204, 204, 204, 204)
@@ -233,12 +234,12 @@ class Plan:
     tables: tuple[TablePlan, ...]
     world_size: int
     ranks_per_node: int
-    strategy: str = "dealt"
+    strategy: str = "cyclic"
     notes: Mapping[str, Any] = field(default_factory=dict)
     together: Together = "shards"
 
     @staticmethod
-    def dealt(
+    def cyclic(
         shapes: Sequence[TableShape],
         world_size: int,
         ranks_per_node: int | None = None,
@@ -246,7 +247,7 @@ class Plan:
         replicas: int | Mapping[str, int] = 1,
         together: Together = "shards",
     ) -> Plan:
-        """Every table dealt over all ranks, or over those of a replica group: what runs where nothing was planned.
+        """Every table cyclic over all ranks, or over those of a replica group: the plan of a run that has none.
 
         The shift by the number of the table keeps the most frequent rows of all tables from meeting on one rank.
 
@@ -298,8 +299,8 @@ class Plan:
 
         Example:
             >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64)
-            >>> plan = Plan.dealt([shape], world_size=4, replicas=2)
-            >>> plan.part(2) == Plan.dealt([shape], world_size=2)
+            >>> plan = Plan.cyclic([shape], world_size=4, replicas=2)
+            >>> plan.part(2) == Plan.cyclic([shape], world_size=2)
             True
         """
         grid = self.grid(replicas)
@@ -313,7 +314,7 @@ class Plan:
 
     @property
     def mark_bytes(self) -> tuple[int, ...]:
-        """What averaging replicas takes besides on each rank: a byte for every row that it holds and that has some."""
+        """Bytes of marks that averaging replicas needs on each rank: one for every replicated row that it holds."""
         return self._held(lambda table: int(table.replicas > 1))
 
     def _held(self, bytes_of: Callable[[TablePlan], int]) -> tuple[int, ...]:
@@ -343,7 +344,7 @@ class Plan:
         raise ConfigurationError(f"the plan has no table {name!r}; it has {[table.name for table in self.tables]}")
 
     def check(self, memory_limit_bytes: int | None = None) -> None:
-        """Makes sure that every row has a home that exists, and that memory fits.
+        """Makes sure that every row has a owner that exists, and that memory fits.
 
         Raises:
             ConfigurationError: names the table and rows, or the rank and how much is missing.
@@ -368,7 +369,7 @@ class Plan:
             except ConfigurationError as error:
                 raise ConfigurationError(f"table {table.name!r}: {error}") from error
             _check_ranges(table, grid.shards)
-            table.deals(grid.shards, grid.ranks_per_node(self.ranks_per_node))
+            table.cycles(grid.shards, grid.ranks_per_node(self.ranks_per_node))
         if memory_limit_bytes is not None:
             for rank, needed in enumerate(self.memory_bytes):
                 if needed > memory_limit_bytes:
@@ -436,13 +437,14 @@ class Plan:
             tables = tuple(
                 TablePlan(
                     TableShape(**entry["shape"]),
-                    tuple(RowRange(**part) for part in entry["ranges"]),
+                    tuple(_read_range(part) for part in entry["ranges"]),
                     entry.get("replicas", 1),
                 )
                 for entry in fields.pop("tables")
             )
             plan = Plan(tables, **fields)
             _check_types(plan)
+            plan = replace(plan, strategy=FORMER_NAMES.get(plan.strategy, plan.strategy))
             plan.check()
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigurationError):
@@ -478,6 +480,11 @@ def _check_names(replicas: Mapping[str, int], names: Sequence[str]) -> None:
     for name in names:
         if name not in replicas:
             raise ConfigurationError(f"replicas do not say how many table {name!r} has; give 1 where it has no others")
+
+
+def _read_range(fields: dict[str, Any]) -> RowRange:
+    part = RowRange(**fields)
+    return replace(part, rule="cyclic") if part.rule in FORMER_NAMES else part
 
 
 def _replicas(table: TablePlan) -> str:

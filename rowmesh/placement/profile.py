@@ -11,7 +11,7 @@ Two numbers are kept of a row, because an exchange pays one or the other:
                than independent draws would
 
 Source: OPER §3.2 (access frequency), §4.1. Differs: batches that contain a row are counted too; nothing is averaged
-over GPUs, since samples are dealt to ranks at random.
+over GPUs, since samples go to ranks at random.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Profile:
 
     @property
     def shapes(self) -> tuple[TableShape, ...]:
-        """Of the tables."""
+        """Shapes of the tables."""
         return tuple(table.shape for table in self.tables)
 
     @property

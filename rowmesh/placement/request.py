@@ -1,4 +1,4 @@
-"""Request: what a user wants of a plan."""
+"""Request: what a user asks of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Objective = Literal["auto", "total", "slowest_link"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a plan is for, what it may use, and what makes it good.
+    """The purpose of a plan, its memory, and its objective.
 
     Attributes:
         batch_size: samples of a rank in a step.
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def minimizes_slowest_link(self) -> bool:
-        """What `objective` comes to."""
+        """Whether the slowest link is minimized; `auto` resolved."""
         return self.objective == "slowest_link"
 
     def limit_bytes(self, shapes: Sequence[TableShape], world_size: int, device_bytes: int | None = None) -> int:
@@ -96,6 +96,6 @@ class Request:
         """
         limit = self.memory_limit_bytes
         if limit is None:
-            least = Plan.dealt(shapes, world_size).memory_bytes[0]
+            least = Plan.cyclic(shapes, world_size).memory_bytes[0]
             limit = int(least * (1 + self.extra_memory))
         return limit if device_bytes is None else min(limit, device_bytes)

@@ -117,11 +117,11 @@ class AccessSketch:
 
     @property
     def memory_bytes(self) -> int:
-        """What the counters take now."""
+        """Memory of the counters."""
         return sum(table.memory_bytes for table in self._tables.values())
 
     def floor(self, table: str) -> int:
-        """What a row that is not held may have been read at most; 0 while all are held."""
+        """An upper bound of the reads of a row without a counter; 0 while all rows have one."""
         return self._tables[table].floor
 
     def heavy(self, table: str) -> HeavyRows:
@@ -129,7 +129,7 @@ class AccessSketch:
         return self._tables[table].heavy()
 
     def profile(self) -> Profile:
-        """What was counted so far: heavy rows one by one, of others the mean of their range.
+        """The counts so far: of heavy rows one by one, of others the mean of their range.
 
         The sum of accesses is exact; so is that of batches, unless the mean of a range is in more than there were.
         Heavy rows stand with what was counted, which is what they have at least; what they had before they came in is

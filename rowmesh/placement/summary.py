@@ -9,7 +9,7 @@ import numpy as np
 from rowmesh.placement.plan import Plan, RowRange, TablePlan
 from rowmesh.placement.profile import TableProfile
 
-LEVELS = {"hot": ("replicated",), "warm": ("node",), "cold": ("dealt", "fixed")}
+LEVELS = {"hot": ("replicated",), "warm": ("node",), "cold": ("cyclic", "fixed")}
 LEVEL_OF = {rule: level for level, rules in LEVELS.items() for rule in rules}
 
 
@@ -90,22 +90,22 @@ class Stretch:
 
     @property
     def rule(self) -> str:
-        """Of all parts."""
+        """The rule of all parts."""
         return self.parts[0].rule
 
     @property
     def two_hop(self) -> bool:
-        """Of all parts."""
+        """Whether the requests of all parts take two hops."""
         return self.parts[0].two_hop
 
-    def homes_text(self, most: int = 8) -> str:
-        """Which ranks the gradients of the rows meet on."""
+    def owners_text(self, most: int = 8) -> str:
+        """The ranks that own the rows."""
         named = [part.rank if part.rule == "fixed" else part.shift for part in self.parts]
         if len(named) == 1:
-            return f"rank {named[0]}" if self.rule == "fixed" else f"dealt from rank {named[0]} on"
+            return f"rank {named[0]}" if self.rule == "fixed" else f"cyclic from rank {named[0]}"
         ranks = ", ".join(map(str, named[:most])) + (", …" if len(named) > most else "")
         one_by_one = all(len(part) == 1 for part in self.parts)
-        return f"one by one: ranks {ranks}" if one_by_one else f"in {len(named):,} pieces: from ranks {ranks} on"
+        return f"row by row: ranks {ranks}" if one_by_one else f"{len(named):,} pieces, cyclic from ranks {ranks}"
 
 
 def stretches(table: TablePlan) -> list[Stretch]:

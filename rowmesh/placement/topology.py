@@ -176,7 +176,7 @@ class Topology:
         return float(between.mean() / within.mean()) if len(within) and len(between) else 1.0
 
     def _links(self, values: Floats) -> Floats:
-        """What is off the diagonal."""
+        """The values off the diagonal."""
         return values[~np.eye(self.world_size, dtype=bool)]
 
     def _checked(self, what: str, values: Any) -> Floats:

@@ -96,7 +96,7 @@ class ReplicaComparison:
         return bytes_text(seconds) if self.is_relative else seconds_text(seconds)
 
     def name(self, candidate: ReplicaCandidate) -> str:
-        """Which candidate it is."""
+        """A name for a candidate."""
         tables = f" for {self.tables_text(candidate)} tables" if candidate.is_mixed else ""
         together = self.together_text(candidate)
         return f"M = {candidate.replicas}{tables}" + (f", {together} next to each other" if together else "")
@@ -106,13 +106,13 @@ class ReplicaComparison:
         return f"{len(candidate.names)} of {len(self.problem.shapes)}" if candidate.is_mixed else "all"
 
     def together_text(self, candidate: ReplicaCandidate) -> str:
-        """What has consecutive numbers, where that makes a difference."""
+        """The shards or replicas with consecutive ranks; empty where the order makes no difference."""
         differs = len(arrangements(self.problem.topology, candidate.replicas)) > 1
         return TOGETHER_TEXTS[candidate.together] if differs else ""
 
     @property
     def _other_arrangement(self) -> ReplicaCandidate | None:
-        """The chosen M the other way round."""
+        """The candidate with the chosen M and the other order of ranks."""
         best = self.chosen
         alike = (c for c in self.candidates if (c.replicas, c.is_mixed) == (best.replicas, best.is_mixed))
         return next((c for c in alike if c.together != best.together and c.cost is not None), None)
@@ -176,14 +176,14 @@ def compare_replicas(
 
 
 def arrangements(topology: Topology, replicas: int) -> tuple[Together, ...]:
-    """What can be next to each other with a difference; replicas first, which are wherever both cost the same."""
+    """The orders of ranks that differ in cost; replicas first, so that they are chosen where both cost the same."""
     if replicas in (1, topology.world_size) or topology.is_uniform:
         return ("shards",)
     return ("replicas", "shards")
 
 
 def _nothing_fits(problem: Problem, candidates: Sequence[ReplicaCandidate]) -> str:
-    """What is missing for the candidate that needs least, and how many ranks it would take."""
+    """An error message for the candidate that needs least: missing bytes, and ways to fit."""
     best = min((c for c in candidates if not c.is_mixed), key=lambda candidate: candidate.needed_bytes)
     T, M, shapes, limit = problem.topology.world_size, best.replicas, problem.shapes, best.limit_bytes
     if limit is None or not best.over_bytes:
@@ -191,7 +191,7 @@ def _nothing_fits(problem: Problem, candidates: Sequence[ReplicaCandidate]) -> s
     if (least := least_bytes(shapes, T // M)) <= limit:
         return (
             f"the fullest rank would hold {best.needed_bytes:,} bytes of rows and optimizer state, {best.over_bytes:,} "
-            f"more than the limit of {limit:,}; another strategy needs {least:,}, as 'dealt' does"
+            f"more than the limit of {limit:,}; another strategy needs {least:,}, as 'cyclic' does"
         )
     if M == 1:
         problem.check_feasible()

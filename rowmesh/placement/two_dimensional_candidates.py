@@ -59,12 +59,12 @@ class ReplicaCandidate:
 
     @property
     def total_s(self) -> float:
-        """Of a step; infinite without a plan."""
+        """Seconds of a step; infinite without a plan."""
         return float("inf") if self.cost is None else self.cost.total_s
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it, or nothing."""
+        """Why the plan is missing or does not fit; empty if it fits."""
         return f"{bytes_text(self.over_bytes)} over the limit" if self.over_bytes else self.refusal
 
     @property
@@ -204,7 +204,7 @@ class CandidateSearch:
 
 
 def _least(problem: Problem) -> int:
-    """Memory of the fullest rank of a group when every row is dealt once."""
+    """Memory of the fullest rank of a group when every row is stored once, cyclic."""
     return least_bytes(problem.shapes, problem.topology.world_size)
 
 

@@ -1,12 +1,13 @@
 """What a step costs where tables have replicas: memory, look-ups, all-to-alls within groups, and their synchronisation.
 
 T ranks hold M replicas of a table, each spread over a group of N = T / M ranks; the M ranks that hold the same shard
-are a column (`rowmesh.mesh.grid`). Within a group everything is as in `rowmesh.placement.cost`. Along columns, in a
-step of b samples a rank, every rank sends for its shard, whose rows a group touches with chance u, any group with U:
+are a replicate group (`rowmesh.mesh.grid`). Within a shard group everything is as in `rowmesh.placement.cost`. In a
+step of b samples a rank, every rank sends to its replicate group, for its shard. A shard group touches a row of it with
+probability u, any group with U:
 
     exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. Of two
-               replicas, each sends u · w to the other; of more, u · w / M to each, which are homes of a share of the
-               rows, and as home U · w / M of sums back to each. u is of b · N samples, U of b · T.
+               replicas, each sends u · w to the other; of more, u · w / M to each, which are owners of a share of the
+               rows, and as owner U · w / M of sums back to each. u is of b · N samples, U of b · T.
     average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
                and a step pays 1 / k of it.
     dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
@@ -26,7 +27,7 @@ import numpy as np
 
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Homes, cost_under
+from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Owners, cost_under
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
@@ -36,13 +37,13 @@ from rowmesh.placement.topology import Floats, Topology
 
 @dataclass(frozen=True, eq=False)
 class ReplicaCost:
-    """What a step is expected to cost, on all T ranks. Matrices are [T, T]: what rank i gets from rank j.
+    """Expected cost of a step on all T ranks. Matrices are [T, T]: what rank i receives from rank j.
 
     Attributes:
         memory_bytes: [T], rows and optimizer state, and those marks that averages take; no messages.
         lookups: [T], rows that each rank gathers, for itself and its group.
         exchange_bytes: of all-to-alls within groups; the diagonal is 0.
-        sync_bytes: between the ranks of columns; the diagonal is 0.
+        sync_bytes: within replicate groups; the diagonal is 0.
         exchange_s: of all-to-alls: the busiest rank's links one by one, its look-ups, and waits.
         sync_s: of synchronisation: the busiest rank's links one by one, and waits.
         dense_s: what averaging whole shards would take instead, as often.
@@ -76,7 +77,7 @@ class ReplicaCost:
 def cost_with_replicas(
     plan: Plan, profile: Profile, topology: Topology, request: Request, sync: Synchronization
 ) -> ReplicaCost:
-    """What a step of `request.batch_size` samples a rank costs under a plan whose tables may have replicas.
+    """The cost of a step of `request.batch_size` samples a rank under a plan whose tables may have replicas.
 
     Args:
         plan: for the T ranks of the topology.
@@ -89,7 +90,7 @@ def cost_with_replicas(
         >>> from rowmesh.placement import TableShape
         >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
         >>> profile = Profile.from_counts({"item": [8, 4, 2, 2]}, [shape], num_samples=16)
-        >>> plan = Plan.dealt([shape], 4, replicas=2)
+        >>> plan = Plan.cyclic([shape], 4, replicas=2)
         >>> cost = cost_with_replicas(plan, profile, Topology.uniform(4), Request(batch_size=1), Synchronization())
         >>> cost.memory_bytes.tolist(), (cost.exchange_bytes > 0).astype(int).tolist()
         ([128, 128, 128, 128], [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
@@ -106,7 +107,7 @@ def cost_with_replicas(
             lookup_bytes[group] += cost.lookup_bytes.sum(axis=0)
         exchange_wait += cost.rounds * _longest(topology.latency_s, part.grid.groups)
         if count > 1 and request.training:
-            latency = _longest(topology.latency_s, part.grid.columns)
+            latency = _longest(topology.latency_s, part.grid.replicate_groups)
             moved, rounds = part.sync(request, sync)
             ring, ring_rounds = part.ring(sync.every)
             sync_bytes, sync_wait = sync_bytes + moved, sync_wait + rounds * latency
@@ -138,7 +139,7 @@ def _busy(seconds: Floats) -> Floats:
 
 
 def _longest(latency_s: Floats, groups: Sequence[range]) -> float:
-    """What a message within a group waits, on its slowest link."""
+    """Latency of a message within a group, on its slowest link."""
     return max(float(latency_s[np.ix_(group, group)].max()) for group in groups)
 
 
@@ -150,7 +151,7 @@ class _Part:
     grid: Grid
     profile: Profile
     demand: Demand
-    homes: Homes
+    owners: Owners
 
     @staticmethod
     def of(whole: Plan, replicas: int, profile: Profile, request: Request) -> _Part:
@@ -159,33 +160,33 @@ class _Part:
         demand = Demand.of(
             profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
         )
-        return _Part(plan, whole.grid(replicas), profile, demand, Homes.of(plan, demand))
+        return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand))
 
     def cost(self, request: Request) -> Cost:
-        """Of one group."""
+        """The cost of a step of one group."""
         return cost_under(self.plan, self.demand, training=request.training)
 
     def sync(self, request: Request, sync: Synchronization) -> tuple[Floats, float]:
-        """Of a step: bytes along columns, [T, T], and messages that wait for each other."""
+        """Of a step: bytes within replicate groups, [T, T], and messages that wait for each other."""
         if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))
-        for column, num_bytes in zip(self.grid.columns, self._told(request, sync), strict=True):
-            found[np.ix_(column, column)] = num_bytes
+        for ranks, num_bytes in zip(self.grid.replicate_groups, self._sent_bytes(request, sync), strict=True):
+            found[np.ix_(ranks, ranks)] = num_bytes
         np.fill_diagonal(found, 0.0)
         return found, (1 if self.grid.replicas == 2 else 2) / sync.every
 
     def ring(self, every: int) -> tuple[Floats, float]:
-        """The same of an all-reduce of whole shards round each column, equation (1)."""
+        """The same of an all-reduce of whole shards round each replicate group, equation (1)."""
         T, M = self.grid.world_size, self.grid.replicas
         found = np.zeros((T, T))
-        for column, shard_bytes in zip(self.grid.columns, self.plan.memory_bytes, strict=True):
-            for rank, following in zip(column, [*column[1:], column[0]], strict=True):
+        for ranks, shard_bytes in zip(self.grid.replicate_groups, self.plan.memory_bytes, strict=True):
+            for rank, following in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
                 found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
         return found, 2 * (M - 1) / every
 
-    def _told(self, request: Request, sync: Synchronization) -> Floats:
-        """[N], what a rank of each shard sends to each other of its column in a step."""
+    def _sent_bytes(self, request: Request, sync: Synchronization) -> Floats:
+        """[N], what a rank of each shard sends to each other of its replicate group in a step."""
         samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
             self._shard_bytes(self._touched(samples * ranks), sync) / sync.every
@@ -200,7 +201,7 @@ class _Part:
     def _shard_bytes(self, touched: Floats, sync: Synchronization) -> Floats:
         """[N], of the touched rows that each shard holds."""
         of_table = self.demand.gradient_bytes if sync.mode == "exact" else self.demand.row_bytes
-        found = self.homes.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
+        found = self.owners.sum(touched * (SLOT_BYTES + of_table[self.demand.table]))
         in_nodes = found[NODE].reshape(-1, self.plan.ranks_per_node).sum(axis=0)
         everywhere = found.sum() - found[[ONE_HOP, TWO_HOP, NODE]].sum()
         return found[ONE_HOP] + found[TWO_HOP] + np.tile(in_nodes, self.plan.num_nodes) + everywhere

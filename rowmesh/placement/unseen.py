@@ -79,7 +79,7 @@ def _expected(table: TableProfile) -> np.ndarray:
 
 
 def _with_last_row_apart(table: TableProfile) -> TableProfile:
-    """The same, with a run for the last row alone."""
+    """The profile with a run for the last row alone."""
     if table.lengths[-1] == 1:
         return table
     lengths = np.append(table.lengths, 1)

@@ -14,7 +14,7 @@ from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
 from rowmesh.files.manifest import why_stale
-from rowmesh.report.printing import say, show, table_of_numbers
+from rowmesh.report.printing import show, table_of_numbers, write
 
 MAX_REASONS = 5
 
@@ -23,37 +23,37 @@ def is_current(console: Console, folder: Path, kind: str, request: Mapping[str, 
     """Whether a folder is what is asked for; says so, or says why it is not."""
     reasons = why_stale(folder, kind, request)
     if reasons == []:
-        say(console, f"reused {folder}: made from the same files with the same options")
+        write(console, f"reused {folder}: made from the same files with the same options")
         return True
     if reasons:
         more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-        say(console, f"making {folder} again: {'; '.join(reasons[:MAX_REASONS])}{more}")
+        write(console, f"making {folder} again: {'; '.join(reasons[:MAX_REASONS])}{more}")
     return False
 
 
 def print_drawn(console: Console, out: Path, optimum: Mapping[str, Mapping[str, float]]) -> None:
-    """What was drawn, and the scores that no model can beat."""
+    """The data that were drawn, and the scores that no model can beat."""
     table = table_of_numbers("split", "samples", "positive rate", "best AUC", "best log-loss")
     for split, values in optimum.items():
         table.add_row(split, f"{values['samples']:,.0f}", f"{values['positive_rate']:.4f}", *_best(values))
-    say(console, f"drawn into {out}")
+    write(console, f"drawn into {out}")
     show(console, table)
 
 
 def print_prepared(console: Console, prepared: Prepared) -> None:
     """The splits and tables of a prepared data set."""
-    say(console, f"prepared {prepared.folder}")
+    write(console, f"prepared {prepared.folder}")
     show(console, _splits(prepared))
-    say(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
+    write(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
     show(console, _tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
-    say(console, f"bad rows: {prepared.bad_rows}{where}")
+    write(console, f"bad rows: {prepared.bad_rows}{where}")
 
 
 def print_reordered(console: Console, reordered: Prepared) -> None:
-    """What came of reordering: which rows changed places, what that gives, and how long it took."""
+    """The result of reordering: rows that changed places, the gain, and the time."""
     assert reordered.reordering is not None
-    say(console, f"reordered {reordered.folder}; prefixes that a held out batch reads before and after")
+    write(console, f"reordered {reordered.folder}; prefixes that a held out batch reads before and after")
     table = table_of_numbers("table", "rows", "reordered", "pairs", "communities", "before", "after", "seconds")
     for name, facts in reordered.reordering["tables"].items():
         rows = reordered.unordered_rows(name)
@@ -67,7 +67,7 @@ def print_reordered(console: Console, reordered: Prepared) -> None:
         )
     show(console, table)
     for line in _unchanged(reordered.reordering["tables"]):
-        say(console, line)
+        write(console, line)
 
 
 def _unchanged(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:

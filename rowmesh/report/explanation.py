@@ -16,11 +16,11 @@ from rowmesh.placement.summary import LEVEL_OF, accesses_before, levels_of, stre
 from rowmesh.placement.text import bytes_text, rows_text, seconds_text, share_text
 
 WAYS = {
-    ONE_HOP: "one copy, asked directly",
-    TWO_HOP: "one copy, asked through the own node's agent",
-    NODE: "a copy in every node",
+    ONE_HOP: "one copy, read from its owner",
+    TWO_HOP: "one copy, read through a node leader",
+    NODE: "a copy on every node",
     REPLICATED: "a copy on every rank",
-    REPLICATED_TWO_HOP: "a copy on every rank, kept equal through agents",
+    REPLICATED_TWO_HOP: "a copy on every rank, updated through node leaders",
 }
 MAX_STRETCHES = 40
 
@@ -38,7 +38,7 @@ def explain(comparison: Comparison, what: str) -> list[str]:
 
 
 def explain_table(comparison: Comparison, name: str) -> list[str]:
-    """The ranges of a table: which rows, which rule, who holds them, how much of the accesses they get."""
+    """The ranges of a table: their rows, rule, owners, and share of the accesses."""
     table = comparison.plan.table(name)
     index = comparison.plan.tables.index(table)
     profile = comparison.problem.profile.tables[index]
@@ -50,28 +50,28 @@ def explain_table(comparison: Comparison, name: str) -> list[str]:
         hops = ", two hops" if stretch.two_hop else ""
         lines.append(
             f"  {rows_text(stretch.start, stretch.stop):<32}{LEVEL_OF[stretch.rule]:<6}"
-            f"{_rule_text(stretch.rule)}{hops}; home {stretch.homes_text()}; "
-            f"{share_text((last - first) / total)} of the accesses"
+            f"{_rule_text(stretch.rule)}{hops}; owner {stretch.owners_text()}; "
+            f"{share_text((last - first) / total)} of accesses"
         )
     if len(found) > MAX_STRETCHES:
-        lines.append(f"  and {len(found) - MAX_STRETCHES:,} more; --out has all of them")
+        lines.append(f"  and {len(found) - MAX_STRETCHES:,} more ranges; --out writes all of them")
     levels = levels_of(table, profile)
     shares = ", ".join(f"{name} {level.rows:,} ({share_text(level.share)})" for name, level in levels.items())
-    return [*lines, f"  levels: {shares} of rows (accesses)", f"  {_threshold_text(comparison)}"]
+    return [*lines, f"  levels, in rows (share of accesses): {shares}", f"  {_threshold_text(comparison)}"]
 
 
 def explain_row(comparison: Comparison, name: str, row: int) -> list[str]:
-    """Where a row is, how often it is read, what each way to hold it would cost, and why it is held as it is."""
+    """The holders of a row, how often it is read, what each alternative would cost, and the reason for the choice."""
     case = _Row(comparison, comparison.plan.table(name), row)
     W, G = comparison.plan.world_size, comparison.plan.ranks_per_node
-    holders, home = case.part.holders(row, W, G), case.part.home(row, W)
+    holders, owner = case.part.holders(row, W, G), case.part.owner(row, W)
     lines = [
         f"{name} row {row:,}: {LEVEL_OF[case.part.rule]}, {_rule_text(case.part.rule)}",
         f"  range    {rows_text(case.part.start, case.part.stop)}"
-        + (", requests of other nodes merged in their own node first (two hops)" if case.part.two_hop else ""),
-        f"  holders  {_ranks_text(holders)}; home: rank {home}, where gradients meet",
+        + (", two hops: each other node merges its requests before it sends them" if case.part.two_hop else ""),
+        f"  holders  {_ranks_text(holders)}; owner: rank {owner}, which adds up the gradients",
         f"  read     {case.accesses_text}",
-        f"  cost of a step over all links, and extra memory over all ranks ({case.threshold_text}):",
+        f"  cost of a step, summed over links, and extra memory, summed over ranks ({case.threshold_text}):",
     ]
     for way in case.ways:
         mark = "→" if way == case.way else " "
@@ -95,7 +95,7 @@ class _Row:
 
     @cached_property
     def way(self) -> int:
-        """How the row travels."""
+        """How the row is exchanged."""
         if self.part.rule == "node":
             return NODE
         if self.part.rule == "replicated":
@@ -104,7 +104,7 @@ class _Row:
 
     @cached_property
     def ways(self) -> list[int]:
-        """What this topology and request have to choose from; what was chosen too, in any case."""
+        """The ways that this topology and request allow, and the chosen one in any case."""
         plan, request = self.comparison.plan, self.comparison.problem.request
         if plan.world_size == 1:
             return [self.way]
@@ -144,13 +144,13 @@ class _Row:
         run = int(np.searchsorted(table.starts, self.row, "right")) - 1
         batch = problem.request.batch_size
         often = (
-            f"wanted by a rank's batch of {batch:,} samples with chance {demand.rank[self._run]:.3g}"
+            f"a rank's batch of {batch:,} samples reads it with probability {demand.rank[self._run]:.3g}"
             if problem.request.deduplicated
-            else f"wanted {demand.rank[self._run]:.3g} times by a rank's batch of {batch:,} samples"
+            else f"a rank's batch of {batch:,} samples reads it {demand.rank[self._run]:.3g} times"
         )
         return (
             f"{table.accesses[run]:,.6g} times in {profile.num_samples:,} samples; {often}, "
-            f"by any rank with chance {demand.world[self._run]:.3g}"
+            f"the batches of all ranks with probability {demand.world[self._run]:.3g}"
         )
 
     @property
@@ -172,7 +172,7 @@ class _Row:
         if self.comparison.plan.world_size == 1:
             return "there is one rank"
         if self.seconds[ONE_HOP] == 0:
-            return "it is not expected to be read, so that nothing depends on where it is"
+            return "no batch is expected to read it, so its place does not matter"
         saved, density, best = self.saving
         amount = f"{self.comparison.cost_text(abs(saved))} a step"
         if LEVEL_OF[self.part.rule] != "cold":
@@ -183,26 +183,26 @@ class _Row:
 
     def _why_copied(self, saved: float, density: float, amount: str) -> str:
         if saved <= 0:
-            return "by itself it would not be copied, but it stands in a range that is copied as a whole"
-        return f"copies save {amount}, {_density_text(self.comparison, density)} for each byte they take" + (
+            return "a copy of this row alone would not pay, but its whole range is copied"
+        return f"copies save {amount}, {_density_text(self.comparison, density)} per byte of memory" + (
             ", more than λ" if density > (_threshold(self.comparison) or np.inf) else ""
         )
 
     def _why_copies_do_not_pay(self, best: int, amount: str) -> str:
         training = self.comparison.problem.request.training
-        reason = "every holder of a copy must be told of every update"
+        reason = "every holder of a copy needs the delta of every update"
         return f"{WAYS[best]} would cost {amount} more than one copy" + (f": {reason}" if training else "")
 
     def _why_not_copied(self, density: float, would: str) -> str:
         threshold = _threshold(self.comparison)
-        each = f"{would}, {_density_text(self.comparison, density)} for each byte it takes"
+        each = f"{would}, {_density_text(self.comparison, density)} per byte of memory"
         if threshold is None:
-            return f"{each}; strategy {self.comparison.plan.strategy!r} does not weigh that"
+            return f"{each}; strategy {self.comparison.plan.strategy!r} does not compare the two"
         if threshold and density < threshold:
-            return f"{each}, less than λ: the memory for copies goes to rows that save more"
+            return f"{each}, less than λ: the memory for copies goes to rows that save more per byte"
         if len(self.table.ranges) > most_ranges(self.table.shape.num_rows) // 2:
-            return f"{each}, but a table whose rows are in no order has only so many ranges, for the rows read most"
-        return f"{each}, but the memory for copies ends before it: whole ranges and rounds of rows are copied or not"
+            return f"{each}, but the table is not sorted by frequency, and its limited ranges go to hotter rows"
+        return f"{each}, but the memory for copies is used up: only whole ranges and rounds of rows are copied"
 
 
 def _slots(comparison: Comparison, table: TablePlan) -> str:
@@ -218,8 +218,8 @@ def _slots(comparison: Comparison, table: TablePlan) -> str:
 def _rule_text(rule: str) -> str:
     texts = {
         "replicated": "a copy on every rank",
-        "node": "a copy in every node",
-        "dealt": "one copy, dealt over the ranks",
+        "node": "a copy on every node",
+        "cyclic": "one copy, cyclic over the ranks",
         "fixed": "one copy on a given rank",
     }
     return texts[rule]
@@ -230,11 +230,11 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
         return f"rank {ranks[0]}"
     if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _threshold(comparison: Comparison) -> float | None:
-    """λ, or None where the strategy has none."""
+    """λ, or None for a strategy without one."""
     return comparison.plan.notes.get("multiplier_s_per_byte")
 
 
@@ -243,10 +243,10 @@ def _threshold_text(comparison: Comparison) -> str:
     if threshold is None:
         return f"strategy {comparison.plan.strategy!r} has no threshold λ"
     if threshold == 0:
-        return "λ = 0: every copy that saves anything fits"
-    return f"λ = {_density_text(comparison, threshold)} saved a step for each byte of memory"
+        return "λ = 0: all copies that save anything fit in memory"
+    return f"λ = {_density_text(comparison, threshold)} saved per step and byte of memory"
 
 
 def _density_text(comparison: Comparison, density: float) -> str:
-    """What a byte of memory saves in a step: of weighted bytes, or seconds."""
+    """Savings of a step per byte of memory: weighted bytes, or seconds."""
     return f"{density:.3g} bytes" if comparison.is_relative else seconds_text(density)

@@ -59,7 +59,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def heading(title: str, why: str) -> str:
-    """What was planned, and why it came out as it did."""
+    """The problem, and the reason for the chosen plan."""
     return f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(_sentence(why))}</p>'
 
 
@@ -82,7 +82,7 @@ def sections(comparison: Comparison) -> Iterator[str]:
         f'<div class="levels legend">{_legend()}</div>'
     )
     yield _table_cards(comparison)
-    yield '<h2>Ranges</h2><p class="note">The whole plan: every row of every table, and the rule for who holds it.</p>'
+    yield '<h2>Ranges</h2><p class="note">The whole plan: all rows of all tables, and the ranks that hold them.</p>'
     yield from (_ranges(table, profile) for table, profile in _tables(comparison))
 
 
@@ -235,7 +235,7 @@ def _link_scale_text(comparison: Comparison) -> str:
 
 
 def _legend() -> str:
-    texts = {"hot": "hot: a copy on every rank", "warm": "warm: a copy in every node", "cold": "cold: one copy"}
+    texts = {"hot": "hot: a copy on every rank", "warm": "warm: a copy on every node", "cold": "cold: one copy"}
     return "".join(f'<span><span class="dot {level}"></span>{text}</span>' for level, text in texts.items())
 
 
@@ -275,19 +275,20 @@ def _ranges(table: TablePlan, profile: TableProfile) -> str:
         rows.append(
             f'<tr><td>{rows_text(stretch.start, stretch.stop)}</td><td class="words"><span class="dot {level}"></span>'
             f"{stretch.rule}{', two hops' if stretch.two_hop else ''}</td>"
-            f'<td class="words">{escape(stretch.homes_text())}</td><td>{share_text((last - first) / total)}</td></tr>'
+            f'<td class="words">{escape(stretch.owners_text())}</td><td>{share_text((last - first) / total)}</td></tr>'
         )
     more = f'<p class="note">and {len(found) - MAX_STRETCHES:,} more</p>' if len(found) > MAX_STRETCHES else ""
     count = f"{len(table.ranges):,} range{'s'[: len(table.ranges) != 1]}"
     return (
         f"<details><summary>{escape(table.name)} <small>{table.shape.num_rows:,} rows in {count}</small></summary>"
-        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th><th class="words">home</th>'
+        '<div class="card scroll"><table><thead><tr><th>rows</th><th class="words">rule</th>'
+        '<th class="words">owner</th>'
         f"<th>accesses</th></tr></thead><tbody>{''.join(rows)}</tbody></table>{more}</div></details>"
     )
 
 
 def footer(comparison: Comparison) -> str:
-    """What the numbers are."""
+    """A note on the numbers."""
     problem = comparison.problem
     counted = "and the batches that hold a row" if problem.profile.batch_size else "as independent draws"
     unit = (

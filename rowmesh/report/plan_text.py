@@ -16,7 +16,7 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import LEVELS, levels_of
 from rowmesh.placement.text import bytes_text, share_text
-from rowmesh.report.printing import say, show, table_of_numbers
+from rowmesh.report.printing import show, table_of_numbers, write
 
 MAX_RANKS = 16
 PLAIN_WIDTH = 160
@@ -29,9 +29,9 @@ class Printer:
         console = Console()
         self.console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
-    def say(self, *lines: str) -> None:
+    def write(self, *lines: str) -> None:
         """Prints lines as they are."""
-        say(self.console, *lines)
+        write(self.console, *lines)
 
     def show(self, table: Table) -> None:
         """Prints a table."""
@@ -39,14 +39,14 @@ class Printer:
 
     def print(self, comparison: Comparison, title: str) -> None:
         """Everything about a comparison."""
-        self.say(*facts(comparison.problem, title), _memory(comparison), "")
+        self.write(*facts(comparison.problem, title), _memory(comparison), "")
         self.show(self._strategies(comparison))
         for candidate in comparison.candidates:
             if candidate.complaint:
-                self.say(f"  {candidate.name} does not fit: {candidate.complaint}")
-        self.say("", comparison.why, "")
+                self.write(f"  {candidate.name} does not fit: {candidate.complaint}")
+        self.write("", comparison.why, "")
         self.show(self._ranks(comparison))
-        self.say("")
+        self.write("")
         self.levels(comparison.plan, comparison.problem.profile)
 
     def _strategies(self, comparison: Comparison) -> Table:
@@ -115,7 +115,7 @@ def _column(values: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
 
 
 def facts(problem: Problem, title: str) -> list[str]:
-    """What was planned, for which ranks, for what."""
+    """The tables, the ranks and the step that a plan is for."""
     topology, request = problem.topology, problem.request
     num_rows = sum(shape.num_rows for shape in problem.shapes)
     counted = f"counts of {problem.profile.num_samples:,} samples"
@@ -126,7 +126,7 @@ def facts(problem: Problem, title: str) -> list[str]:
     return [
         f"tables    {title}: {len(problem.shapes)} tables, {num_rows:,} rows; {counted}{batches}",
         f"ranks     {topology.world_size} = {links}; {source}",
-        f"step      {request.batch_size:,} samples a rank, {request.mode}; what is made least is {objective}",
+        f"step      {request.batch_size:,} samples a rank, {request.mode}; minimized: {objective}",
     ]
 
 

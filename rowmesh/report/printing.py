@@ -9,7 +9,7 @@ from rich.table import Table
 _ANY_WIDTH = 10_000
 
 
-def say(console: Console, *lines: str) -> None:
+def write(console: Console, *lines: str) -> None:
     """Prints lines as they are, whatever their length and characters."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from rowmesh.report.plan_text import Printer, facts
 
 def print_replicas(printer: Printer, comparison: ReplicaComparison, title: str) -> None:
     """Everything about a comparison of numbers of replicas."""
-    printer.say(*facts(comparison.problem, title), _memory(comparison), _synchronization(comparison), "")
+    printer.write(*facts(comparison.problem, title), _memory(comparison), _synchronization(comparison), "")
     table = printer.table(
         "replicas",
         "tables",
@@ -38,7 +38,7 @@ def print_replicas(printer: Printer, comparison: ReplicaComparison, title: str) 
             style="bold" if chosen else "",
         )
     printer.show(table)
-    printer.say("", comparison.why, "")
+    printer.write("", comparison.why, "")
     printer.levels(comparison.plan, comparison.problem.profile)
 
 

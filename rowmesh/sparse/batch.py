@@ -112,7 +112,7 @@ class SparseBatch:
         )
 
     def routed(self, take: Callable[[int], Tensor]) -> SparseBatch:
-        """The same batch with offsets of its own: what kernels are to read, whoever else writes the buffers.
+        """The same batch with offsets of its own, for kernels: the caller may overwrite its buffers meanwhile.
 
         Args:
             take: gives memory for so many offsets, int64.

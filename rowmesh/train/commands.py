@@ -63,10 +63,10 @@ def run_training(config: Config, *, overwrite: bool = False, verify: bool = True
         _job(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
     ):
         trainer = Trainer(job)
-        _say(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
+        _write(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
         begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement), RunFolder)
-        _say(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
+        _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
         return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
@@ -103,7 +103,7 @@ def run_evaluation(
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     check_file(data, split)
     with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
-        _say(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
+        _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
         trained = resolve(run.config)
         changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
 
@@ -112,8 +112,8 @@ def run_evaluation(
 
         with _job(config, mesh, data, place, trains=False) as job:
             _load(job, run, verify)
-            _say(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
-            _say(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
+            _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
+            _write(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
             return _evaluate(job, run, split)
 
 
@@ -131,10 +131,10 @@ def _begin(claim: Claim, config: Config, placement: Placement) -> RunFolder:
 def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> RunFolder:
     """Writes the model; returns the run's folder, wherever that is in the end."""
     with naming_lost_peers(job.mesh, SAVING):
-        _say_mapped(job)
+        _write_mapped(job)
         metadata = {"steps": trainer.step, "data": str(job.data.folder.absolute()), "fingerprint": meaning}
         run = save_model(job, claim, trainer.state_dict(), metadata)
-    _say(job.mesh, f"model     {run.model}, after {trainer.step} steps")
+    _write(job.mesh, f"model     {run.model}, after {trainer.step} steps")
     return run
 
 
@@ -175,7 +175,7 @@ def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
     num_batches = -(-known.samples // job.config.data.batch_size)
     with Progress(num_batches, title=split, enabled=job.mesh.rank == 0) as progress:
         metrics = evaluate(job, split, progress.advance)
-    _say(job.mesh, *results(split, metrics, known))
+    _write(job.mesh, *results(split, metrics, known))
     record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
     record["planted_optimum"] = known.optimum
     doing = f"writing the metrics of {split}"
@@ -192,13 +192,13 @@ def _write_metrics(path: Path, record: dict[str, Any]) -> None:
         raise RowmeshError(f"cannot write {path}: {reason}; the metrics are printed above and nowhere else") from None
 
 
-def _say(mesh: Mesh, *lines: str) -> None:
+def _write(mesh: Mesh, *lines: str) -> None:
     if mesh.rank == 0 and lines:
         print(*lines, sep="\n", flush=True)  # noqa: T201
 
 
-def _say_mapped(job: Job) -> None:
-    """Tells of ids that their tables' out_of_range mapped to another row, by feature, over all ranks."""
+def _write_mapped(job: Job) -> None:
+    """Prints how many ids their tables' out_of_range mapped to another row, by feature, over all ranks."""
     mine: Counter[str] = Counter()
     for counters in job.embeddings.counters:
         mine.update(counters.out_of_range)
@@ -206,7 +206,7 @@ def _say_mapped(job: Job) -> None:
     for theirs in gather_objects(job.mesh, mine, SAVING):
         everyone.update(theirs)
     for feature, count in sorted(everyone.items()):
-        _say(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
+        _write(job.mesh, f"mapped    {feature}: {count:,} ids outside their table read its out_of_range row")
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def _elsewhere(config: Config, data: Prepared) -> list[str]:
 def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Claim]:
     """Rank 0 takes the folder; the others learn whether it could."""
     with ExitStack() as stack:
-        claim = Claim(run, overwrite=overwrite, say=lambda text: _say(mesh, text))
+        claim = Claim(run, overwrite=overwrite, log=lambda text: _write(mesh, text))
 
         def take() -> None:
             stack.enter_context(claim)

@@ -44,7 +44,7 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on.
+    """The training data.
 
     Attributes:
         folder: a prepared data set, as `rowmesh data prepare` writes it.
@@ -262,7 +262,7 @@ class ParallelConfig(Section):
 
     Attributes:
         transport: how rows and gradients travel; auto takes one-sided where all ranks share a host, on GPUs not yet.
-        timeout_s: how long a rank waits for a peer before it gives up, in seconds.
+        timeout_s: how long a rank waits for a peer, in seconds.
         replicas: how many replicas of every table to keep, each on a group of ranks of its own; auto: as many as make
             the predicted step shortest. A table's own `replicas` changes it.
         synchronization: how replicas are kept together: exact (gradients are summed, the same model as with one) or
@@ -305,11 +305,11 @@ class TiersConfig(Section):
 
 
 class PipelineConfig(Section):
-    """What moves while a batch is computed. Every choice trains the same model.
+    """Work that overlaps with the computation of a batch. Every choice trains the same model.
 
     Attributes:
-        depth: batches that are read, routed and told to the owners of their rows ahead; auto: as measured first steps
-            advise.
+        depth: batches that are read, routed and requested from the owners of their rows ahead; auto: chosen by measured
+            first steps.
         micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
         exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them; on a CPU) or
             unsplit (all with the first, gradients with the last).
@@ -365,7 +365,7 @@ class DriftConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which rank holds each row; without a plan or a strategy every table is dealt over all ranks.
+    """Which rank holds each row; without a plan or a strategy every table is cyclic over all ranks.
 
     Attributes:
         plan: a file that `rowmesh plan` made for these tables and as many ranks.

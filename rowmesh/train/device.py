@@ -25,7 +25,7 @@ def check_device(config: Config) -> None:
 
 
 def _pipeline_obstacles(config: PipelineConfig) -> list[str]:
-    """What a pipeline needs rows in the host's memory for."""
+    """The options of a pipeline that need rows in the host's memory."""
     obstacles = ["pipeline.exchange=naive (use delta or unsplit)"] if config.exchange == "naive" else []
     return [*obstacles, "pipeline.verify"] if config.verify else obstacles
 

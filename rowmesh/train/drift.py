@@ -4,7 +4,7 @@ A new plan is made where two intervals in a row fall short, of the second, and t
 it serves that better. From then on the limits are shares of what the first interval under it measures.
 
 Ranks talk every `check_every` steps: they add up what they measured, and learn from rank 0 what came of planning. Rank
-0 watches its own batches alone, which are like those of the others where samples are dealt to ranks.
+0 watches its own batches alone, which are like those of the others where samples go to ranks at random.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
-from rowmesh.placement.strategies import STRATEGIES
+from rowmesh.placement.strategies import STRATEGIES, current_name
 from rowmesh.sparse import SparseBatch
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
@@ -66,7 +66,7 @@ class Drift:
         self._step = 0
 
     def after_step(self, batch: SparseBatch) -> str:
-        """Between two steps; returns what is to be told, mostly nothing. Collective: every rank calls it."""
+        """To be called between two steps; returns a message, mostly empty. Collective: every rank calls it."""
         self._step += 1
         if self._planner is not None and self._step % self._sample_every == 0:
             self._planner.watch(self._ids_by_table(batch), batch.batch_size)
@@ -128,8 +128,8 @@ class Drift:
         """Goes over to a plan; says what that took, or why the old one goes on."""
         try:
             moved = self._collection.migrate(plan)
-        # On all ranks alike: who made the plan does not know what tables or devices cannot do, nor that there must be
-        # room for the rows of both plans.
+        # On all ranks alike: the planner does not know the limits of tables and devices, nor that both plans' rows need
+        # room.
         except (ConfigurationError, MemoryError) as error:
             return f"not taken over, {error}"
         if self._planner is not None:
@@ -139,7 +139,7 @@ class Drift:
 
 @contextmanager
 def configured_drift(job: Job) -> Iterator[Drift | None]:
-    """What keeps the plan of a run up to date, if that is wanted; closed at the end, also where training fails.
+    """Keeps the plan of a run up to date, if the configuration says so; closed at the end, also where training fails.
 
     Collective: every rank enters it.
     """
@@ -173,7 +173,7 @@ def _configured(job: Job) -> Drift | None:
 
     predicted, planner = on_rank_0(mesh, SETTING_UP, fit, Fit), None
     if problem is not None:
-        wanted = job.config.placement.strategy or plan.strategy
+        wanted = current_name(job.config.placement.strategy or plan.strategy)
         strategy = wanted if wanted in STRATEGIES else "auto"
         planner = Planner(plan, strategy, problem.topology, problem.request)
     limits = config.model_dump(exclude={"enabled"})

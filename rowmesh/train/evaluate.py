@@ -19,7 +19,7 @@ def evaluate(job: Job, split: str, on_batch: Callable[[int], None] = lambda numb
     Args:
         job: what to evaluate.
         split: on which samples.
-        on_batch: is told after each batch how many are done.
+        on_batch: called after each batch with the number of batches done.
 
     Raises:
         DataError: there is no such split, or it holds values that are not finite.

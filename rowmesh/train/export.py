@@ -1,4 +1,4 @@
-"""Export: the rows of a trained model under the values that users know, for whoever serves them.
+"""Export: the rows of a trained model under the values that users know, for a server.
 
 A table becomes a Parquet file with a line an id, the most frequent first, whatever order its rows were trained in::
 
@@ -68,7 +68,7 @@ def export(
     overwrite: bool = False,
     progress: Progress = silent,
     verify: bool = True,
-    say: Callable[[str], object] = logger.info,
+    log: Callable[[str], object] = logger.info,
 ) -> list[Exported]:
     """Writes the tables of a finished run by the values of the raw data, and its dense network.
 
@@ -81,9 +81,10 @@ def export(
         data: the prepared data, where they are no longer where the run was trained on them.
         tables: some of them; default: all.
         overwrite: replace a folder that an earlier export wrote.
-        progress: is told what is being written, and which share of it is.
+        progress: called with what is being written, and the share that is done.
         verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
-        say: is told, a line each, that the model or the data are not verified, and why; default: rowmesh's log.
+        log: receives a line for each of the model and the data that is not verified, with the reason; by default
+            rowmesh's log.
 
     Raises:
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
@@ -96,7 +97,7 @@ def export(
     chosen = _choose(tables, manifest)
     prepared = Prepared.open(data, verify=verify) if data else _data_of_training(folder, verify)
     for line in _unverified(folder, manifest, prepared, verify):
-        say(line)
+        log(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
         _check_meaning(folder, manifest, prepared)  # reads all vocabularies
@@ -107,7 +108,7 @@ def export(
 
 
 def _unverified(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
-    """What is read as it is."""
+    """Lines about files that are read without verification."""
     if verify and not manifest.checksums:
         yield f"model     {folder.model} {UNVERIFIABLE}"
     if data.verification:

@@ -31,7 +31,7 @@ def fingerprint(data: Prepared) -> Fingerprint:
 
 
 def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
-    """What has another meaning in the given data than in those of the training.
+    """The tables and features that have another meaning in the given data than in those of the training.
 
     >>> differences({"a": "1", "b": "2"}, {"b": "3", "a": "1"})
     ['b']

@@ -26,7 +26,7 @@ from rowmesh.train.tables import common_dim, table_specs
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What a configuration, a data set and a mesh make.
+    """A run, set up: made from a configuration, a data set and a mesh.
 
     Attributes:
         config: the resolved configuration.

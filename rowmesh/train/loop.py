@@ -84,7 +84,7 @@ class Trainer:
                 interval.steps += 1
                 log.step(self.step)
                 if drift is not None and (text := drift.after_step(batch.sparse)):
-                    log.progress.say(f"drift after step {self.step}: {text}")
+                    log.progress.write(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
                     interval.loss += self._losses.rest()
                     self._log(log, interval, steps.record())
@@ -151,10 +151,10 @@ class Trainer:
         pauses = [config.placement.drift.check_every] if can_migrate else []
         if config.train.eval_every and self.job.embeddings.tier_counters:
             pauses.append(config.train.eval_every)
-        return PipelinedSteps(self, self.job, pauses, log.progress.say)
+        return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     def local_loss(self, total: Tensor) -> Tensor:
-        """What a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
+        """The loss that a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
         number = self.step % self._loader.num_batches
         rest = self._loader.num_samples - number * self._loader.batch_size
         return total * (self.job.mesh.world_size / min(self._loader.batch_size, rest))
@@ -208,7 +208,7 @@ class Trainer:
         metrics = evaluate(self.job, split)
         log.evaluation(self.step, split, metrics.as_record())
         scores = f"AUC {metrics.auc:.5f}, log-loss {metrics.log_loss:.5f}"
-        log.progress.say(f"{split} after step {self.step}: {scores}")
+        log.progress.write(f"{split} after step {self.step}: {scores}")
         return time.perf_counter() - started_s
 
 

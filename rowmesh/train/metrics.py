@@ -58,7 +58,7 @@ class Metrics:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         return cls(**values)
 
 

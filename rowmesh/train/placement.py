@@ -1,4 +1,4 @@
-"""Which plan a run is placed by: from a file, made at the start from the data's counts, or every table dealt."""
+"""Which plan a run is placed by: from a file, made at the start from the data's counts, or every table cyclic."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Placement:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """From what another rank sent."""
         plan, source = values
         return cls(Plan.from_json(plan), source)
 
 
 def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placement:
-    """The placement that a configuration wants on a mesh.
+    """The placement that a configuration asks for on a mesh.
 
     Raises:
         ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
@@ -76,7 +76,7 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
         _check_replica_settings(config.parallel, plan.together if plan.is_replicated else None)
         return Placement(plan, placement.plan)
     if not shapes:
-        return _dealt(shapes, mesh, "all tables are tensor-train cores, which every rank has")
+        return _cyclic(shapes, mesh, "all tables are tensor-train cores, which every rank has")
     if config.parallel.replicas == "auto" or max(replicas.values()) > 1:
         return _replicated(config, mesh, data, replicas)
     _check_replica_settings(config.parallel, None)
@@ -84,11 +84,11 @@ def configured_placement(config: Config, mesh: Mesh, data: Prepared) -> Placemen
         topology = run_topology(config, mesh)
         comparison = compare(problem_of(config, data, topology), placement.strategy)
         return Placement(comparison.plan, f"made for topology {topology.name}")
-    return _dealt(shapes, mesh, "no plan is given")
+    return _cyclic(shapes, mesh, "no plan is given")
 
 
 def evaluation_placement(config: Config, mesh: Mesh, data: Prepared, recorded: Path, *, changed: bool) -> Placement:
-    """The placement for an evaluation: the run's own where it fits the ranks, else every table dealt.
+    """The placement for an evaluation: the run's own where it fits the ranks, else every table cyclic.
 
     Args:
         config: of the evaluation.
@@ -104,13 +104,13 @@ def evaluation_placement(config: Config, mesh: Mesh, data: Prepared, recorded: P
         return configured_placement(config, mesh, data)
     shapes = shapes_of(config, data)
     if not recorded.exists():
-        return _dealt(shapes, mesh, "the run recorded no plan")
+        return _cyclic(shapes, mesh, "the run recorded no plan")
     plan = Plan.load(recorded)
     try:
         plan.check_fits(shapes, mesh.world_size, mesh.ranks_per_node)
     except ConfigurationError:
         reason = f"the run's plan is for {plan.world_size} ranks in nodes of {plan.ranks_per_node}"
-        return _dealt(shapes, mesh, reason if plan.world_size != mesh.world_size else f"{reason}, or other tables")
+        return _cyclic(shapes, mesh, reason if plan.world_size != mesh.world_size else f"{reason}, or other tables")
     return Placement(plan, f"{recorded}, as in training")
 
 
@@ -126,7 +126,7 @@ def problem_of(
         config: of the run.
         data: of the run.
         topology: of the ranks.
-        request: what is wanted; by default what the configuration says.
+        request: what to plan for; by default the request of the configuration.
         count_batches: read all batches once to count how many hold each row.
     """
     request = request or request_of(config, topology.world_size)
@@ -138,7 +138,7 @@ def problem_of(
 
 
 def request_of(config: Config, world_size: int) -> Request:
-    """What a configuration says of a plan."""
+    """The request that a configuration makes of a plan."""
     placement = config.placement
     return Request(
         batch_size=-(-config.data.batch_size // world_size),
@@ -185,10 +185,10 @@ def wanted_replicas(config: Config, data: Prepared) -> dict[str, int]:
 def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, int]) -> Placement:
     """A plan whose tables have replicas.
 
-    Where tables differ by their own settings, rows are dealt over the ranks of a group. Otherwise the arrangement, and
+    Where tables differ by their own settings, rows are cyclic over the ranks of a group. Otherwise the arrangement, and
     with "auto" the number too, is the one predicted to be fastest.
     """
-    parallel, strategy = config.parallel, config.placement.strategy or "dealt"
+    parallel, strategy = config.parallel, config.placement.strategy or "cyclic"
     counts = None if parallel.replicas == "auto" else sorted(set(replicas.values()))
     if counts is None and any(config.tables.of(name).replicas is not None for name in replicas):
         raise ConfigurationError("tables.….replicas cannot be combined with parallel.replicas='auto'; give one of them")
@@ -198,7 +198,7 @@ def _replicated(config: Config, mesh: Mesh, data: Prepared, replicas: dict[str, 
                 f"tables.….replicas that differ cannot go with placement.strategy={strategy!r}; give one of them"
             )
         together = "shards" if parallel.together == "auto" else parallel.together
-        plan = Plan.dealt(
+        plan = Plan.cyclic(
             shapes_of(config, data), mesh.world_size, mesh.ranks_per_node, replicas=replicas, together=together
         )
         return Placement(plan, "over the ranks of each replica group, as tables say")
@@ -227,8 +227,8 @@ def _check_replica_settings(parallel: ParallelConfig, together: Together | None)
             )
 
 
-def _dealt(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:
-    return Placement(Plan.dealt(shapes, mesh.world_size, mesh.ranks_per_node), f"over all ranks, as {reason}")
+def _cyclic(shapes: Sequence[TableShape], mesh: Mesh, reason: str) -> Placement:
+    return Placement(Plan.cyclic(shapes, mesh.world_size, mesh.ranks_per_node), f"over all ranks, as {reason}")
 
 
 def _checked(plan: Plan, shapes: Sequence[TableShape], mesh: Mesh, source: str) -> Plan:

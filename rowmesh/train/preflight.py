@@ -58,7 +58,7 @@ def _row_bytes(plan: Plan, averages: bool) -> list[int]:
 
 
 def _shared_rooms(mesh: Mesh, found: Sequence[dict[str, int]]) -> Iterator[tuple[list[int], int]]:
-    """Ranks that take their memory from the same, and what the one who measured least found there."""
+    """Groups of ranks that share memory, and the least that a rank of the group measured there."""
     for host in sorted(set(mesh.hosts)):
         here = [rank for rank in range(mesh.world_size) if mesh.hosts[rank] == host]
         for name in dict.fromkeys(name for rank in here for name in found[rank]):

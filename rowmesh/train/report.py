@@ -1,4 +1,4 @@
-"""What a run tells its user: what it chose and why, and how good the result is."""
+"""What a run prints: its choices and their reasons, and how good the result is."""
 
 from __future__ import annotations
 

@@ -122,15 +122,15 @@ class Claim:
     Args:
         folder: the run's folder; made if need be.
         overwrite: whether a former run in it may be removed.
-        say: takes what a user should know.
+        log: receives messages for the user.
 
     Raises:
         RowmeshError: another process writes the folder, it holds a run and `overwrite` is False, it holds
             something else, or it cannot be made.
     """
 
-    def __init__(self, folder: RunFolder, *, overwrite: bool, say: Callable[[str], None] = lambda text: None) -> None:
-        self._path, self._overwrite, self.say, self._has_begun = folder.path, overwrite, say, False
+    def __init__(self, folder: RunFolder, *, overwrite: bool, log: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._overwrite, self.log, self._has_begun = folder.path, overwrite, log, False
         self._held = ExitStack()
         self._target = folder.path
         self._known: dict[Path, int] = {}
@@ -188,7 +188,7 @@ class Claim:
         self._keep(self._target)
         self._has_begun = True
         if self._replaces:
-            self.say(f"former    the run in {self._path} stays until the model of this one is written")
+            self.log(f"former    the run in {self._path} stays until the model of this one is written")
         return RunFolder(self._target)
 
     def settle(self, changed: Mapping[str, str] | None = None) -> RunFolder:
@@ -204,7 +204,7 @@ class Claim:
         if not self._is_same(self._target):
             self._make_again()
         elif lost := self._description.write(self._target, anew=False):
-            self.say(f"{self._target} lacked {', '.join(lost)}; written again")
+            self.log(f"{self._target} lacked {', '.join(lost)}; written again")
         for name, text in (changed or {}).items():
             write_text(self._target / name, text)
         self._description.files.update(changed or {})
@@ -262,7 +262,7 @@ class Claim:
         self._target.mkdir(exist_ok=True)
         self._description.write(self._target)
         self._keep(self._target)
-        self.say(
+        self.log(
             f"{missed} was removed or renamed while the run trained; its model goes to {self._target}, without the "
             "metrics and counters written before"
         )

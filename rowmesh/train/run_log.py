@@ -39,13 +39,13 @@ class RunLog:
         first = job.mesh.rank == 0
         self._open = ExitStack()
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
-        say = self.progress.say
-        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, say))
-        lines = self._open.enter_context(JsonLines(run.counters if first else None, say))
+        log = self.progress.write
+        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log))
+        lines = self._open.enter_context(JsonLines(run.counters if first else None, log))
         self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
         self._board = None
         if first and job.config.train.tensorboard:
-            self._board = self._open.enter_context(closing(TensorBoard(run.tensorboard, say)))
+            self._board = self._open.enter_context(closing(TensorBoard(run.tensorboard, log)))
 
     def step(self, step: int) -> None:
         """Notes the counters of a step, and moves the progress."""

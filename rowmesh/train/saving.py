@@ -41,7 +41,7 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
     places: list[Callable[[], RunFolder]] = [lambda: claim.settle(plans)]
     if config.fallback_folder:
         places.append(lambda: claim.settle_elsewhere(Path(config.fallback_folder), plans))
-    patience = _Patience(config, claim.say, job.mesh.timeout_s)
+    patience = _Patience(config, claim.log, job.mesh.timeout_s)
     while True:
         reasons: list[OSError | CheckpointWriteError] = []
         for place in places:
@@ -52,7 +52,7 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
             except (OSError, CheckpointWriteError) as error:
                 reasons.append(error)
             else:
-                claim.say(f"model     goes to run.fallback_folder: {_text(reasons[0])}")
+                claim.log(f"model     goes to run.fallback_folder: {_text(reasons[0])}")
                 return run
         if not any(isinstance(reason, CheckpointWriteError) or may_pass(reason) for reason in reasons):
             raise reasons[0]
@@ -77,7 +77,7 @@ class _Patience:
     """How long rank 0 waits for room, for all."""
 
     config: RunConfig
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     timeout_s: float
     _delay_s: float = _FIRST_DELAY_S
     _deadline_s: float | None = field(default=None, init=False)
@@ -88,7 +88,7 @@ class _Patience:
         if self._deadline_s is None:
             self._deadline_s = now_s + self.config.retry_s
             if self.config.retry_s:
-                self.say(
+                self.log(
                     f"model     cannot be written: {reason}\n          it is kept in memory, and tried again for "
                     f"{self.config.retry_s:,g} s (run.retry_s); Ctrl-C gives it up"
                 )

@@ -23,7 +23,7 @@ WARM_UP_STEPS, MEASURED_STEPS = 8, 16
 
 
 class Trains(Protocol):
-    """What steps need of a trainer.
+    """The methods of a trainer that steps call.
 
     Attributes:
         step: steps so far.
@@ -52,7 +52,7 @@ class Steps(Protocol):
         ...
 
     def record(self) -> dict[str, float]:
-        """What there is to say of the time since it was said last, on this rank."""
+        """Facts about the time since the last call, on this rank."""
         ...
 
     def finish(self, trace: Path) -> None:
@@ -90,11 +90,11 @@ class PipelinedSteps:
         job: what is trained.
         pauses: after every so many steps, of each, nothing is under way for a moment: a plan may change then, and an
             evaluation has all fast memory for itself.
-        say: takes what was chosen.
+        log: receives the choices that were made.
     """
 
-    def __init__(self, trainer: Trains, job: Job, pauses: Sequence[int], say: Callable[[str], None]) -> None:
-        self._trainer, self._job, self._pauses, self._say = trainer, job, pauses, say
+    def __init__(self, trainer: Trains, job: Job, pauses: Sequence[int], log: Callable[[str], None]) -> None:
+        self._trainer, self._job, self._pauses, self._log = trainer, job, pauses, log
         self._pipeline: Pipeline[Batch] | None = None
         self._pipelines: list[Pipeline[Batch]] = []
         share = job.config.pipeline.communication_share
@@ -106,7 +106,7 @@ class PipelinedSteps:
         if config.is_measured:
             in_turn, first_steps = self._make(0, 1, overlap=False), WARM_UP_STEPS + MEASURED_STEPS
             if count <= first_steps:
-                self._say(f"pipeline  off: {count} steps are too few to measure the first {first_steps} and choose")
+                self._log(f"pipeline  off: {count} steps are too few to measure the first {first_steps} and choose")
                 yield from self._run(in_turn, batches, count)
                 return
             yield from self._run(in_turn, batches, WARM_UP_STEPS)
@@ -118,7 +118,7 @@ class PipelinedSteps:
         assert config.depth != "auto"
         assert config.micro_batches != "auto"
         pipeline = self._make(config.depth, config.micro_batches)
-        self._say(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
+        self._log(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
         yield from self._run(pipeline, batches, left)
 
     def settle(self) -> None:
@@ -146,7 +146,7 @@ class PipelinedSteps:
             try:
                 write_trace(trace, [[Event(*event) for event in events] for events in everyone])
             except OSError as error:  # no reason to lose the model
-                self._say(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
+                self._log(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 
     def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
         config = self._job.config.pipeline
@@ -205,7 +205,7 @@ class PipelinedSteps:
             counts=COUNTS if config.micro_batches == "auto" else (config.micro_batches,),
             schedule=pipeline.make_schedule,
         )
-        self._say(f"pipeline  {choice}")
+        self._log(f"pipeline  {choice}")
         if config.communication_share == "auto":
             self._work = work_of(stages)
         return config.model_copy(update={"depth": choice.depth, "micro_batches": choice.micro_batches})

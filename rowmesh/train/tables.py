@@ -1,4 +1,4 @@
-"""The tables of a run: what the data set says about each feature, and what the configuration wants of it."""
+"""The tables of a run, from the features of the data set and the configuration."""
 
 from __future__ import annotations
 

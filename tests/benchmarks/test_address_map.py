@@ -12,7 +12,7 @@ NUM_ROWS = 60_000
 
 
 @pytest.mark.parametrize("name", address_map.make_plans(NUM_ROWS))
-def test_everyone_finds_the_home_of_every_row(name):
+def test_everyone_finds_the_owner_of_every_row(name):
     plan = address_map.make_plans(NUM_ROWS)[name]
     plan.check()
     ids = np.random.default_rng(0).permutation(NUM_ROWS)
@@ -22,10 +22,10 @@ def test_everyone_finds_the_home_of_every_row(name):
         lookup.functions()[each](ids, out)
         assert np.array_equal(out.values, places["rowmesh locate"].values)
     of_rank_0 = AddressMap(plan, ["item"], 0)
-    for row, home in zip(ids[:500].tolist(), places["array"].values[0, :500].tolist(), strict=True):
-        assert home == table.range_of(row).home(row, plan.world_size)
+    for row, owner in zip(ids[:500].tolist(), places["array"].values[0, :500].tolist(), strict=True):
+        assert owner == table.range_of(row).owner(row, plan.world_size)
         if of_rank_0.locate(0, row)[2] not in ("node", "relayed"):
-            assert of_rank_0.locate(0, row)[0] == home
+            assert of_rank_0.locate(0, row)[0] == owner
     assert lookup.num_bytes["array"] == 4 * NUM_ROWS
 
 

@@ -57,29 +57,31 @@ def received(mesh, plan_json):
     return num_bytes, part.embeddings(part.batches[0]).values.detach().numpy().tobytes()
 
 
-@pytest.mark.parametrize("strategy", ["dealt", "table_wise"])
+@pytest.mark.parametrize("strategy", ["cyclic", "table_wise"])
 def test_the_model_sees_what_a_step_moves(ranks, strategy):
     profile, request = true_profile(WORKLOAD), Request(batch_size=WORKLOAD.global_batch // 4)
     plan = search(strategy, profile, topology(4, 2), request)
     planned = ranks.run(received, plan.to_json(), world_size=4)
-    dealt = ranks.run(received, None, world_size=4)
-    assert [values for _, values in planned] == [values for _, values in dealt]
-    for plan_, runs in ((plan, planned), (Plan.dealt(profile.shapes, 4, 2), dealt)):
+    cyclic = ranks.run(received, None, world_size=4)
+    assert [values for _, values in planned] == [values for _, values in cyclic]
+    for plan_, runs in ((plan, planned), (Plan.cyclic(profile.shapes, 4, 2), cyclic)):
         assert sum(n for n, _ in runs) == pytest.approx(cost_of(plan_, profile, request).total_bytes, rel=0.02)
 
 
 def test_plans_that_are_not_there_are_named():
-    with pytest.raises(SystemExit, match=r"--plan nothing\.json: neither a file nor a strategy; there are auto, dealt"):
+    with pytest.raises(
+        SystemExit, match=r"--plan nothing\.json: neither a file nor a strategy; there are auto, cyclic"
+    ):
         run(parse("", ["--plan", "nothing.json", "--quick"], plan="", hosts=""), Report("embedding_step", None))
     with pytest.raises(SystemExit, match="--hosts needs --plan"):
         run(parse("", ["--hosts", "2x2", "--quick"], plan="", hosts=""), Report("embedding_step", None))
     with pytest.raises(SystemExit, match="--hosts 3x2: a cable joins 2 hosts"):
-        run(parse("", ["--hosts", "3x2", "--quick"], plan="dealt", hosts=""), Report("embedding_step", None))
+        run(parse("", ["--hosts", "3x2", "--quick"], plan="cyclic", hosts=""), Report("embedding_step", None))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_make_hosts")
 def test_two_hosts(tmp_path):
-    arguments = ["--plan", "dealt", "--hosts", "2x2", "--quick", "--steps", "3", "--output", str(tmp_path / "lines")]
+    arguments = ["--plan", "cyclic", "--hosts", "2x2", "--quick", "--steps", "3", "--output", str(tmp_path / "lines")]
     run(parse("", arguments, plan="", hosts=""), Report("embedding_step", tmp_path / "lines"))
     assert (tmp_path / "lines").read_text().count('"predicted_cable_bytes"') == 2

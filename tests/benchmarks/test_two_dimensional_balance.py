@@ -19,9 +19,9 @@ def test_imbalance_of_skewed_plans_falls_with_replicas(strategy, deduplicated):
     assert found[-1] < found[0] / 1.5
 
 
-def test_dealt_rows_are_even_with_and_without_replicas():
+def test_cyclic_rows_are_even_with_and_without_replicas():
     profile = draw("kaggle", scale=0.001).counted
-    for cost in costs(profile, 16, "dealt", [1, 2, 4], deduplicated=True).values():
+    for cost in costs(profile, 16, "cyclic", [1, 2, 4], deduplicated=True).values():
         assert cost.imbalance < 1.05
 
 

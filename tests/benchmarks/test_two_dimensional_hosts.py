@@ -72,7 +72,7 @@ def test_contestants_do_the_same_work(ranks, tmp_path):
     plans, shapes = {}, true_profile(WORKLOAD).shapes
     for name, variant in VARIANTS.items():
         path = tmp_path / f"{name}.json"
-        Plan.dealt(shapes, 4, 2, replicas=variant.replicas, together=variant.together).save(path)
+        Plan.cyclic(shapes, 4, 2, replicas=variant.replicas, together=variant.together).save(path)
         plans[name] = str(path)
     for answers in ranks.run(run_variants, plans, world_size=4):
         assert len({answers[name]["digest"] for name in SAME_ORDER}) == 1

@@ -30,7 +30,7 @@ DENSE = {"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 12}
 
 
 @dataclass
-class Dealt:
+class Cyclic:
     """Stands in for a collection: row r lives on rank r mod W, or the rows are cut into W blocks."""
 
     tables: list[TableSpec]
@@ -40,9 +40,9 @@ class Dealt:
     parts: dict[str, LocalRows] = field(init=False)
 
     def __post_init__(self):
-        self.parts = {table.name: self._deal(table) for table in self.tables}
+        self.parts = {table.name: self._cyclic(table) for table in self.tables}
 
-    def _deal(self, table):
+    def _cyclic(self, table):
         rows = range(self.rank, table.num_rows, self.world_size)
         if self.blocks:
             cuts = [table.num_rows * rank // self.world_size for rank in (self.rank, self.rank + 1)]
@@ -72,7 +72,7 @@ class Dealt:
         return self.local_rows(table)
 
     def fill(self):
-        """Gives every element a value that tells where it belongs."""
+        """Gives every element a value by its place."""
         for index, part in enumerate(self.parts.values()):
             for salt, tensor in enumerate([part.values, *part.state.values()]):
                 numbers = (torch.tensor(list(part.rows), dtype=torch.int64) * 7919 + index * 31 + salt).double().sin()
@@ -91,7 +91,7 @@ class Dealt:
 @pytest.fixture
 def saved(tmp_path):
     folder = tmp_path / "model"
-    save(folder, Dealt(TABLES).fill(), DENSE, metadata={"split": "train"})
+    save(folder, Cyclic(TABLES).fill(), DENSE, metadata={"split": "train"})
     return folder
 
 
@@ -99,8 +99,8 @@ def saved(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
     for rank in range(world_size):
-        expected = Dealt(TABLES, rank, world_size, blocks).fill()
-        actual = Dealt(TABLES, rank, world_size, blocks)
+        expected = Cyclic(TABLES, rank, world_size, blocks).fill()
+        actual = Cyclic(TABLES, rank, world_size, blocks)
         dense = load(saved, actual)
         assert actual.equals(expected)
         assert dense["model"]["weight"].equal(DENSE["model"]["weight"])
@@ -109,16 +109,16 @@ def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
 
 def test_chunks_do_not_change_what_is_read(saved, monkeypatch):
     monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 5)
-    actual = Dealt(TABLES, 1, 2)
+    actual = Cyclic(TABLES, 1, 2)
     load(saved, actual)
-    assert actual.equals(Dealt(TABLES, 1, 2).fill())
+    assert actual.equals(Cyclic(TABLES, 1, 2).fill())
 
 
 def test_reading_needs_no_memory_for_the_whole_table(tmp_path, monkeypatch):
     monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 10_000)
     table = TableSpec(name="large", num_rows=1_000_000, dim=1, optimizer=SGD())
-    save(tmp_path, Dealt([table]), {})
-    target = Dealt([table])
+    save(tmp_path, Cyclic([table]), {})
+    target = Cyclic([table])
     tracemalloc.start()
     try:
         load(tmp_path, target)
@@ -129,9 +129,9 @@ def test_reading_needs_no_memory_for_the_whole_table(tmp_path, monkeypatch):
 
 def test_rows_without_optimizer_state(saved):
     tables = [replace(table, optimizer=SGD()) for table in TABLES]
-    actual = Dealt(tables)
+    actual = Cyclic(tables)
     load(saved, actual, optimizer_state=False)
-    assert actual.parts["item"].values.equal(Dealt(TABLES).fill().parts["item"].values)
+    assert actual.parts["item"].values.equal(Cyclic(TABLES).fill().parts["item"].values)
     with pytest.raises(CheckpointError, match="'user/country': optimizer is row_wise_adagrad in the checkp"):
         load(saved, actual)
 
@@ -143,18 +143,18 @@ def test_metadata_and_rules_are_in_the_manifest(saved):
 
 
 def test_a_new_checkpoint_replaces_the_old_one(saved):
-    save(saved, Dealt(TABLES), DENSE)
-    actual = Dealt(TABLES).fill()
+    save(saved, Cyclic(TABLES), DENSE)
+    actual = Cyclic(TABLES).fill()
     load(saved, actual)
-    assert actual.equals(Dealt(TABLES))
+    assert actual.equals(Cyclic(TABLES))
     assert len(list(saved.iterdir())) == 2
 
 
 def assert_unchanged(saved, before):
     assert sorted(saved.rglob("*")) == before
-    actual = Dealt(TABLES)
+    actual = Cyclic(TABLES)
     load(saved, actual)
-    assert actual.equals(Dealt(TABLES).fill())
+    assert actual.equals(Cyclic(TABLES).fill())
 
 
 def test_a_full_disk_leaves_the_old_model(saved):
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_the_old_model(saved):
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
     try:
         with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*model: .*; the former checkpoint stays"):
-            save(saved, Dealt(TABLES), DENSE)
+            save(saved, Cyclic(TABLES), DENSE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_no_empty_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(write, "_write_array", fill)
     with pytest.raises(CheckpointError, match=r"only a part was written \(4208 .*\); is the disk full"):
-        save(tmp_path / "model", Dealt(TABLES), DENSE)
+        save(tmp_path / "model", Cyclic(TABLES), DENSE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,26 +190,26 @@ def test_an_interrupted_write_leaves_the_old_model(saved, monkeypatch, at):
 
     monkeypatch.setattr(write, at, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        save(saved, Dealt(TABLES), DENSE)
+        save(saved, Cyclic(TABLES), DENSE)
     assert_unchanged(saved, before)
 
 
 def test_what_a_killed_write_left_is_removed(saved):
     (saved / "0123456789abcdef").mkdir()
     (saved / "manifest.json.0123456789abcdef").write_text("{")
-    save(saved, Dealt(TABLES), DENSE)
+    save(saved, Cyclic(TABLES), DENSE)
     assert len(list(saved.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory"):
-        save(tmp_path / "file" / "model", Dealt(TABLES), DENSE)
+        save(tmp_path / "file" / "model", Cyclic(TABLES), DENSE)
 
 
 def test_rows_that_no_rank_holds(tmp_path):
     with pytest.raises(CheckpointError, match="table 'user/country' has 37 rows, but ranks hold 19"):
-        save(tmp_path, Dealt(TABLES, 0, 2), DENSE)
+        save(tmp_path, Cyclic(TABLES, 0, 2), DENSE)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_rows_that_no_rank_holds(tmp_path):
 def test_tables_that_do_not_fit(saved, changes, message):
     tables = [replace(table, **changes) if table.name == "item" else table for table in TABLES]
     with pytest.raises(CheckpointError, match=message):
-        load(saved, Dealt(tables))
+        load(saved, Cyclic(tables))
 
 
 @pytest.mark.parametrize("name", ["item.0.values.npy", "item.0.m.npy", "dense.pt"])
@@ -234,24 +234,24 @@ def test_missing_and_damaged_files_are_named(saved, name):
     for rest in (content[: len(content) // 2], b""):
         path.write_bytes(rest)
         with pytest.raises(CheckpointError, match=rf"{name} has {len(rest)} bytes where .* were written"):
-            load(saved, Dealt(TABLES))
+            load(saved, Cyclic(TABLES))
         with pytest.raises(CheckpointError, match=rf"{name} cannot be read"):
-            load(saved, Dealt(TABLES), verify=False)
+            load(saved, Cyclic(TABLES), verify=False)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{name} is missing; the checkpoint is incomplete"):
-        load(saved, Dealt(TABLES))
+        load(saved, Cyclic(TABLES))
 
 
 def test_files_of_another_shape(saved):
     path = next(saved.rglob("item.0.values.npy"))
     path.write_bytes(next(saved.rglob("one.0.values.npy")).read_bytes())
     with pytest.raises(CheckpointError, match=r"table 'item': .* holds float64 \(1, 2\), expected float32"):
-        load(saved, Dealt(TABLES), verify=False)
+        load(saved, Cyclic(TABLES), verify=False)
 
 
 def test_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
-        load(tmp_path, Dealt(TABLES))
+        load(tmp_path, Cyclic(TABLES))
 
 
 def test_rows_in_no_file(saved):
@@ -260,7 +260,7 @@ def test_rows_in_no_file(saved):
     manifest["tables"]["item"]["parts"] = []
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="table 'item': files hold 0 rows where each of 64 must be in exactly"):
-        load(saved, Dealt(TABLES))
+        load(saved, Cyclic(TABLES))
 
 
 def flip(path, position, bit=3):
@@ -278,15 +278,15 @@ def test_a_flipped_bit_in_any_file_is_noticed(saved, position):
         with pytest.raises(
             CheckpointError, match=rf"{path.name} is damaged: bytes 0 to .*not what was written.*-verify"
         ):
-            load(saved, Dealt(TABLES))
+            load(saved, Cyclic(TABLES))
         flip(path, position)
-    load(saved, Dealt(TABLES))
+    load(saved, Cyclic(TABLES))
 
 
 def test_only_blocks_that_are_read_are_verified_and_each_once(tmp_path, monkeypatch):
     table = TableSpec(name="item", num_rows=1000, dim=8, optimizer=SGD())  # 16 rows in 512 bytes
     monkeypatch.setattr("rowmesh.checkpoint.write.BLOCK_BYTES", 512)
-    save(tmp_path, Dealt([table]).fill(), {})
+    save(tmp_path, Cyclic([table]).fill(), {})
     manifest, summed = read_manifest(tmp_path), []
     digest = xxhash.xxh3_64_hexdigest
     monkeypatch.setattr("xxhash.xxh3_64_hexdigest", lambda block: summed.append(len(block)) or digest(block))
@@ -317,14 +317,14 @@ def test_a_folder_in_place_of_a_file_is_named(saved):
     path.unlink()
     path.mkdir()
     with pytest.raises(CheckpointError, match=r"table 'item': .*item.0.values.npy cannot be read \(.*Is a directory"):
-        load(saved, Dealt(TABLES))
+        load(saved, Cyclic(TABLES))
 
 
 def test_damaged_rows_can_be_read_on_purpose(saved):
     flip(next(saved.rglob("item.0.values.npy")), -1)
-    actual = Dealt(TABLES)
+    actual = Cyclic(TABLES)
     load(saved, actual, verify=False)
-    assert not actual.equals(Dealt(TABLES).fill())
+    assert not actual.equals(Cyclic(TABLES).fill())
 
 
 def test_models_of_before_have_no_checksums_and_are_read(saved, caplog):
@@ -332,10 +332,10 @@ def test_models_of_before_have_no_checksums_and_are_read(saved, caplog):
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
     path.write_text(json.dumps(manifest))
-    actual = Dealt(TABLES)
+    actual = Cyclic(TABLES)
     with caplog.at_level("INFO", "rowmesh"):
         load(saved, actual)
-    assert actual.equals(Dealt(TABLES).fill())
+    assert actual.equals(Cyclic(TABLES).fill())
     assert [record.message for record in caplog.records] == [
         f"the model in {saved} has no checksums, since an earlier version wrote it: what is read of it is not verified"
     ]

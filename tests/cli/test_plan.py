@@ -23,7 +23,7 @@ def test_it_prints_strategies_ranks_and_levels(run, config_file):
     assert "tables    clicks: 3 tables" in out
     assert "counts of 20,000 samples" in out
     assert "ranks     8 = 2 × 4 (2x4); Two nodes of 4 A100 (40 GB)" in out
-    assert "step      100 samples a rank, infer; what is made least is the sum over links" in out
+    assert "step      100 samples a rank, infer; minimized: the sum over links" in out
     assert re.search(r"^\w+: a step costs [\d.]+ .s summed over links, [\d.]+ % less than", out, re.MULTILINE)
     assert [line.split()[0] for line in out.splitlines() if re.match(r" [0-7] ", line)] == list("01234567")
     assert re.search(r"^ C1 +\d+ .* %", out, re.MULTILINE)
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_the_cost_model(run, config_file, tmp_path):
 
 
 def test_many_ranks_are_summed_up(run):
-    out = run("--topology", "16x8", "--strategy", "dealt")
+    out = run("--topology", "16x8", "--strategy", "cyclic")
     assert re.search(r"^ least .*\n most ", out, re.MULTILINE)
     assert not re.search(r"^ 17 ", out, re.MULTILINE)
 
@@ -70,17 +70,17 @@ def test_explain_is_all_that_is_printed(run):
     assert "busiest link" not in table
     row = run("--ranks", 4, "--explain", "C1:3")
     assert re.search(r"^  why      \S", row, re.MULTILINE)
-    assert "home: rank" in row
+    assert "owner: rank" in row
 
 
 def test_what_the_configuration_says_is_the_default(run, config_file, tmp_path):
     out = run("placement.topology=2x4", "placement.strategy=row_wise", "placement.objective=slowest_link")
-    assert "what is made least is the slowest link" in out
+    assert "minimized: the slowest link" in out
     assert " → row_wise" in out
     path = tmp_path / "plan.json"
-    run("placement.topology=2x4", "--ranks", 2, "--strategy", "dealt", "--out", path, "tables.dim=8")
+    run("placement.topology=2x4", "--ranks", 2, "--strategy", "cyclic", "--out", path, "tables.dim=8")
     plan = Plan.load(path)
-    assert (plan.world_size, plan.strategy, plan.tables[0].shape.value_bytes) == (2, "dealt", 32)
+    assert (plan.world_size, plan.strategy, plan.tables[0].shape.value_bytes) == (2, "cyclic", 32)
 
 
 def test_memory_is_kept(run, tmp_path):
@@ -92,7 +92,7 @@ def test_memory_is_kept(run, tmp_path):
 
 
 def test_batches_that_hold_a_row_are_counted(run):
-    assert "and of their batches" in run("--ranks", 2, "--count-batches", "--strategy", "dealt")
+    assert "and of their batches" in run("--ranks", 2, "--count-batches", "--strategy", "cyclic")
 
 
 def test_an_infeasible_request_says_what_would_fit(run, tmp_path):
@@ -122,7 +122,7 @@ def test_a_strategy_whose_plan_is_too_big_is_refused(run, tmp_path):
         (["--topology", "3x3"], "no topology '3x3': give one of 16x8"),
         (["--ranks", 2, "--memory", "lots"], "--memory: 'lots' is no size"),
         (["--ranks", 2, "--memory", "1GB", "--extra-memory", 0.1], "give one of them"),
-        (["--ranks", 2, "--strategy", "deal"], "no placement strategy 'deal'; there are auto, dealt"),
+        (["--ranks", 2, "--strategy", "deal"], "no placement strategy 'deal'; there are auto, cyclic"),
         (["--ranks", 2, "--explain", "C9"], "the plan has no table 'C9'"),
         (["--ranks", 2, "--explain", "C2:40000"], "no row 40000"),
         (["--ranks", 2, "--fetch-weight", 0], "a placement's fetch_weight is 0.0, but must be above 0"),
@@ -138,7 +138,7 @@ def test_mistakes_are_one_message(run, options, message):
 
 def test_links_are_measured_on_the_running_mesh(config_file, ranks, tmp_path):
     files = ["--out", str(tmp_path / "plan.json"), "--topology-out", str(tmp_path / "links.toml")]
-    done = run_on(ranks, ["plan", str(config_file), "--measure", "--strategy", "dealt", *files], ranks=2)
+    done = run_on(ranks, ["plan", str(config_file), "--measure", "--strategy", "cyclic", *files], ranks=2)
     assert done.status == 0, done.err
     assert done.out.count("a step costs") == 1
     assert "measured on 2 ranks" in done.out

@@ -34,13 +34,13 @@ def test_a_number_alone_is_taken(run, tmp_path):
         "--sync-every",
         8,
         "--strategy",
-        "dealt",
+        "cyclic",
         "--out",
         tmp_path / "plan.json",
     )
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.replica_counts == (2,)
-    assert plan.strategy == "dealt"
+    assert plan.strategy == "cyclic"
     assert "synchronised every 8 steps; a step pays 1 / 8 of it (average)" in out
     assert "nothing limits a rank's memory" in out
     assert re.search(r"^ C1 +\d+ +2 ", out, re.MULTILINE)

@@ -28,7 +28,7 @@ class Exchange:
 
 
 class Channel:
-    """Two members, of which the other says what it is told to say."""
+    """Two members, of which the other sends what the test sets."""
 
     size, member = 2, 1
 
@@ -37,7 +37,7 @@ class Channel:
 
     def gather(self, mine, everyone, counters, doing):
         theirs = self.other.pop(0)
-        everyone[0].fill_(255)  # nobody may read what is behind the sums
+        everyone[0].fill_(255)  # what is behind the sums must not be read
         everyone[0][: len(theirs)] = theirs
         everyone[1].copy_(mine)
 

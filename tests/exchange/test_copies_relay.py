@@ -16,7 +16,7 @@ def memory_of_relayed_rows(mesh, num_direct):
 
     Returns what each of two accumulated look-ups has for relayed rows, before and after they are pushed.
     """
-    ranges = (RowRange(0, num_direct, "dealt"), RowRange(num_direct, NUM_ROWS, "dealt", two_hop=True))
+    ranges = (RowRange(0, num_direct, "cyclic"), RowRange(num_direct, NUM_ROWS, "cyclic", two_hop=True))
     plan = Plan((TablePlan(TableShape.of(TABLE), ranges),), 4, 2)
     mesh = replace(mesh, hosts=(0, 0, 1, 1))
     collection = EmbeddingCollection([TABLE], mesh=mesh, transport="collective", plan=plan)

@@ -117,17 +117,17 @@ def main() -> int:
             start_s = time.monotonic()
             if problem := problem_of(pool, scenario, asked):
                 num_failed += 1
-                say(configuration=count, scenario=repr(scenario), problem=problem)
+                write(configuration=count, scenario=repr(scenario), problem=problem)
             slowest_s = max(slowest_s, time.monotonic() - start_s)
             if count % _AT_A_TIME == 0:
-                say(done=count, failed=num_failed)
+                write(done=count, failed=num_failed)
     finally:
         pool.close()
         for process in busy:
             process.kill()
             process.join()
         elapsed_s = round(time.monotonic() - began, 1)
-        say(done=count, failed=num_failed, elapsed_s=elapsed_s, slowest_s=round(slowest_s, 1), **vars(asked))
+        write(done=count, failed=num_failed, elapsed_s=elapsed_s, slowest_s=round(slowest_s, 1), **vars(asked))
     return int(num_failed > 0)
 
 
@@ -145,7 +145,7 @@ def problem_of(pool: RankPool, scenario: Scenario, asked: argparse.Namespace) ->
     return "" if all(are_same) else f"trained something else; equal on the ranks: {are_same}"
 
 
-def say(**line: object) -> None:
+def write(**line: object) -> None:
     """Prints a line."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Kernels where Numba's cache cannot be written, or holds what nobody wrote."""
+"""Kernels where Numba's cache cannot be written, or holds files of unknown origin."""
 
 import os
 import shutil

@@ -24,6 +24,7 @@ from rowmesh.train.placement import Placement
 from rowmesh.train.resolve import resolve, to_toml
 from rowmesh.train.run_folder import Claim, RunFolder
 from tests.faults.test_checkpoints import collection, rows, save
+from tests.support.clicks import write_config
 from tests.support.prepared import forget_own_sum
 from tests.train import conftest as shared
 
@@ -59,7 +60,7 @@ SCALARS = [
     "int64",
     "Tensor",
     "auto",
-    "dealt",
+    "cyclic",
 ]
 VALUES = st.sampled_from(SCALARS) | st.lists(st.sampled_from(SCALARS), max_size=3) | st.builds(dict)
 DEEP = "[" * 100_000
@@ -228,7 +229,7 @@ def test_a_spoilt_file_of_rows_that_has_no_checksum(tmp_path_factory, data):
     assert said is None or path.name in said
 
 
-PLAN = Plan.dealt([TableShape("item", 40, 16, 16, 4)], 4)
+PLAN = Plan.cyclic([TableShape("item", 40, 16, 16, 4)], 4)
 
 
 def check_plan(path):
@@ -328,12 +329,7 @@ def test_deeply_nested_files(tmp_path, name):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, clicks):
     folder = tmp_path_factory.mktemp("evaluated")
-    file = folder / "clicks.toml"
-    file.write_text(
-        f'[run]\nfolder="{folder / "run"}"\n[data]\nfolder="{clicks.folder}"\nbatch_size=256\n[model]\nbottom=[8]\n'
-        "top=[16]\n[tables]\ndim=4\n[train]\nsteps=2\n"
-    )
-    run_training(resolve(file))
+    run_training(resolve(write_config(folder / "clicks.toml", folder / "run", clicks.folder, "[train]", "steps = 2")))
     return RunFolder(folder / "run")
 
 

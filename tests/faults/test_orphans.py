@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import is_running
-from tests.support.runs import LONG, rank_processes, start, wait_for_steps, write_config
+from tests.support.runs import LONG, prepare_run, rank_processes, start, wait_for_steps
 
 RANK = "from rowmesh.cli.__main__ import main; main(['env'])"
 LAUNCHER = """
@@ -67,7 +67,7 @@ def test_a_launcher_that_is_gone_before_the_rank_looks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["one_sided", "collective"])
 def test_no_rank_outlives_torchrun(tmp_path, transport):
-    process = start(write_config(tmp_path), f"parallel.transport={transport}", *LONG, ranks=2)
+    process = start(prepare_run(tmp_path), f"parallel.transport={transport}", *LONG, ranks=2)
     wait_for_steps(process, tmp_path / "run" / "metrics.jsonl")
     ranks = rank_processes(process)
     process.kill()

@@ -20,14 +20,14 @@ from tests.placement.problems import problem
 
 ROOT = Path(__file__).parents[2] / "rowmesh"
 WRITERS = {
-    "plan": Plan.dealt([TableShape("item", 10, 64, 64, 4)], 2).save,
+    "plan": Plan.cyclic([TableShape("item", 10, 64, 64, 4)], 2).save,
     "topology": Topology.uniform(2).save,
     "profile": lambda path: problem().profile.save(path),
     "schema": Schema(label="label", dense=["x"], categorical=[Categorical(name="c")]).save,
     "trace": lambda path: write_trace(path, [[]]),
-    "report": lambda path: write_report(compare(problem(), "dealt"), path, "title"),
+    "report": lambda path: write_report(compare(problem(), "cyclic"), path, "title"),
     "report of replicas": lambda path: write_replica_report(
-        compare_replicas(problem(), "dealt", Synchronization(), [1]), path, "title"
+        compare_replicas(problem(), "cyclic", Synchronization(), [1]), path, "title"
     ),
 }
 

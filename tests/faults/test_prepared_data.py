@@ -27,6 +27,7 @@ from rowmesh.train.commands import run_training
 from rowmesh.train.export import export
 from rowmesh.train.resolve import resolve
 from rowmesh.train.splits import check_same_data
+from tests.support.clicks import write_config
 from tests.support.commands import Finished
 from tests.support.prepared import forget_checksums
 from tests.support.ranks import RankError
@@ -59,26 +60,8 @@ def configured(tmp_path):
     """The path of a configuration file that trains on a folder."""
 
     def configured(folder, name="run"):
-        path = tmp_path / f"{name}.toml"
-        path.write_text(
-            f"""
-            [run]
-            folder = "{tmp_path / name}"
-            [data]
-            folder = "{folder}"
-            batch_size = 256
-            [model]
-            bottom = [8]
-            top = [16]
-            [tables]
-            dim = 4
-            [train]
-            epochs = 2
-            eval_every = 4
-            log_every = 5
-            """
-        )
-        return path
+        more = ("[train]", "epochs = 2", "eval_every = 4", "log_every = 5")
+        return write_config(tmp_path / f"{name}.toml", tmp_path / name, folder, *more)
 
     return configured
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import rowmesh
-from tests.support.runs import start, write_config
+from tests.support.runs import prepare_run, start
 
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("clicks"))
+    return prepare_run(tmp_path_factory.mktemp("clicks"))
 
 
 @pytest.mark.slow
@@ -25,6 +25,6 @@ def test_a_rank_that_dies_is_named_and_nothing_stays(config_file, tmp_path, poin
     assert process.returncode == 1
     assert "Unable to shutdown process" not in err, "torchrun killed a rank that did not end"
     assert str(Path(rowmesh.__file__).parent) not in err, "a traceback"
-    if point != "mesh.connect":  # before that a rank knows nobody
+    if point != "mesh.connect":  # before that a rank knows no other
         assert re.search(r"\(rank 0\): error: rank 1 \(process \d+\) died while ", err), err
     assert not folder.parent.exists()

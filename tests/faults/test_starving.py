@@ -1,4 +1,4 @@
-"""Ranks that come late, and machines on which ranks outnumber the cores: who waits is told, and all can begin again."""
+"""Late ranks, and machines with fewer cores than ranks: waiting ranks get an error, and all can begin again."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_after_a_rank_came_too_late_the_next_pipeline_runs(pool, tmp_path, world
     found = pool.run(starving.begin_again, scenario, tmp_path, TIMEOUT_S, world_size=world_size)
     for rank, (first, second, threads, is_same) in enumerate(found):
         who = (
-            r"rank 0 \(process \d+, alive\).* gave up waiting"
+            r"rank 0 \(process \d+, alive\).* stopped waiting"
             if rank == starving.LATE
             else "waited in vain for rank 1 "
         )

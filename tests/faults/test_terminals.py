@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads, or that a terminal of any kind shows, or that a signal ends at a given point."""
+"""Commands without a reader of their output, on terminals of any kind, or ended by a signal at a given point."""
 
 import contextlib
 import io

@@ -148,7 +148,7 @@ def serve_on_a_rank(mesh, transport, replicas):
     batches = [batch_of(10 * mesh.rank + number) for number in range(6)]
     expected = [look_up(embeddings, batch) for batch in batches]
     vectors(embeddings, batch_of(5 + mesh.rank)).mul(0.0).sum().backward()
-    optimizer.step()  # replicas tell each other, and what they tell is awaited by some thread
+    optimizer.step()  # replicas send rows to each other, and some thread waits for them
 
     def serve(thread):
         for number in range(12):

@@ -1,4 +1,4 @@
-"""The barrier in shared memory: nobody is let through early, and who is missing is named."""
+"""The barrier in shared memory: it lets no rank through early, and names missing ranks."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def barriers(world_size, timeout_s=30.0, pids=None, futex=FUTEX):
 
 @SLEEPS
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nobody_passes_before_all_have_come(world_size, futex):
+def test_no_rank_passes_before_all_have_come(world_size, futex):
     parts, keep = barriers(world_size, futex=futex)
     counts, wrong = [0] * world_size, []
 
@@ -91,15 +91,24 @@ def test_a_rank_that_came_and_left_is_not_missed(monkeypatch):
     parts[0].wait()
 
 
-def test_whoever_waits_can_give_up():
+def test_a_waiting_rank_can_be_cancelled():
     parts, keep = barriers(2)
     parts[0]._mesh.cancellation.event = event = threading.Event()
     timer = threading.Timer(0.2, event.set)
     timer.start()
-    with pytest.raises(PeerError, match="rank 0: gave up waiting for the others: something else failed"):
+    with pytest.raises(PeerError, match="rank 0: stopped waiting for the others: something else failed"):
         parts[0].wait()
     timer.join()
     del keep
+
+
+def cancel(barrier):
+    """Has a rank stop waiting; returns when it did."""
+    barrier._mesh.cancellation.event = event = threading.Event()
+    event.set()
+    me = f"rank {barrier._mesh.rank}"
+    with pytest.raises(PeerError, match=f"{me}: stopped waiting for the others: something else failed"):
+        barrier.wait()
 
 
 class Waiter(threading.Thread):
@@ -123,7 +132,7 @@ class Waiter(threading.Thread):
 
 
 @SLEEPS
-def test_whoever_waits_for_long_sleeps(futex):
+def test_a_rank_that_waits_for_long_sleeps(futex):
     """One that yields for ever takes the processor from the rank that it waits for."""
     parts, (board, _flags) = barriers(2, futex=futex)
     waiter = Waiter(parts[0])
@@ -137,11 +146,11 @@ def test_whoever_waits_for_long_sleeps(futex):
         parts[1].wait()
         waiter.join()
     assert waiter.error == ""
-    assert not board[:, 1].any(), "nobody is counted as asleep"
+    assert not board[:, 1].any(), "no rank is counted as asleep"
 
 
 @pytest.mark.skipif(not FUTEX, reason="there are no futexes")
-def test_who_sleeps_is_woken():
+def test_a_sleeping_rank_is_woken():
     """At once: by itself it would look after 100 ms."""
     parts, (board, _flags) = barriers(2)
     delays_s = []
@@ -164,46 +173,40 @@ def test_a_rank_that_comes_too_late_does_not_go_on():
         waiter.join()
     for rank, waiter in zip((0, 2), waiters, strict=True):
         assert waiter.error.startswith(f"rank {rank}: waited in vain for rank 1 (process {os.getpid()}, alive); every")
-    with pytest.raises(PeerError, match=r"rank 1: rank 0 \(process \d+, alive\), rank 2 \(.*\) gave up waiting"):
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 \(process \d+, alive\), rank 2 \(.*\) stopped waiting"):
         parts[1].wait()
-    for rank, cause in ((0, "rank 0: waited in vain for rank 1"), (1, "rank 1: rank 0 .* gave up")):
+    for rank, cause in ((0, "rank 0: waited in vain for rank 1"), (1, "rank 1: rank 0 .* stopped waiting")):
         with pytest.raises(PeerError, match=rf"make their EmbeddingCollection anew and load a checkpoint \({cause}"):
             parts[rank].wait()
     del keep
 
 
-def test_a_rank_that_is_on_its_way_is_not_blamed_for_one_that_gave_up():
+def test_a_rank_that_is_on_its_way_is_not_blamed_for_one_that_left():
     parts, keep = barriers(3, timeout_s=3600.0)
-    parts[1]._mesh.cancellation.event = event = threading.Event()
-    event.set()
-    with pytest.raises(PeerError, match="something else failed"):
-        parts[1].wait()
+    cancel(parts[1])
     with pytest.raises(
-        PeerError, match=r"^rank 0: rank 1 \(.*\) gave up waiting; .*; rank 2 \(.*\) had not come by then"
+        PeerError, match=r"^rank 0: rank 1 \(.*\) stopped waiting; .*; rank 2 \(.*\) had not come by then"
     ):
         parts[0].wait()
     del keep
 
 
-def test_a_rank_that_gives_up_while_another_waits_for_a_third_stops_that_one():
-    """It may have looked at the flag of the one that gave up before that did."""
+def test_a_rank_that_leaves_while_another_waits_for_a_third_ends_that_wait():
+    """It may have looked at the flag of the rank that left before it left."""
     parts, (board, _flags) = barriers(3)
     waiter = Waiter(parts[2])  # for rank 1: rank 0 has come
     board[0, 0] = 1
     while not board[1, 1] and FUTEX:
         time.sleep(0.001)
-    board[0, 2] = 1  # gives up
+    board[0, 2] = 1  # leaves
     board[1, 0] = 1
     waiter.join()
-    assert "gave up waiting" in waiter.error
+    assert "stopped waiting" in waiter.error
 
 
-def test_who_waits_for_a_rank_that_gave_up_is_told_at_once():
+def test_a_wait_for_a_rank_that_left_ends_at_once():
     parts, keep = barriers(2, timeout_s=3600.0)
-    parts[1]._mesh.cancellation.event = event = threading.Event()
-    event.set()
-    with pytest.raises(PeerError, match="rank 1: gave up waiting for the others: something else failed"):
-        parts[1].wait()
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 \(process \d+, alive\) gave up waiting; its own output says"):
+    cancel(parts[1])
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 \(process \d+, alive\) stopped waiting; its own output says"):
         parts[0].wait()
     del keep

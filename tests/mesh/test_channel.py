@@ -25,7 +25,7 @@ def test_a_ranks_own_part_is_left_out_at_either_end(world_size):
 
 
 def exchange(mesh, dtype, copies_own, is_direct):
-    """Each rank sends (its number + k) rows to rank k, with values that say from whom to whom; a second mesh group."""
+    """Each rank sends (its number + k) rows to rank k, with values by sender and receiver; a second mesh group."""
     group = mesh.subgroup([range(mesh.world_size)], "testing") if is_direct else mesh.group
     channel = Channel(mesh, group, mesh.rank, mesh.world_size, is_direct=is_direct)
     size, me, counters = mesh.world_size, mesh.rank, CommonCounters()

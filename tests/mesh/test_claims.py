@@ -1,4 +1,4 @@
-"""Claims: one owner at a time; who comes while one ends waits for that."""
+"""Claims: one owner at a time; a claim waits for an owner that is ending."""
 
 import threading
 

@@ -70,6 +70,6 @@ def test_every_use_has_a_group_of_its_own_also_of_meshes_apart(monkeypatch):
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(module.dist, "new_group", lambda ranks, timeout, backend: Group(backend))
     mesh = Mesh(world_size=2, hosts=(0, 0), group=GLOO)
-    rows, network = device_group(mesh.apart("tables"), CUDA)[0], device_group(mesh, CUDA, "network")[0]
+    rows, network = device_group(mesh.with_process_group("tables"), CUDA)[0], device_group(mesh, CUDA, "network")[0]
     assert rows is not network
-    assert device_group(mesh.apart("tables"), CUDA)[0] is rows
+    assert device_group(mesh.with_process_group("tables"), CUDA)[0] is rows

@@ -1,4 +1,4 @@
-"""Grids: every rank is in one group and one column, and the groups of a node arrangement fit its hosts."""
+"""Grids: every rank is in one shard group and one replicate group; groups in node order fit their hosts."""
 
 from collections import Counter
 
@@ -21,19 +21,19 @@ def grids(draw):
 @given(grids())
 def test_groups_and_columns_cross_once(grid):
     assert len(grid.groups) == grid.replicas
-    assert len(grid.columns) == grid.shards
+    assert len(grid.replicate_groups) == grid.shards
     for rank in range(grid.world_size):
         replica, shard = grid.place(rank)
         assert grid.groups[replica][shard] == rank
-        assert grid.columns[shard][replica] == rank
-        assert set(grid.groups[replica]) & set(grid.columns[shard]) == {rank}
+        assert grid.replicate_groups[shard][replica] == rank
+        assert set(grid.groups[replica]) & set(grid.replicate_groups[shard]) == {rank}
 
 
 @given(grids(), st.data())
 def test_nodes_of_a_group_are_its_ranks_on_one_host(grid, data):
     per_host = data.draw(st.sampled_from(valid_replicas(grid.world_size)))
     on_hosts = {count for group in grid.groups for count in Counter(rank // per_host for rank in group).values()}
-    expected = on_hosts.pop() if len(on_hosts) == 1 else grid.shards  # cut unevenly: hosts are not told apart
+    expected = on_hosts.pop() if len(on_hosts) == 1 else grid.shards  # cut unevenly: hosts are not distinguished
     assert grid.ranks_per_node(per_host) == expected
 
 

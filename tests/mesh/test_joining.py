@@ -1,4 +1,4 @@
-"""Who came, as the ranks wrote it down while they joined."""
+"""Ranks that came, as they recorded it while they joined."""
 
 import subprocess
 import sys

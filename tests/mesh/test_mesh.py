@@ -1,4 +1,4 @@
-"""Mesh: joining as torchrun launches, and seeing who is gone. Failures to join are in tests/test_failures.py."""
+"""Mesh: joining as torchrun launches, and detecting dead ranks. Failures to join are in tests/test_failures.py."""
 
 import os
 import socket
@@ -77,8 +77,8 @@ def test_errors_of_collectives_name_the_dead(cause):
     assert f"rank 0: rank 1 (process {process.pid}) died while counting" in str(mesh.peer_error("counting", cause))
     alive = Mesh(rank=0, world_size=2, hosts=(0, 1), pids=(os.getpid(), 1), timeout_s=7.0)
     assert str(alive.peer_error("counting", cause)) == (
-        "rank 0: a connection between ranks broke while counting; a rank ended or gave up, and its own output says "
-        "why: connection reset"
+        "rank 0: a connection between ranks broke while counting; a rank ended or stopped waiting, and its own output "
+        "says why: connection reset"
     )
 
 

@@ -1,4 +1,4 @@
-"""Roll call: who waits, as the ranks wrote it down."""
+"""Roll call: waiting ranks, as they recorded it."""
 
 import torch.distributed as dist
 

@@ -48,10 +48,10 @@ def test_ranks_tell_what_their_gpus_can_read(monkeypatch):
         can_device_access_peer=lambda own, other: other != 2,
         get_device_properties=lambda number: SimpleNamespace(uuid="abc"[number]),
     )
-    told = []
+    sent = []
 
     def gather(mesh, mine, doing):
-        told.append(mine)
+        sent.append(mine)
         return [LINKS[0].to_plain(), mine, LINKS[2].to_plain()]
 
     monkeypatch.setattr(module.torch, "cuda", cuda)
@@ -60,7 +60,7 @@ def test_ranks_tell_what_their_gpus_can_read(monkeypatch):
     assert find_obstacle(MESH, CUDA) == (
         "the GPU of rank 1 cannot read that of rank 2: no peer access, or CUDA_VISIBLE_DEVICES hides it"
     )
-    assert told == [Link("b", 1, frozenset("a"), None).to_plain()]
+    assert sent == [Link("b", 1, frozenset("a"), None).to_plain()]
     monkeypatch.setattr(_symmetric_memory, "get_backend", lambda device: "NVSHMEM")
     assert (
         find_obstacle(MESH, CUDA) == "on rank 1 symmetric memory is that of NVSHMEM, not of CUDA: unset TORCH_SYMMMEM"

@@ -1,4 +1,4 @@
-"""Waiting for collectives: values of all ranks, and who is named where they do not come."""
+"""Waiting for collectives: values of all ranks, and errors that name ranks that do not come."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def test_one_rank_has_its_own():
 
 
 def come_late(mesh, delay_s):
-    """Ranks other than 0 come late, but in time; whoever waited leaves no answer to the roll call."""
+    """Ranks other than 0 come late, but in time; ranks that waited leave no answer to the roll call."""
     mesh = replace(mesh, timeout_s=4.0)
     if mesh.rank:
         time.sleep(delay_s)
@@ -62,16 +62,16 @@ def test_every_rank_has_the_value_of_rank_0(ranks, world_size):
     assert broadcast_object(Mesh(), 5, "testing") == 5
 
 
-def give_up(mesh):
-    """Rank 1 does not come while rank 0 waits for it and is told to give up; then both meet again."""
-    apart = mesh.apart("tables")
-    apart.cancellation.event = event = threading.Event()
+def cancelled_wait(mesh):
+    """Rank 1 does not come while rank 0 waits for it and is cancelled; then both meet again."""
+    own = mesh.with_process_group("tables")
+    own.cancellation.event = event = threading.Event()
     message = ""
     if mesh.rank == 0:
         threading.Timer(0.5, event.set).start()
         began = time.monotonic()
         try:
-            barrier(apart, "testing")
+            barrier(own, "testing")
         except PeerError as error:
             message = str(error)
         assert time.monotonic() - began < 5
@@ -79,11 +79,11 @@ def give_up(mesh):
     return message, RollCall(mesh.rank, mesh.world_size, mesh.group).absent()
 
 
-def test_whoever_waits_can_give_up():
+def test_a_wait_can_be_cancelled():
     pool = RankPool()
     try:
-        results = pool.run(give_up, world_size=2)
+        results = pool.run(cancelled_wait, world_size=2)
     finally:
         pool.close()
-    assert results[0][0] == "gave up testing: something else failed"
-    assert results[0][1] == [0, 1], "nobody answers the roll call any more"
+    assert results[0][0] == "stopped testing: something else failed"
+    assert results[0][1] == [0, 1], "old answers to the roll call stay"

@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 def test_plain_lines_where_there_is_no_terminal():
     stream = io.StringIO()
     with Progress(3, stream=stream, interval_s=0.0) as progress:
-        progress.say("transport: [collective]")
+        progress.write("transport: [collective]")
         for step in (1, 2, 3):
             progress.update(step, loss=0.5 / step, samples_per_s=12345.6, memory_bytes=3.21e9)
     lines = stream.getvalue().splitlines()
@@ -70,7 +70,7 @@ def test_every_step_moves_it(monkeypatch):
 def test_other_ranks_are_silent():
     stream = io.StringIO()
     with Progress(1, stream=stream, enabled=False) as progress:
-        progress.say("hello")
+        progress.write("hello")
         progress.advance(1)
         progress.update(1, loss=0.5, samples_per_s=1.0, memory_bytes=1e9)
     assert stream.getvalue() == ""

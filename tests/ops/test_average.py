@@ -13,13 +13,13 @@ from tests.support.memory import Poisoned
 NUM_ROWS = 12
 
 
-def average(old, told, own, into_table=True):
+def average(old, sent, own, into_table=True):
     """What the kernel makes of the table of group `own`, which has its own rows in place already."""
-    slots, rows = [part.to(torch.uint32) for part, _ in told], [rows for _, rows in told]
+    slots, rows = [part.to(torch.uint32) for part, _ in sent], [rows for _, rows in sent]
     merged = merge(slots, into=Merger(1))
     table = old.clone()
-    before = old[told[own][0]]
-    table[told[own][0]] = told[own][1]
+    before = old[sent[own][0]]
+    table[sent[own][0]] = sent[own][1]
     ends = torch.tensor([0, *map(len, slots)]).cumsum(0)
     out = None if into_table else torch.empty(merged.num_merged, old.shape[1], dtype=old.dtype)
     op.average(table, merged, rows if own % 2 else [torch.cat(rows)], ends, own, before, out)
@@ -39,16 +39,16 @@ def average(old, told, own, into_table=True):
 def test_equals_the_reference_on_every_group(num_groups, dim, dtype, seed, into_table):
     generator = torch.Generator().manual_seed(seed)
     old = torch.randn(NUM_ROWS, dim, generator=generator).to(dtype)
-    told = []
+    sent = []
     for _ in range(num_groups):
         slots = torch.randperm(NUM_ROWS, generator=generator)[: int(torch.randint(NUM_ROWS, (), generator=generator))]
-        told.append((slots, torch.randn(len(slots), dim, generator=generator).to(dtype)))
-    expected = reference.average(old, told)
-    results = [average(old, told, own, into_table) for own in range(num_groups)]
+        sent.append((slots, torch.randn(len(slots), dim, generator=generator).to(dtype)))
+    expected = reference.average(old, sent)
+    results = [average(old, sent, own, into_table) for own in range(num_groups)]
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
         assert torch.equal(result, results[0])  # groups stay equal to the bit
-    untouched = sorted(set(range(NUM_ROWS)) - {int(slot) for slots, _ in told for slot in slots})
+    untouched = sorted(set(range(NUM_ROWS)) - {int(slot) for slots, _ in sent for slot in slots})
     assert torch.equal(results[0][untouched], old[untouched])
 
 
@@ -57,8 +57,8 @@ def test_equals_the_reference_on_every_group(num_groups, dim, dtype, seed, into_
 def test_the_mean_of_equal_values_is_the_value(num_groups, dtype):
     old = torch.randn(NUM_ROWS, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     new = torch.randn(NUM_ROWS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
-    told = [(torch.arange(NUM_ROWS), new)] * num_groups
-    assert torch.equal(average(old, told, own=0), new)
+    sent = [(torch.arange(NUM_ROWS), new)] * num_groups
+    assert torch.equal(average(old, sent, own=0), new)
 
 
 @settings(max_examples=30)

@@ -15,13 +15,13 @@ cuda, merging = kernels_of("average"), kernels_of("merge_update")
 NUM_ROWS = 12
 
 
-def average(device, old, told, own, into_table=True):
+def average(device, old, sent, own, into_table=True):
     """What the kernel makes of the table of group `own`, which has its own rows in place already."""
-    slots, rows = torch.cat([slots for slots, _ in told]).to(device), torch.cat([rows for _, rows in told]).to(device)
-    ends = torch.tensor([0, *(len(part) for part, _ in told)], device=device).cumsum(0)
+    slots, rows = torch.cat([slots for slots, _ in sent]).to(device), torch.cat([rows for _, rows in sent]).to(device)
+    ends = torch.tensor([0, *(len(part) for part, _ in sent)], device=device).cumsum(0)
     table = old.clone()
-    table[told[own][0]] = told[own][1]
-    table, before = table.to(device), old[told[own][0]].to(device)
+    table[sent[own][0]] = sent[own][1]
+    table, before = table.to(device), old[sent[own][0]].to(device)
     merged = merging.merge(slots)
     out = None if into_table else torch.full_like(rows, torch.nan)
     cuda.average(table, merged, rows, ends, own, before, out)
@@ -42,16 +42,16 @@ def average(device, old, told, own, into_table=True):
 def test_equals_the_reference_on_every_group(device, num_groups, dim, dtype, seed, into_table):
     generator = torch.Generator().manual_seed(seed)
     old = torch.randn(NUM_ROWS, dim, generator=generator).to(dtype)
-    told = []
+    sent = []
     for _ in range(num_groups):
         slots = torch.randperm(NUM_ROWS, generator=generator)[: int(torch.randint(NUM_ROWS, (), generator=generator))]
-        told.append((slots, torch.randn(len(slots), dim, generator=generator).to(dtype)))
-    expected = reference.average(old, told)
-    results = [average(device, old, told, own, into_table) for own in range(num_groups)]
+        sent.append((slots, torch.randn(len(slots), dim, generator=generator).to(dtype)))
+    expected = reference.average(old, sent)
+    results = [average(device, old, sent, own, into_table) for own in range(num_groups)]
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
         assert torch.equal(result, results[0])  # groups stay equal to the bit
-    untouched = sorted(set(range(NUM_ROWS)) - {int(slot) for slots, _ in told for slot in slots})
+    untouched = sorted(set(range(NUM_ROWS)) - {int(slot) for slots, _ in sent for slot in slots})
     assert torch.equal(results[0][untouched], old[untouched])
 
 
@@ -59,8 +59,8 @@ def test_equals_the_reference_on_every_group(device, num_groups, dim, dtype, see
 def test_the_mean_of_equal_values_is_the_value(device, num_groups, dtype):
     old = torch.randn(NUM_ROWS, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     new = torch.randn(NUM_ROWS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
-    told = [(torch.arange(NUM_ROWS), new)] * num_groups
-    assert torch.equal(average(device, old, told, own=0), new)
+    sent = [(torch.arange(NUM_ROWS), new)] * num_groups
+    assert torch.equal(average(device, old, sent, own=0), new)
 
 
 @pytest.mark.parametrize("into_table", [True, False])
@@ -68,8 +68,8 @@ def test_few_programs_for_many_rows(device, into_table, monkeypatch):
     monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)
     monkeypatch.setattr(cuda, "tile_of_rows", lambda dim, dtype: (4, 2))
     old = torch.randn(NUM_ROWS, 3)
-    told = [(torch.arange(11), torch.randn(11, 3)), (torch.tensor([7, 11]), torch.randn(2, 3))]
-    torch.testing.assert_close(average(device, old, told, own=1, into_table=into_table), reference.average(old, told))
+    sent = [(torch.arange(11), torch.randn(11, 3)), (torch.tensor([7, 11]), torch.randn(2, 3))]
+    torch.testing.assert_close(average(device, old, sent, own=1, into_table=into_table), reference.average(old, sent))
 
 
 @settings(max_examples=15)

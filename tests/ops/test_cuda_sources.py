@@ -44,7 +44,7 @@ def test_the_host_never_waits(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.parent.name)
 def test_atomics_are_of_whole_numbers(path):
-    """Which come out the same in any order; whoever uses another one looks at its type, and lists it here."""
+    """Atomics whose results do not depend on order. Before you list another one here, look at its type."""
     atomics = {name for owner, name in calls(path) if owner == "tl" and name.startswith("atomic_")}
     assert atomics == OF_WHOLE_NUMBERS.get(path.parent.name, set())
 

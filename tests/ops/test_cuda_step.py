@@ -15,8 +15,8 @@ WORLD_SIZE, DIM, SIZES = 2, 3, (30, 17)
 RULE = AdaGrad(lr=0.1)
 PLAN = Plan(
     (
-        TablePlan(TableShape("a", 30, 12, 12), (RowRange(0, 10, "fixed", 0, 1), RowRange(10, 30, "dealt", 0, 0))),
-        TablePlan(TableShape("b", 17, 12, 12), (RowRange(0, 17, "dealt", 1, 0),)),
+        TablePlan(TableShape("a", 30, 12, 12), (RowRange(0, 10, "fixed", 0, 1), RowRange(10, 30, "cyclic", 0, 0))),
+        TablePlan(TableShape("b", 17, 12, 12), (RowRange(0, 17, "cyclic", 1, 0),)),
     ),
     WORLD_SIZE,
     1,
@@ -30,7 +30,7 @@ class Rank:
         self.map, self.device = AddressMap(PLAN, ("a", "b"), rank), device
         self.rows = torch.zeros(self.map.num_slots[rank], DIM, device=device)
         for table, values in enumerate(tables):
-            for piece in self.map.homed(table):
+            for piece in self.map.owned(table):
                 self.rows[list(piece.slots)] = values[list(piece.rows)].to(device)
         self.state = torch.zeros_like(self.rows)
         generator = torch.Generator().manual_seed(rank)
@@ -95,7 +95,7 @@ def test_a_step(device):
         touched, total = reference.merge([rank.ids[part] for rank in ranks], [rank.gradients[part] for rank in ranks])
         reference.update(RULE.name, values, {"sum": torch.zeros_like(values)}, touched, total * 0.5, 0.1, RULE.eps)
         for rank in ranks:
-            for piece in rank.map.homed(table):
+            for piece in rank.map.owned(table):
                 torch.testing.assert_close(
                     rank.rows[list(piece.slots)].cpu(), values[list(piece.rows)], rtol=1e-6, atol=1e-6
                 )

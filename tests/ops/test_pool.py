@@ -23,7 +23,7 @@ CASES = [(dim, torch.float32) for dim in DIMS] + [
 
 @dataclass
 class Job:
-    """Features over common rows, and the descriptors that tell the kernels where everything is.
+    """Features over common rows, and the descriptors with the addresses for the kernels.
 
     Feature f writes its bags into columns f·D … of the output, as in a collection.
     """

@@ -62,11 +62,11 @@ def test_equals_the_reference(requests):
     where, received = addresses.result().tolist(), 0
     by_node = [0] * num_nodes
     for m in (first + expected[1]).tolist():
-        number, home, slot = int(segment[m - first]), int(keys[m]) // STRIDE, int(keys[m]) % STRIDE
-        if number < num_fetched and home != node:
+        number, owner, slot = int(segment[m - first]), int(keys[m]) // STRIDE, int(keys[m]) % STRIDE
+        if number < num_fetched and owner != node:
             assert where[m] == RECEIVED + received * ROW_BYTES
             received += 1
-            by_node[home] += 1
+            by_node[owner] += 1
         elif number < num_fetched + num_node:
             assert where[m] == ARENA + slot * ROW_BYTES
     assert replies.result().diff().tolist() == by_node

@@ -1,4 +1,4 @@
-"""Route against its reference: stops, keys, the stable sort, and where every row is read."""
+"""Route against its reference: destinations, keys, the stable sort, and where every row is read."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -51,7 +51,7 @@ def plans(draw):
         cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=12))) if num_rows > 1 else []
         ranges = []
         for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
-            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            rules = ["cyclic", "fixed"] if stop - start > 10**5 else ["cyclic", "node", "replicated", "fixed"]
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, ROW_BYTES, ROW_BYTES), tuple(ranges)))
@@ -78,8 +78,8 @@ def located(address_map, unique, offsets):
     places = []
     for table in range(address_map.num_tables):
         for row in unique[offsets[table] : offsets[table + 1]].tolist():
-            stop, key, kind = address_map.locate(table, row)
-            places.append((stop, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
+            destination, key, kind = address_map.locate(table, row)
+            places.append((destination, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
     return places
 
 
@@ -93,39 +93,39 @@ def test_equals_the_reference(requests, readable):
     )
     assert refused == -1
     places = located(address_map, unique, offsets)
-    stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
-    expected = reference.route(stops, wanted, segments, counts.long(), world_size, address_map.num_segments)
+    destinations, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
+    expected = reference.route(destinations, wanted, segments, counts.long(), world_size, address_map.num_segments)
     for mine, theirs in zip((keys.long() % 2**32, uniques, segment_offsets, accesses), expected, strict=True):
         assert mine.tolist() == theirs.tolist()
     reply = 0
     for u in uniques.tolist():  # in the order in which rows are asked for
-        stop, key, _, kind = places[u]
+        destination, key, _, kind = places[u]
         if kind in ("replicated", "forwarded"):
             expected_address = arenas[rank] + key % address_map.key_stride * ROW_BYTES
         elif kind in ("relayed", "node"):
-            expected_address = 0 if stop == rank else 77 + reply * ROW_BYTES
+            expected_address = 0 if destination == rank else 77 + reply * ROW_BYTES
         else:
-            expected_address = arenas[stop] + key * ROW_BYTES if arenas[stop] else 77 + reply * ROW_BYTES
+            expected_address = arenas[destination] + key * ROW_BYTES if arenas[destination] else 77 + reply * ROW_BYTES
         assert int(addresses[u]) == expected_address
         reply += kind in REPLIES
-    by_stop = [sum(1 for p in places if p[0] == stop and p[3] in REPLIES) for stop in range(world_size)]
-    assert replies.diff().tolist() == by_stop
+    by_destination = [sum(1 for p in places if p[0] == r and p[3] in REPLIES) for r in range(world_size)]
+    assert replies.diff().tolist() == by_destination
     assert replies[[0, -1]].tolist() == [0, reply]
 
 
 @given(requests=requests())
-def test_homes_and_slots_are_those_of_the_plan(requests):
+def test_owners_and_slots_are_those_of_the_plan(requests):
     address_map, unique, offsets, _ = requests
     plan = address_map.plan
     arenas = np.zeros(plan.world_size, np.int64)
     header = address_map.header(arenas.ctypes.data, ROW_BYTES)
     for table, entry in enumerate(plan.tables):
         rows = unique[offsets[table] : offsets[table + 1]].contiguous()
-        homes, slots = (torch.empty(len(rows), dtype=torch.int32) for _ in range(2))
-        locate(header.ctypes.data, table, rows.data_ptr(), len(rows), homes.data_ptr(), slots.data_ptr())
-        for row, home, slot in zip(rows.tolist(), homes.tolist(), slots.tolist(), strict=True):
-            assert home == entry.range_of(row).home(row, plan.world_size)
-            pieces = AddressMap(plan, [t.name for t in plan.tables], home).homed(table)
+        owners, slots = (torch.empty(len(rows), dtype=torch.int32) for _ in range(2))
+        locate(header.ctypes.data, table, rows.data_ptr(), len(rows), owners.data_ptr(), slots.data_ptr())
+        for row, owner, slot in zip(rows.tolist(), owners.tolist(), slots.tolist(), strict=True):
+            assert owner == entry.range_of(row).owner(row, plan.world_size)
+            pieces = AddressMap(plan, [t.name for t in plan.tables], owner).owned(table)
             found = [piece.slots[piece.rows.index(row)] for piece in pieces if row in piece.rows]
             assert found == [slot % 2**32]  # read as int32
 
@@ -138,7 +138,7 @@ def test_refuses_the_first_id_that_is_no_row(row, world_size):
         unique,
         torch.tensor([0, 1, 5]),
         torch.ones(5, dtype=torch.int32),
-        AddressMap(Plan.dealt(shapes, world_size), ["a", "b"], 0),
+        AddressMap(Plan.cyclic(shapes, world_size), ["a", "b"], 0),
         np.zeros(world_size, np.int64),
         0,
     )

@@ -1,4 +1,4 @@
-"""Route in Triton against its reference and the plan: stops, keys, the stable sort, and where every row is."""
+"""Route in Triton against its reference and the plan: destinations, keys, the stable sort, and where every row is."""
 
 import hypothesis.strategies as st
 import pytest
@@ -41,7 +41,7 @@ def plans(draw):
         cuts = sorted(draw(st.sets(st.integers(1, min(num_rows - 1, 8000)), max_size=9))) if num_rows > 1 else []
         ranges = []
         for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True):
-            rules = ["dealt", "fixed"] if stop - start > 10**5 else ["dealt", "node", "replicated", "fixed"]
+            rules = ["cyclic", "fixed"] if stop - start > 10**5 else ["cyclic", "node", "replicated", "fixed"]
             shift, rank = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size - 1))
             ranges.append(RowRange(start, stop, draw(st.sampled_from(rules)), shift, rank, draw(st.booleans())))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 20, 20), tuple(ranges)))
@@ -65,7 +65,7 @@ def requests(draw):
 @settings(max_examples=40)
 @given(requests=requests(), spare=st.integers(0, 3))
 def test_equals_the_reference(device, requests, spare):
-    """`spare` ids past the unique ones, which nobody asks for."""
+    """`spare` ids past the unique ones, which are not asked for."""
     address_map, unique, offsets, counts = requests
     world_size, rank = address_map.plan.world_size, address_map.rank
     routed = cuda.route(
@@ -77,11 +77,11 @@ def test_equals_the_reference(device, requests, spare):
     places = []
     for table in range(address_map.num_tables):
         for row in unique[offsets[table] : offsets[table + 1]]:
-            stop, key, kind = address_map.locate(table, row)
-            places.append((stop, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
-    stops, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
+            destination, key, kind = address_map.locate(table, row)
+            places.append((destination, key, address_map.kinds.index(kind) * address_map.num_tables + table, kind))
+    destinations, wanted, segments = (torch.tensor([p[i] for p in places], dtype=torch.int64) for i in range(3))
     keys, order, bounds, accesses = reference.route(
-        stops, wanted, segments, counts.long(), world_size, address_map.num_segments
+        destinations, wanted, segments, counts.long(), world_size, address_map.num_segments
     )
     assert int(routed.refused) == -1
     assert (routed.keys[: len(unique)].cpu().long() % 2**32).tolist() == keys.tolist()
@@ -90,10 +90,10 @@ def test_equals_the_reference(device, requests, spare):
     assert routed.accesses.tolist() == accesses.tolist()
     reply = 0
     for u in order.tolist():  # in the order in which rows are asked for
-        stop, key, _, kind = places[u]
+        destination, key, _, kind = places[u]
         if kind in COPIES - REPLIES:
             expected = -1 - key % address_map.key_stride
-        elif stop == rank:
+        elif destination == rank:
             expected = cuda.NOWHERE if kind in RELAYS else -1 - key
         else:
             expected = reply
@@ -103,23 +103,23 @@ def test_equals_the_reference(device, requests, spare):
 
 @settings(max_examples=15)
 @given(requests=requests())
-def test_homes_and_slots_are_those_of_the_plan(device, requests):
+def test_owners_and_slots_are_those_of_the_plan(device, requests):
     address_map, unique, offsets, _ = requests
     plan = address_map.plan
     device_map, _ = on_device(address_map, device)
     for table, entry in enumerate(plan.tables):
         rows = unique[offsets[table] : offsets[table + 1]]
-        homes, slots = cuda.locate(device_map, table, torch.tensor(rows, dtype=torch.int64, device=device))
-        for row, home, slot in zip(rows, homes.tolist(), slots.tolist(), strict=True):
-            assert home == entry.range_of(row).home(row, plan.world_size)
-            pieces = AddressMap(plan, [t.name for t in plan.tables], home).homed(table)
+        owners, slots = cuda.locate(device_map, table, torch.tensor(rows, dtype=torch.int64, device=device))
+        for row, owner, slot in zip(rows, owners.tolist(), slots.tolist(), strict=True):
+            assert owner == entry.range_of(row).owner(row, plan.world_size)
+            pieces = AddressMap(plan, [t.name for t in plan.tables], owner).owned(table)
             assert [piece.slots[piece.rows.index(row)] for piece in pieces if row in piece.rows] == [slot]
 
 
 @pytest.mark.parametrize("row", [-1, 3, 2**40, -(2**63), 2**63 - 1])
 def test_tells_the_first_id_that_is_no_row(device, row):
     shapes = [TableShape("a", 1, 4, 4), TableShape("b", 3, 4, 4)]
-    device_map, flags = on_device(AddressMap(Plan.dealt(shapes, 2), ["a", "b"], 0), device)
+    device_map, flags = on_device(AddressMap(Plan.cyclic(shapes, 2), ["a", "b"], 0), device)
     unique = torch.tensor([0, 1, 2, row, -1], device=device)
     counts = torch.ones(5, dtype=torch.int32, device=device)
     routed = cuda.route(device_map, flags, unique, torch.tensor([0, 1, 5], device=device), counts)
@@ -130,7 +130,7 @@ def test_tells_the_first_id_that_is_no_row(device, row):
 def test_many_cells_need_wider_keys(device):
     """More than 2¹⁵ of them."""
     shapes = [TableShape(f"t{index}", 5000, 4, 4) for index in range(9)]
-    address_map = AddressMap(Plan.dealt(shapes, 4000), [shape.name for shape in shapes], 7)
+    address_map = AddressMap(Plan.cyclic(shapes, 4000), [shape.name for shape in shapes], 7)
     unique = torch.arange(9 * 10, device=device) % 10 * 499
     offsets, counts = torch.arange(10, device=device) * 10, torch.ones(90, dtype=torch.int32, device=device)
     routed = cuda.route(*on_device(address_map, device), unique, offsets, counts)

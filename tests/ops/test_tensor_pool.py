@@ -1,4 +1,4 @@
-"""Tensor pool: memory is reused when nobody holds it, and is never too small."""
+"""Tensor pool: memory is reused when no tensor holds it, and is never too small."""
 
 import gc
 

@@ -198,7 +198,7 @@ class NotedStreams(DeviceStreams):
 
 
 def test_streams_meet_before_the_program_looks_rows_up_and_after():
-    """What it does then, on its own stream, may update rows that replicas told of, and ends their use of memory."""
+    """What it does then, on its own stream, may update rows that replicas sent, and ends their use of memory."""
     collection = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)], device="cuda")
     optimizer, noted = EmbeddingOptimizer(collection), NotedStreams.noted
     noted.clear()

@@ -18,7 +18,7 @@ NUM_BATCHES = 6
 
 
 class Moment(Mark):
-    """Passes at a time of the device's clock, which nobody is told, as it is with events; only differences are."""
+    """Passes at a time of the device's clock. As with events, only differences can be read."""
 
     def __init__(self, device, seconds):
         super().__init__()
@@ -158,7 +158,7 @@ def test_spans_are_those_of_the_schedule(shape, is_quick):
     schedule = make_schedule(depth, parts, fetches_final=fetches_final and depth > 0, is_on_device=True)
     drive = Drive(schedule, Device(is_quick=is_quick))
     found = drive.device.spans()
-    played = play(schedule, seconds_of, NUM_BATCHES + depth)  # batches are routed ahead, some for nobody
+    played = play(schedule, seconds_of, NUM_BATCHES + depth)  # batches are routed ahead, some not used
     expected = {span.task: span for span in played if span.task in found and span.task.stage not in ("read", "step")}
     first = min(found[task].start_s - span.start_s for task, span in expected.items())
     for task, span in expected.items():
@@ -211,7 +211,7 @@ def test_settling_waits_for_all_and_then_no_more():
 
 
 def test_memory_is_bounded(monkeypatch):
-    """The oldest are dropped: of what the device does not come to, and of what nobody reads."""
+    """The oldest are dropped: of what the device does not come to, and of what is not read."""
     monkeypatch.setattr(device_recorder, "KEPT", 8)
     device = Device()
     for number in range(30):

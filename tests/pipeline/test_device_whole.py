@@ -33,7 +33,7 @@ JOB = Scenario(tables=TABLES, batch_sizes=(3, 2), num_steps=3, decay=0.9, sharin
 CORED = (cored("place", 30, 3, "adagrad", rank=2), table("user", 20, 3, "adagrad"))
 TIERED = tuple(replace(each, storage="tiered") for each in TABLES)
 GROUPS = in_groups(replace(JOB, batch_sizes=(2, 1, 0, 2)), 2)
-ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "dealt", "replicated")[number % 3], 0, 0, False))
+ONE_COPY_A_NODE = make_plan(TABLES, 2, 1, lambda number: (("node", "cyclic", "replicated")[number % 3], 0, 0, False))
 JOBS = {
     "tensor-train tables beside dense ones": replace(JOB, tables=CORED),
     "one copy a node": replace(JOB, plan=ONE_COPY_A_NODE, ranks_per_node=1),
@@ -132,16 +132,16 @@ def test_a_loop_that_is_left_gives_tiered_rows_up(ranks):
     assert ranks.run(leave, world_size=2) == [((12, 3), 0)] * 2
 
 
-def tell(mesh):
-    """How rows travel, as told, for tables of several kinds."""
+def describe(mesh):
+    """The exchanges of tables of several kinds, as printed."""
     tables = [TableSpec(name="a", num_rows=9, dim=3), cored("b", 9, 3)]
     collection = EmbeddingCollection(tables, mesh=mesh, device="cuda")
     return Pipeline(collection).reasons
 
 
 def test_reasons(ranks):
-    alone = tell(Mesh())
+    alone = describe(Mesh())
     assert [reason.split(": ")[0] for reason in alone] == ["rows and gradients travel whole"] * 2
-    dense, cores = ranks.run(tell, world_size=2)[1]
+    dense, cores = ranks.run(describe, world_size=2)[1]
     assert dense.startswith("rows and gradients travel by micro-batch (delta), over ")
     assert cores == "rows and gradients travel whole: tensor-train rows are computed where they are looked up"

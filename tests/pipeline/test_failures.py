@@ -23,7 +23,7 @@ TIMEOUT_S = 3.0
 
 @pytest.fixture
 def pool():
-    """Of its own, since nobody survives."""
+    """Of its own, since no rank survives."""
     ranks = RankPool(mesh_timeout_s=30.0)
     yield ranks
     pids = ranks.pids
@@ -89,7 +89,7 @@ def test_two_hosts(pool):
 
 @pytest.mark.parametrize("transport", [pytest.param("collective", marks=pytest.mark.slow), "one_sided"])
 def test_a_rank_that_brings_more_batches(pool, transport):
-    """Whoever waits for the others is told, within the timeout."""
+    """Waiting ranks get an error, within the timeout."""
     ends = pool.run(pipelines.bring_more, job(), transport, TIMEOUT_S, world_size=2)
     kind, message, threads = ends[1]
     assert kind == "PeerError", ends
@@ -133,7 +133,7 @@ def start(rank, port, stage, transport):
 
 @pytest.mark.parametrize("leaves", ["open", pytest.param("done", marks=pytest.mark.slow)])
 def test_programs_that_close_nothing_end(leaves):
-    """With a loop half way or done, a pipeline and a mesh that nobody closes."""
+    """With a loop half way or done, a pipeline and a mesh that are not closed."""
     port = free_port()
     processes = [start(rank, port, leaves, "closes nothing") for rank in range(2)]
     errors = [process.communicate(timeout=60)[1] for process in processes]

@@ -240,16 +240,16 @@ def count_memory(mesh):
     collection, _ = make(mesh)
     before = collection.memory_bytes["buffers"]
     pipeline = Pipeline(collection, verify=True)
-    told = collection.memory_bytes["buffers"] - before
+    reported = collection.memory_bytes["buffers"] - before
     rows = sum(len(piece.rows) for piece in collection.held_rows("item"))
     del pipeline
     collection.close()
-    return told, rows, collection.memory_bytes["buffers"] - before
+    return reported, rows, collection.memory_bytes["buffers"] - before
 
 
 def test_what_a_pipeline_holds_is_counted(ranks):
-    for told, rows, left in ranks.run(count_memory, world_size=2):
-        assert told > 8 * rows  # of each row, who asked for it last, and who changed it
+    for reported, rows, left in ranks.run(count_memory, world_size=2):
+        assert reported > 8 * rows  # of each row, who asked for it last, and who changed it
         assert left == 0
 
 

@@ -1,4 +1,4 @@
-"""A hunt for races: whoever is slow, the model is the same, and a step that is left out is found."""
+"""A hunt for races: whichever rank is slow, the model is the same, and a step that is left out is found."""
 
 import re
 from dataclasses import replace
@@ -80,7 +80,7 @@ def end_broken(pool, transport, how):
     try:
         return [message for _, message, *_ in pool.run(pipelines.end, scenario, transport, 8.0, how, world_size=2)]
     finally:
-        pool.close()  # messages that nobody waits for are under way
+        pool.close()  # messages that are not waited for are under way
 
 
 @pytest.mark.parametrize("how", ["forwarding", "waiting"])

@@ -17,7 +17,7 @@ STAGES = ("read", "route", "open", "final", "rows", "gradients", "update", "retr
 
 
 class Log:
-    """What was done, by whom; and what some tasks do beside."""
+    """What was done, in which thread; and what some tasks do beside."""
 
     def __init__(self, special=None):
         self.tasks, self.threads, self._special = [], {}, special or {}
@@ -212,11 +212,11 @@ def test_the_first_error_is_the_one_that_is_told():
     schedule = make_schedule(1, 1)
     runner = None
 
-    def give_up():
+    def fail():
         runner.cancelled.wait(5)
-        raise RowmeshError("gave up")
+        raise RowmeshError("failed")
 
-    log = Log({Task("update", 0): give_up, Task("read", 2): fail_with(DataError("bad line"))})
+    log = Log({Task("update", 0): fail, Task("read", 2): fail_with(DataError("bad line"))})
     runner = make(schedule, log)
     with pytest.raises(DataError, match="bad line"):
         drive(runner, schedule, 4)
@@ -308,7 +308,7 @@ def test_a_driver_that_waits_hears_a_signal():
 
 @pytest.mark.parametrize("stage, waits", [("rows", True), ("read", False)])
 def test_whoever_still_sends_when_it_is_closed_says_when_it_is_done(monkeypatch, caplog, stage, waits):
-    """A thread that reads holds nobody up: it sends nothing."""
+    """A thread that reads delays no rank: it sends nothing."""
     for name in ("_CLOSE_S", "_GIVE_UP_S"):
         monkeypatch.setattr(f"rowmesh.pipeline.runner.{name}", 0.01)
     schedule, began, goes_on, silent = make_schedule(1, 1), threading.Event(), threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Streams: what is done on a device comes after all that it needs, and memory is used again after all who used it."""
+"""Streams: what is done on a device comes after all that it needs, and memory is reused after all its users."""
 
 import gc
 import weakref
@@ -125,7 +125,7 @@ def test_tasks_come_after_what_they_need(shape):
 @settings(max_examples=8)  # each collects garbage
 @given(shapes)
 def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(shape):
-    """All that computed and sent a batch, on the streams of all who allocated for it; and no later than can be."""
+    """All that computed and sent a batch, on all streams that allocated for it; and no later than can be."""
     found = drive(shape)
     depth, num_parts, _ = shape
     gc.collect()

@@ -198,8 +198,8 @@ def test_look_ups_between_windows_do_not_wait_for_room_that_comes_later(depth, n
     assert go_through(collection, optimizer, look_up, depth=depth) < 5
 
 
-def test_look_ahead_that_does_not_fit_is_told_where_rows_are_looked_up_between_windows():
-    """Else it is brought when the batch before is updated; then nobody would."""
+def test_look_ahead_that_does_not_fit_is_reported_where_rows_are_looked_up_between_windows():
+    """Otherwise the update of the batch before prefetches it; here nothing would."""
     collection, optimizer = make(Mesh(), 1)
     with pytest.raises(NoRoomError, match=r"rank 0 in stage 'retrieve' of batch 2: .* \(waited \d.\d s\)"):
         go_through(collection, optimizer, collection.engine.wait, depth=2)
@@ -227,6 +227,6 @@ def make_without_a_folder(mesh, folders):
 
 
 def test_all_ranks_learn_that_one_cannot_make_its_file(ranks, tmp_path):
-    told = ranks.run(make_without_a_folder, [tmp_path, tmp_path / "missing"], world_size=2)
-    assert told[0] == told[1]
-    assert told[0].startswith(f"rank 1: cannot make file store {tmp_path / 'missing'}")
+    errors = ranks.run(make_without_a_folder, [tmp_path, tmp_path / "missing"], world_size=2)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"rank 1: cannot make file store {tmp_path / 'missing'}")

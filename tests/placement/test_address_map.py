@@ -30,13 +30,13 @@ def test_held_rows_are_those_of_the_plan_and_no_slot_is_used_twice(plan):
             ]
             assert sorted(rows) == expected
             used += rows.values()
-            homed = {
+            owned = {
                 row: slot
-                for piece in address_map.homed(number)
+                for piece in address_map.owned(number)
                 for row, slot in zip(piece.rows, piece.slots, strict=True)
             }
-            assert homed.items() <= rows.items()
-            assert sorted(homed) == [r for r in rows if table.range_of(r).home(r, plan.world_size) == rank]
+            assert owned.items() <= rows.items()
+            assert sorted(owned) == [r for r in rows if table.range_of(r).owner(r, plan.world_size) == rank]
         assert len(set(used)) == len(used)
         assert all(0 <= slot < address_map.num_slots[rank] for slot in used)
 
@@ -56,26 +56,26 @@ def test_a_row_is_asked_for_where_it_can_be_found(plan):
         for number, table in enumerate(plan.tables):
             for row in range(table.shape.num_rows):
                 stop, key, kind = address_map.locate(number, row)
-                home = table.range_of(row).home(row, plan.world_size)
+                owner = table.range_of(row).owner(row, plan.world_size)
                 if kind in ("direct", "replicated"):
-                    assert (stop, key) == (home, slots[home][number][row])
+                    assert (stop, key) == (owner, slots[owner][number][row])
                     continue
                 assert stop // plan.ranks_per_node == rank // plan.ranks_per_node
-                assert stop % plan.ranks_per_node == home % plan.ranks_per_node
+                assert stop % plan.ranks_per_node == owner % plan.ranks_per_node
                 node, slot = divmod(key, address_map.key_stride)
-                assert node == home // plan.ranks_per_node
-                assert slot == slots[home][number][row]
+                assert node == owner // plan.ranks_per_node
+                assert slot == slots[owner][number][row]
                 if kind in ("node", "forwarded"):
                     assert slot == slots[stop][number][row]
 
 
 def test_the_map_of_a_large_plan_is_small():
     shape = TableShape("large", 10**12, 4, 4)
-    assert AddressMap(Plan.dealt([shape], 1000), ["large"], 3).num_bytes < 1000
+    assert AddressMap(Plan.cyclic([shape], 1000), ["large"], 3).num_bytes < 1000
 
 
 def test_keys_that_do_not_fit_are_refused():
-    plan = Plan.dealt([TableShape("large", 2**33, 4, 4)], world_size=2)
+    plan = Plan.cyclic([TableShape("large", 2**33, 4, 4)], world_size=2)
     with pytest.raises(
         ConfigurationError, match=r"tables 'large' \(8,589,934,592 rows\): the fullest rank would hold 4,294,967,296"
     ):
@@ -83,5 +83,5 @@ def test_keys_that_do_not_fit_are_refused():
 
 
 def test_nodes_do_not_count_where_nothing_is_relayed():
-    plan = Plan.dealt([TableShape("large", 5 * 10**9, 4, 4)], world_size=128, ranks_per_node=1)
+    plan = Plan.cyclic([TableShape("large", 5 * 10**9, 4, 4)], world_size=128, ranks_per_node=1)
     assert AddressMap(plan, ["large"], 0).key_stride == 39_062_500

@@ -26,7 +26,7 @@ def planned(draw, max_rows=30):
             RowRange(
                 start,
                 stop,
-                draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                draw(st.sampled_from(["cyclic", "node", "replicated", "fixed"])),
                 shift=draw(st.integers(0, W - 1)),
                 rank=draw(st.integers(0, W - 1)),
                 two_hop=draw(st.booleans()),
@@ -60,45 +60,45 @@ class Ledger:
 
 
 def book(ledger, part, row, shape, W, G, training, rank, node, world):
-    """One row of a range: `rank[i]`, `node[m]` and `world` say how often it is asked for by whom."""
-    home, holders = part.home(row, W), part.holders(row, W, G)
-    agents = [m * G + home % G for m in range(W // G)]
+    """One row of a range: `rank[i]`, `node[m]` and `world` are how often a rank, a node and all ranks ask for it."""
+    owner, holders = part.owner(row, W), part.holders(row, W, G)
+    leaders = [m * G + owner % G for m in range(W // G)]
     value, gradient, copied = shape.value_bytes, shape.gradient_bytes, shape.gradient_bytes + SLOT_BYTES
-    through_agents = part.rule == "node" or part.two_hop
+    through_leaders = part.rule == "node" or part.two_hop
     for i in range(W):
-        agent = agents[i // G]
+        leader = leaders[i // G]
         if part.rule == "replicated":
             ledger.looked_up(i, i, rank[i], value)
         elif part.rule == "node":
-            assert agent in holders
-            ledger.looked_up(i, agent, rank[i], value)
-            ledger.fetched(i, agent, rank[i], value)
+            assert leader in holders
+            ledger.looked_up(i, leader, rank[i], value)
+            ledger.fetched(i, leader, rank[i], value)
         elif part.two_hop:
-            ledger.fetched(i, agent, rank[i], value)
-            if i != agent or agent == home:
-                ledger.looked_up(i, agent, rank[i], value)
+            ledger.fetched(i, leader, rank[i], value)
+            if i != leader or leader == owner:
+                ledger.looked_up(i, leader, rank[i], value)
         else:
-            ledger.looked_up(i, home, rank[i], value)
-            ledger.fetched(i, home, rank[i], value)
+            ledger.looked_up(i, owner, rank[i], value)
+            ledger.fetched(i, owner, rank[i], value)
         if training:
             num_bytes = copied if part.rule == "replicated" else gradient
-            ledger.sent(i, agent if through_agents else home, rank[i], num_bytes)
-    for m, agent in enumerate(agents):
-        if through_agents and agent != home:
+            ledger.sent(i, leader if through_leaders else owner, rank[i], num_bytes)
+    for m, leader in enumerate(leaders):
+        if through_leaders and leader != owner:
             if part.rule not in ("node", "replicated"):
-                ledger.looked_up(agent, home, node[m], value)
-                ledger.fetched(agent, home, node[m], value)
+                ledger.looked_up(leader, owner, node[m], value)
+                ledger.fetched(leader, owner, node[m], value)
             if training:
-                ledger.sent(agent, home, node[m], gradient if part.rule in ("dealt", "fixed") else copied)
+                ledger.sent(leader, owner, node[m], gradient if part.rule in ("cyclic", "fixed") else copied)
     if training and part.rule == "node":
         for holder in holders:
-            ledger.sent(home, holder, world, copied)
+            ledger.sent(owner, holder, world, copied)
     if training and part.rule == "replicated":
-        for m, agent in enumerate(agents):
+        for m, leader in enumerate(leaders):
             if part.two_hop:
-                ledger.sent(home, agent, world, copied)
+                ledger.sent(owner, leader, world, copied)
             for i in range(m * G, (m + 1) * G):
-                ledger.sent(agent if part.two_hop else home, i, world, copied)
+                ledger.sent(leader if part.two_hop else owner, i, world, copied)
 
 
 def same(cost: Cost, ledger: Ledger, rtol=1e-9, atol=1e-7):
@@ -172,7 +172,7 @@ def test_the_expectation_is_what_batches_move_on_average(two_hop, deduplicated):
 
 def test_counted_batches_replace_independent_draws():
     shape = TableShape("item", 2, 64, 64)
-    plan = Plan.dealt([shape], 2)
+    plan = Plan.cyclic([shape], 2)
     independent = Profile.from_counts({"item": [50, 50]}, [shape], 100)
     bursts = Profile.from_counts({"item": [50, 50]}, [shape], 100, batches={"item": [5, 5]}, batch_size=10)
     request = Request(batch_size=10)
@@ -183,7 +183,7 @@ def test_seconds_follow_the_links():
     shape = TableShape("item", 8, 64, 64)
     profile = Profile.from_counts({"item": [8] * 8}, [shape], 64)
     topology = Topology.grouped(2, 2, 3.0)
-    cost = cost_of(Plan.dealt([shape], 4, 2), profile, Request(batch_size=4))
+    cost = cost_of(Plan.cyclic([shape], 4, 2), profile, Request(batch_size=4))
     links = cost.link_seconds(topology)
     assert links[0, 1] == pytest.approx(cost.link_bytes[0, 1])
     assert links[0, 2] == pytest.approx(3 * cost.link_bytes[0, 2])

@@ -34,9 +34,9 @@ def profile_of(counts):
 def test_plans_of_unsorted_rows_cost_what_those_of_sorted_ones_do(counts, world_size):
     topology = Topology.uniform(world_size)
     profile, in_order = profile_of(counts), profile_of(sorted(counts, reverse=True))
-    plan = search("dealt", profile, topology, REQUEST)
+    plan = search("cyclic", profile, topology, REQUEST)
     plan.check()
-    best = search("dealt", in_order, topology, REQUEST)
+    best = search("cyclic", in_order, topology, REQUEST)
     coverage = predict(plan, Problem(profile, topology, REQUEST)).coverage
     assert coverage == pytest.approx(predict(best, Problem(in_order, topology, REQUEST)).coverage)
 
@@ -79,9 +79,9 @@ def planned(*rules):
 
 
 def test_only_rows_on_several_ranks_have_copies():
-    assert not has_copies(planned("dealt", "fixed"))
-    assert not has_copies(planned("dealt", "node"))  # one node
-    assert has_copies(planned("dealt", "replicated"))
+    assert not has_copies(planned("cyclic", "fixed"))
+    assert not has_copies(planned("cyclic", "node"))  # one node
+    assert has_copies(planned("cyclic", "replicated"))
 
 
 def batches(hot, num_batches=100, seed=0):
@@ -96,7 +96,7 @@ def batches(hot, num_batches=100, seed=0):
 )
 def test_a_planner_proposes_what_is_cheaper_for_what_comes_then(hot, then, moves):
     request = Request(batch_size=8, mode="infer", extra_memory=0.25)  # 50 rows with copies
-    planner = Planner(planned("replicated", "dealt", "dealt", "dealt"), "dealt", Topology.uniform(2), request)
+    planner = Planner(planned("replicated", "cyclic", "cyclic", "cyclic"), "cyclic", Topology.uniform(2), request)
     assert planner.take() is None
     for ids in batches(hot):
         planner.watch({"item": np.append(ids, [-1, 200])}, 64)
@@ -132,11 +132,11 @@ def test_hot_rows_of_a_real_table_that_go_are_seen_and_not_chased(halves):
     problems = [
         Problem(profile_of(np.bincount(ids, minlength=500_000)), topology, request) for ids in (halves[0], halves[1])
     ]
-    plan = search("dealt", problems[0].profile, topology, request)
+    plan = search("cyclic", problems[0].profile, topology, request)
     planned_fit, recent = (predict(plan, problem) for problem in problems)
     assert recent.shortfall(planned_fit, 0.9, 0.9).startswith("coverage 6.6% fell below 90% of the planned 33.9%")
 
-    planner = Planner(plan, "dealt", topology, request, capacity=8192)
+    planner = Planner(plan, "cyclic", topology, request, capacity=8192)
     parts = np.array_split(halves[1][: len(halves[1]) // 2048 * 2048].reshape(-1, 2048), 2)
     for ids in parts[0]:
         planner.watch({"item": ids}, 2048)
@@ -148,7 +148,7 @@ def test_hot_rows_of_a_real_table_that_go_are_seen_and_not_chased(halves):
 
 
 def test_a_plan_of_nothing_cannot_be_made():
-    planner = Planner(planned("dealt"), "dealt", Topology.uniform(2), REQUEST)
+    planner = Planner(planned("cyclic"), "cyclic", Topology.uniform(2), REQUEST)
     planner.begin()
     planner.wait()
     proposal = planner.take()

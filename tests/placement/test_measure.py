@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.placement.measure import fit_line, measure_topology, node_size, settle
+from rowmesh.placement.measure import fit_line, measure_topology, node_size, without_noise
 from rowmesh.placement.topology import Topology
 
 
@@ -23,7 +23,7 @@ def test_all_ranks_measure_the_same(ranks, world_size, ranks_per_node):
         assert np.array_equal(other[0], cost)
         assert np.array_equal(other[1], latency)
     assert cost.shape == latency.shape == (world_size, world_size)
-    assert np.all((cost > 0) & np.isfinite(cost))  # how fast this machine is just now, nobody knows
+    assert np.all((cost > 0) & np.isfinite(cost))  # the speed of this machine is unknown
     assert np.all((latency >= 0) & np.isfinite(latency))
     assert num_nodes == world_size // (ranks_per_node or world_size)
     assert memory_bytes == 1 << 30
@@ -81,9 +81,9 @@ def test_fit_is_never_negative(seconds):
 def test_noise_is_settled_and_real_differences_stay():
     """Four ranks in two nodes: links within nodes measured alike, those between nodes not."""
     measured = np.array([[9, 1.0, 4, 4], [1.1, 9, 4, 8], [4, 4, 9, 1.0], [4, 8, 1.05, 9]])
-    settled = settle(measured, ranks_per_node=2)
-    assert settled[0, 1] == settled[1, 0] == settled[2, 3] == settled[3, 2] == pytest.approx(1.0375)
-    assert settled[1, 3] == 8
-    assert settled[0, 2] == 4
-    assert (settled == settled.T).all()
-    assert settle(measured[:1, :1], 1).tolist() == [[9.0]]
+    links = without_noise(measured, ranks_per_node=2)
+    assert links[0, 1] == links[1, 0] == links[2, 3] == links[3, 2] == pytest.approx(1.0375)
+    assert links[1, 3] == 8
+    assert links[0, 2] == 4
+    assert (links == links.T).all()
+    assert without_noise(measured[:1, :1], 1).tolist() == [[9.0]]

@@ -26,7 +26,7 @@ def plans(draw):
             RowRange(
                 start,
                 stop,
-                draw(st.sampled_from(["dealt", "node", "replicated", "fixed"])),
+                draw(st.sampled_from(["cyclic", "node", "replicated", "fixed"])),
                 shift=draw(st.integers(0, world_size - 1)),
                 rank=draw(st.integers(0, world_size - 1)),
                 two_hop=draw(st.booleans()),
@@ -45,15 +45,15 @@ def test_a_plan_survives_json(plan):
 
 
 @given(plans())
-def test_every_row_has_one_home_that_holds_it_and_slots_suffice(plan):
+def test_every_row_has_one_owner_that_holds_it_and_slots_suffice(plan):
     world_size, per_node = plan.world_size, plan.ranks_per_node
     for table in plan.tables:
         for part in table.ranges:
             held = Counter()
             for row in range(part.start, part.stop):
-                home, holders = part.home(row, world_size), part.holders(row, world_size, per_node)
-                assert 0 <= home < world_size
-                assert home in holders
+                owner, holders = part.owner(row, world_size), part.holders(row, world_size, per_node)
+                assert 0 <= owner < world_size
+                assert owner in holders
                 if part.rule == "node":
                     assert sorted(rank // per_node for rank in holders) == list(range(plan.num_nodes))
                 held.update(holders)
@@ -81,8 +81,8 @@ def test_every_rank_reads_its_memory_from_the_rules():
         ((RowRange(0, 10, "spread"),), "no rule 'spread'"),  # type: ignore[arg-type]
         ((RowRange(0, 0), RowRange(0, 10)), "the range is empty"),
         ((RowRange(0, 3), RowRange(3, 10, phase=1, shift=0)), "phase 1 and shift 0, but .* phase 1 and shift 1"),
-        ((RowRange(0, 4), RowRange(4, 10, phase=1)), "no round of rule 'dealt' before is unfilled"),
-        ((RowRange(0, 3), RowRange(3, 10, phase=2)), "phase 2, but a round of rule 'dealt' has 2"),
+        ((RowRange(0, 4), RowRange(4, 10, phase=1)), "no round of rule 'cyclic' before is unfilled"),
+        ((RowRange(0, 3), RowRange(3, 10, phase=2)), "phase 2, but a round of rule 'cyclic' has 2"),
         ((RowRange(0, 3, "replicated"), RowRange(3, 10, "replicated", phase=1)), "'replicated' has 1 place"),
     ],
 )
@@ -99,13 +99,21 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=r"plan\.json: not a plan"):
             Plan.load(path)
-    path.write_text(Plan.dealt([SHAPE], 2).to_json().replace('"format": 1', '"format": 7'))
+    path.write_text(Plan.cyclic([SHAPE], 2).to_json().replace('"format": 1', '"format": 7'))
     with pytest.raises(ConfigurationError, match="format 7, this rowmesh reads 1"):
         Plan.load(path)
 
 
+def test_plans_with_the_former_name_of_cyclic_are_read():
+    plan = Plan.cyclic([SHAPE], 2)
+    shown = replace(plan.tables[0].ranges[0], shift=1)
+    plan = replace(plan, tables=(replace(plan.tables[0], ranges=(shown,)),))
+    assert '"cyclic"' in plan.to_json()
+    assert Plan.from_json(plan.to_json().replace("cyclic", "dealt")) == plan
+
+
 def test_nodes_are_equal_and_tables_are_named_once():
-    plan = Plan.dealt([SHAPE], 4)
+    plan = Plan.cyclic([SHAPE], 4)
     with pytest.raises(ConfigurationError, match="cannot have 3 ranks a node"):
         replace(plan, ranks_per_node=3).check()
     with pytest.raises(ConfigurationError, match=r"names a table twice: \['item'\]"):
@@ -124,7 +132,7 @@ def test_nodes_are_equal_and_tables_are_named_once():
     ],
 )
 def test_numbers_that_are_none_are_refused(old, new, message):
-    text = Plan.dealt([SHAPE], 2).to_json()
+    text = Plan.cyclic([SHAPE], 2).to_json()
     assert old in text
     with pytest.raises(ConfigurationError, match=message):
         Plan.from_json(text.replace(old, new))
@@ -141,7 +149,7 @@ SHAPES = [TableShape("user", 100, 64, 64, 4), TableShape("item", 7, 32, 32)]
 
 @pytest.mark.parametrize("together", ["shards", "replicas"])
 def test_tables_may_have_replicas_of_their_own(together):
-    plan = Plan.dealt(SHAPES, 8, 4, replicas={"user": 1, "item": 4}, together=together)
+    plan = Plan.cyclic(SHAPES, 8, 4, replicas={"user": 1, "item": 4}, together=together)
     plan.check()
     assert plan.replica_counts == (1, 4)
     assert Plan.from_json(plan.to_json()) == plan
@@ -150,11 +158,11 @@ def test_tables_may_have_replicas_of_their_own(together):
     assert [table.name for table in plan.part(4).tables] == ["item"]
     user, item = 13 * 68, 4 * 32  # of 100 rows over 8 ranks, of 7 rows over 2
     assert plan.memory_bytes == (user + item,) * 8
-    assert sum(plan.memory_bytes) > sum(Plan.dealt(SHAPES, 8, 4).memory_bytes)
+    assert sum(plan.memory_bytes) > sum(Plan.cyclic(SHAPES, 8, 4).memory_bytes)
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    text = Plan.dealt(SHAPES, 4, replicas=2).to_json()
+    text = Plan.cyclic(SHAPES, 4, replicas=2).to_json()
     with pytest.raises(ConfigurationError, match=r"table 'user': 4 ranks cannot form 3 .* 1, 2, 4"):
         Plan.from_json(text.replace('"replicas": 2', '"replicas": 3'))
     with pytest.raises(ConfigurationError, match=r"user\.replicas must be a whole number"):
@@ -162,4 +170,4 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ConfigurationError, match="together must be"):
         Plan.from_json(text.replace('"shards"', '"hosts"'))
     with pytest.raises(ConfigurationError, match="cannot be for"):
-        Plan.dealt(SHAPES, 1 << 24).check()
+        Plan.cyclic(SHAPES, 1 << 24).check()

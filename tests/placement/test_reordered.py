@@ -54,7 +54,7 @@ def test_hot_rows_are_copied_as_before(reordered):
     item = reordered.bijection("item").rows(np.arange(len(data["item"])))
     by_frequency = Profile.from_counts(data | {"item": data["item"][item]}, shapes(reordered), 600 * BATCH)
     plans = [
-        search("dealt", profile, Topology.uniform(4), request)
+        search("cyclic", profile, Topology.uniform(4), request)
         for profile in (by_frequency, Profile.from_prepared(reordered, shapes(reordered)))
     ]
     copied = [[len(p) for p in plan.table("item").ranges if p.rule == "replicated"] for plan in plans]

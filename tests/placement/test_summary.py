@@ -7,7 +7,7 @@ from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.profile import TableProfile
 from rowmesh.placement.summary import LEVEL_OF, accesses_before, levels_of, plan_levels, stretches
 
-RULES = ("dealt", "node", "replicated", "fixed")
+RULES = ("cyclic", "node", "replicated", "fixed")
 
 
 @st.composite
@@ -47,13 +47,13 @@ def test_stretches_hold_every_range_once_in_order(case):
         assert {(part.rule, part.two_hop) for part in stretch.parts} == {(stretch.rule, stretch.two_hop)}
 
 
-def test_homes_are_named():
+def test_owners_are_named():
     ranges = (
         RowRange(0, 1, "fixed", rank=3),
         RowRange(1, 2, "fixed", rank=1),
-        RowRange(2, 10, "dealt", shift=2),
+        RowRange(2, 10, "cyclic", shift=2),
         RowRange(10, 30, "fixed", rank=0),
     )
     found = stretches(TablePlan(TableShape("item", 30, 64, 64), ranges))
     assert [(s.start, s.stop) for s in found] == [(0, 2), (2, 10), (10, 30)]
-    assert [s.homes_text() for s in found] == ["one by one: ranks 3, 1", "dealt from rank 2 on", "rank 0"]
+    assert [s.owners_text() for s in found] == ["row by row: ranks 3, 1", "cyclic from rank 2", "rank 0"]

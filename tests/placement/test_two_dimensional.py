@@ -100,7 +100,7 @@ def test_with_memory_for_all_the_table_that_gains_nothing_may_still_join():
 
 def test_replicas_of_a_shard_share_hosts_where_that_is_faster():
     """As the paper deploys it: one 400 Gbit/s port a GPU is far slower than what GPUs of a host share."""
-    comparison = compare_replicas(problem(Topology.grouped(8, 4, 20.0), max_hops=1), "dealt", counts=[4])
+    comparison = compare_replicas(problem(Topology.grouped(8, 4, 20.0), max_hops=1), "cyclic", counts=[4])
     costs = {candidate.together: candidate.cost for candidate in comparison.candidates}
     assert costs["replicas"].sync_s < costs["shards"].sync_s
     assert costs["shards"].exchange_s < costs["replicas"].exchange_s
@@ -174,7 +174,7 @@ def test_rows_that_do_not_fit_once_say_how_many_ranks_it_would_take():
 def test_a_strategy_that_does_not_look_at_the_limit_is_told_apart():
     asked = hot_and_cold(memory_limit_bytes=2_000_000)
     with pytest.raises(
-        ConfigurationError, match=r"hold 6,400,000 bytes .* 4,400,000 more .* needs 1,632,000, as 'dealt'"
+        ConfigurationError, match=r"hold 6,400,000 bytes .* 4,400,000 more .* needs 1,632,000, as 'cyclic'"
     ):
         compare_replicas(asked, "table_wise", counts=[1])
 

@@ -40,14 +40,14 @@ def costs(plan, sync, batch_size=6, topology=None, profile=None):
 def test_replicas_take_the_paper_s_memory_more(replicas, together):
     shapes = [TableShape("a", 24, 64, 64, 4), TableShape("b", 120, 32, 32)]
     stored = sum(shape.num_rows * shape.row_bytes for shape in shapes)
-    single = np.array(Plan.dealt(shapes, 12).memory_bytes)
-    memory = np.array(Plan.dealt(shapes, 12, replicas=replicas, together=together).memory_bytes)
+    single = np.array(Plan.cyclic(shapes, 12).memory_bytes)
+    memory = np.array(Plan.cyclic(shapes, 12, replicas=replicas, together=together).memory_bytes)
     assert np.array_equal(memory - single, np.full(12, stored * (replicas - 1) // 12))
 
 
 def test_averages_mark_every_row_that_has_replicas():
     shapes = [TableShape("a", 24, 64, 64, 4), TableShape("b", 120, 32, 32)]
-    plan = Plan.dealt(shapes, 4, replicas={"a": 2, "b": 1})
+    plan = Plan.cyclic(shapes, 4, replicas={"a": 2, "b": 1})
     assert plan.mark_bytes == (12, 12, 12, 12)
     profile = Profile.from_counts({"a": np.ones(24), "b": np.ones(120)}, shapes, 100)
     averaged, exact = (costs(plan, Synchronization(mode), profile=profile) for mode in ("average", "exact"))
@@ -58,12 +58,12 @@ def test_averages_mark_every_row_that_has_replicas():
 def test_dense_averages_are_equation_1(replicas):
     T, shapes = 12, [TableShape("a", 24, 64, 64, 4)]
     profile = Profile.from_counts({"a": np.ones(24)}, shapes, 24)
-    cost = costs(Plan.dealt(shapes, T, replicas=replicas), Synchronization("average", dense=True), profile=profile)
+    cost = costs(Plan.cyclic(shapes, T, replicas=replicas), Synchronization("average", dense=True), profile=profile)
     expected = 2 * 24 * 68 * (replicas - 1) / T
     assert cost.sync_bytes.sum(axis=0) == pytest.approx(np.full(T, expected))
     assert cost.sync_s == cost.dense_s == pytest.approx(expected)
     rarely = costs(
-        Plan.dealt(shapes, T, replicas=replicas), Synchronization("average", every=5, dense=True), profile=profile
+        Plan.cyclic(shapes, T, replicas=replicas), Synchronization("average", every=5, dense=True), profile=profile
     )
     assert rarely.sync_s == pytest.approx(expected / 5)
 
@@ -88,16 +88,16 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
     for table in part.tables:
         rows = touched[table.name]
         for row in range(table.shape.num_rows):
-            column = grid.columns[table.range_of(row).home(row, part.world_size)]
-            size, home = row_bytes(table.shape), row // part.world_size % replicas
-            for group, rank in enumerate(column):
+            ranks_ = grid.replicate_groups[table.range_of(row).owner(row, part.world_size)]
+            size, owner = row_bytes(table.shape), row // part.world_size % replicas
+            for group, rank in enumerate(ranks_):
                 for other in range(replicas):
                     if directly and other != group and rows[group, row]:
-                        found[column[other], rank] += size
-                    if not directly and other != group and rows[group, row] and other == home:
-                        found[column[other], rank] += size
-                    if not directly and other != group and rows[:, row].any() and group == home:
-                        found[column[other], rank] += size
+                        found[ranks_[other], rank] += size
+                    if not directly and other != group and rows[group, row] and other == owner:
+                        found[ranks_[other], rank] += size
+                    if not directly and other != group and rows[:, row].any() and group == owner:
+                        found[ranks_[other], rank] += size
     return found
 
 
@@ -112,7 +112,7 @@ def counted_sync(plan, replicas, touched, row_bytes, directly):
 )
 def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, directly):
     profile, T, trials = small_profile(), 8, 600
-    plan = Plan.dealt(SHAPES, T, replicas=replicas, together=together)
+    plan = Plan.cyclic(SHAPES, T, replicas=replicas, together=together)
     rng, counted = np.random.default_rng(0), np.zeros((T, T))
 
     def row_bytes(shape):
@@ -124,23 +124,23 @@ def test_synchronisation_is_that_of_drawn_batches(sync, replicas, together, dire
     cost = costs(plan, sync)
     assert np.array_equal(cost.sync_bytes > 0, counted > 0)
     assert cost.sync_bytes.sum() == pytest.approx(counted.sum(), rel=0.02)
-    for column in plan.grid(replicas).columns:
-        assert cost.sync_bytes[:, column].sum() == pytest.approx(counted[:, column].sum(), rel=0.03)
-    if directly:  # else it depends on which rows a column's ranks are homes of, which here are few
+    for ranks_ in plan.grid(replicas).replicate_groups:
+        assert cost.sync_bytes[:, ranks_].sum() == pytest.approx(counted[:, ranks_].sum(), rel=0.03)
+    if directly:  # else it depends on which rows a replicate group's ranks are owners of, which here are few
         assert cost.sync_bytes.sum(axis=0) == pytest.approx(counted.sum(axis=0), rel=0.05)
     assert cost.sync_s == pytest.approx(cost.sync_bytes.sum(axis=0).max())
 
 
 def test_lookups_are_those_of_drawn_batches():
-    profile, plan, rng = small_profile(), Plan.dealt(SHAPES, 8, replicas=2), np.random.default_rng(1)
+    profile, plan, rng = small_profile(), Plan.cyclic(SHAPES, 8, replicas=2), np.random.default_rng(1)
     grid, trials, counted = plan.grid(2), 300, np.zeros(8)
     for _ in range(trials):
         for rank in range(8):
             for index, table in enumerate(plan.part(2).tables):
                 chances = np.repeat(profile.access_rate(index), profile.tables[index].lengths)
                 for row in set(rng.choice(table.shape.num_rows, 6, p=chances / chances.sum()).tolist()):
-                    home = table.range_of(row).home(row, grid.shards)
-                    counted[grid.groups[grid.place(rank)[0]][home]] += 1 / trials
+                    owner = table.range_of(row).owner(row, grid.shards)
+                    counted[grid.groups[grid.place(rank)[0]][owner]] += 1 / trials
     cost = costs(plan, Synchronization())
     assert cost.lookups == pytest.approx(counted, rel=0.05)
     assert cost.imbalance == pytest.approx(cost.lookups.max() / cost.lookups.mean())
@@ -148,23 +148,23 @@ def test_lookups_are_those_of_drawn_batches():
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
+def test_exchanges_stay_within_groups_and_synchronisation_within_replicate_groups(data):
     H, G = data.draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 4), (4, 2)]))
     replicas = data.draw(st.sampled_from(valid_replicas(H * G)))
     together = data.draw(st.sampled_from(["shards", "replicas"]))
     sync = data.draw(
         st.sampled_from([Synchronization(), Synchronization("average"), Synchronization("average", dense=True)])
     )
-    plan = Plan.dealt(SHAPES, H * G, G, replicas=replicas, together=together)
+    plan = Plan.cyclic(SHAPES, H * G, G, replicas=replicas, together=together)
     cost = costs(plan, sync, topology=Topology.grouped(H, G, 4.0))
     within = cost_of(plan.part(replicas), small_profile(), Request(batch_size=6))
     for group in plan.grid(replicas).groups:
         assert cost.exchange_bytes[np.ix_(group, group)] == pytest.approx(within.link_bytes)
     assert cost.exchange_bytes.sum() == pytest.approx(within.total_bytes * replicas)
-    columns = np.zeros_like(cost.sync_bytes, bool)
-    for column in plan.grid(replicas).columns:
-        columns[np.ix_(column, column)] = True
-    assert not cost.sync_bytes[~columns].any()
+    within = np.zeros_like(cost.sync_bytes, bool)
+    for ranks_ in plan.grid(replicas).replicate_groups:
+        within[np.ix_(ranks_, ranks_)] = True
+    assert not cost.sync_bytes[~within].any()
     assert not np.diag(cost.sync_bytes).any()
     assert (cost.sync_bytes.sum() > 0) == (replicas > 1)
     assert cost.total_s == cost.exchange_s + cost.sync_s
@@ -172,7 +172,7 @@ def test_exchanges_stay_within_groups_and_synchronisation_within_columns(data):
 
 def test_without_replicas_a_step_is_what_it_is_without_groups():
     asked = problem(Topology.load("2x4"))
-    plan = Plan.dealt(asked.shapes, 8, 4)
+    plan = Plan.cyclic(asked.shapes, 8, 4)
     cost = cost_with_replicas(plan, asked.profile, asked.topology, asked.request, Synchronization())
     assert cost.total_s == pytest.approx(asked.cost(plan).step_seconds(asked.topology))
     assert cost.sync_s == cost.dense_s == 0
@@ -180,9 +180,9 @@ def test_without_replicas_a_step_is_what_it_is_without_groups():
 
 
 def test_tables_that_differ_add_up():
-    hot = Plan.dealt(SHAPES[:1], 8, replicas=4)
-    cold = Plan.dealt(SHAPES[1:], 8)
-    both = Plan.dealt(SHAPES, 8, replicas={"user": 4, "item": 1})
+    hot = Plan.cyclic(SHAPES[:1], 8, replicas=4)
+    cold = Plan.cyclic(SHAPES[1:], 8)
+    both = Plan.cyclic(SHAPES, 8, replicas={"user": 4, "item": 1})
     both = Plan((hot.tables[0], cold.tables[0]), 8, both.ranks_per_node)
     parts = [costs(plan, Synchronization()) for plan in (hot, cold)]
     cost = costs(both, Synchronization())
@@ -211,7 +211,7 @@ def test_copies_within_a_group_are_synchronised_on_every_holder(mode, row_bytes)
 
 
 def test_averaging_seldom_moves_less_and_inference_nothing():
-    plan = Plan.dealt(SHAPES, 8, replicas=4)
+    plan = Plan.cyclic(SHAPES, 8, replicas=4)
     moved = [costs(plan, Synchronization("average", every=k)).sync_bytes.sum() for k in (1, 2, 8)]
     assert moved[0] > moved[1] > moved[2] > moved[0] / 8
     asked = Request(batch_size=6, mode="infer")
@@ -226,7 +226,7 @@ def test_what_is_next_to_each_other_stays_on_a_host(H, G, replicas):
     across = ~topology.same_node
     side_by_side = {
         together: costs(
-            Plan.dealt(SHAPES, H * G, G, replicas=replicas, together=together), Synchronization(), 6, topology
+            Plan.cyclic(SHAPES, H * G, G, replicas=replicas, together=together), Synchronization(), 6, topology
         )
         for together in ("shards", "replicas")
     }

@@ -33,7 +33,7 @@ def test_levels_join_and_fall():
 def test_rows_in_no_order_are_drawn_sorted_in_the_colours_of_their_levels():
     counts = np.random.default_rng(0).permutation(np.arange(1, 1001))
     hot = set(np.flatnonzero(counts > 900).tolist())
-    ranges = [RowRange(row, row + 1, "replicated" if row in hot else "dealt") for row in range(1000)]
+    ranges = [RowRange(row, row + 1, "replicated" if row in hot else "cyclic") for row in range(1000)]
     svg = frequency_curve(*planned(counts, *ranges))
     first, then = points(svg, "hot"), points(svg, "cold")
     assert first[-1] == then[0]

@@ -11,12 +11,12 @@ from tests.placement.problems import NAMES, NUM_ROWS, problem
 
 @pytest.fixture(scope="module")
 def inference():
-    return compare(problem(Topology.grouped(2, 2, 4.21), mode="infer", extra_memory=0.1), "dealt")
+    return compare(problem(Topology.grouped(2, 2, 4.21), mode="infer", extra_memory=0.1), "cyclic")
 
 
 @pytest.fixture(scope="module")
 def training():
-    return compare(problem(), "dealt")
+    return compare(problem(), "cyclic")
 
 
 def explained(comparison, what):
@@ -27,10 +27,12 @@ def test_a_table_lists_all_its_ranges_and_levels(inference):
     text = explained(inference, "user")
     assert text.startswith("user: 3,000 rows of 68 bytes")
     assert re.search(r"rows 0 to \d+ +hot +a copy on every rank", text)
-    assert re.search(r"\d to 2,\d+ +cold +one copy, dealt over the ranks", text)
-    shares = re.findall(r"; ([\d.]+) % of the accesses", text)
+    assert re.search(r"\d to 2,\d+ +cold +one copy, cyclic over the ranks", text)
+    shares = re.findall(r"; ([\d.]+) % of accesses", text)
     assert sum(map(float, shares)) == pytest.approx(100, abs=0.1 * len(shares))
-    assert re.search(r"levels: hot \d+ .*λ = [\d.]+ bytes saved a step for each byte of memory", text, re.DOTALL)
+    assert re.search(
+        r"levels, in rows .*: hot \d+ .*λ = [\d.]+ bytes saved per step and byte of memory", text, re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("row", [0, 5, 700, 2998])
@@ -38,7 +40,7 @@ def test_a_row_says_who_holds_it_as_the_plan_does(inference, row):
     plan = inference.plan
     part = plan.table("user").range_of(row)
     text = explained(inference, f"user:{row}")
-    assert f"home: rank {part.home(row, 4)}" in text
+    assert f"owner: rank {part.owner(row, 4)}" in text
     holders = part.holders(row, 4, 2)
     assert ("ranks 0 to 3;" in text) == (len(holders) == 4)
     if len(holders) == 1:
@@ -50,10 +52,10 @@ def test_a_row_says_who_holds_it_as_the_plan_does(inference, row):
 @pytest.mark.parametrize(
     ("what", "level", "reason"),
     [
-        ("user:0", "hot", r"copies save .* B a step, .* bytes for each byte they take, more than λ$"),
-        ("user:1500", "cold", r"would save .* for each byte it takes, less than λ: the memory for copies goes"),
+        ("user:0", "hot", r"copies save .* B a step, .* bytes per byte of memory, more than λ$"),
+        ("user:1500", "cold", r"would save .* per byte of memory, less than λ: the memory for copies goes"),
         ("user:2999", "hot", r"copies save .* B a step"),  # the row of rare ids
-        ("item:450", "cold", "it is not expected to be read"),
+        ("item:450", "cold", "no batch is expected to read it"),
     ],
 )
 def test_why_in_inference(inference, what, level, reason):
@@ -64,9 +66,9 @@ def test_why_in_inference(inference, what, level, reason):
 
 def test_why_training_over_equal_links_copies_nothing(training):
     text = explained(training, "user:0")
-    assert "λ = 0: every copy that saves anything fits" in text
+    assert "λ = 0: all copies that save anything fit in memory" in text
     assert re.search(
-        r"why      a copy on every rank would cost .* B a step more than one copy: every holder of a copy must be told",
+        r"why      a copy on every rank would cost .* B a step more than one copy: every holder of a copy needs",
         text,
     )
 
@@ -87,7 +89,7 @@ def test_costs_of_all_rows_add_up_to_that_of_the_step(training):
 def test_strategies_without_a_threshold_say_so():
     text = explained(compare(problem(mode="infer"), "row_wise"), "user:0")
     assert "strategy 'row_wise' has no threshold λ" in text
-    assert "strategy 'row_wise' does not weigh that" in text
+    assert "strategy 'row_wise' does not compare the two" in text
 
 
 def test_one_rank():

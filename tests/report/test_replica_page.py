@@ -19,7 +19,7 @@ def comparison(request):
     if request.param == "mixed":
         return compare_replicas(hot_and_cold(), sync=AVERAGE)
     counts = [2, 4] if request.param == "alike" else [1]
-    return compare_replicas(problem(Topology.load("2x4")), "dealt", Synchronization(), counts)
+    return compare_replicas(problem(Topology.load("2x4")), "cyclic", Synchronization(), counts)
 
 
 def test_every_candidate_is_a_row(comparison):

@@ -19,7 +19,7 @@ def bags_of(batch):
 
 
 def weighted(batch):
-    """Weights by which each id can be told."""
+    """Weights that identify each id."""
     return SparseBatch(
         batch.features,
         batch.ids,

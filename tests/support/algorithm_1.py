@@ -1,6 +1,6 @@
 """Algorithm 1 of "Two-dimensional sparse parallelism" (§3.2) in one process, to be read beside the paper.
 
-`Algorithm1` keeps M whole copies of a table in plain torch and is told each group's gradient; `train_algorithm_1` runs
+`Algorithm1` keeps M whole copies of a table in plain torch and gets each group's gradient; `train_algorithm_1` runs
 a Scenario with it. Of rowmesh only the values that describe the job are used: scenarios, rules and which rank is in
 which group. Nothing is fused, routed, or limited to the rows that differ.
 """
@@ -142,7 +142,7 @@ def train_algorithm_1(
         for part in range(scenario.accumulate):
             vectors, labels = _look_up(tables, grids, scenario, step, part, touched)
             losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
-            losses.backward()  # sums over samples; what they are averaged over depends on who uses the gradient
+            losses.backward()  # sums over samples; what they are averaged over depends on the caller
             trained.outputs.append(vectors.detach().clone())
             trained.losses.append(float(losses.detach()) / scenario.global_batch)
         for parameter in head.parameters():

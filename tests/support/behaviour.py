@@ -213,7 +213,7 @@ def fall_out_of_step(mesh: Mesh, transport: Any, verb: str) -> str:
 
 
 def train_under_default_device(mesh: Mesh, transport: Any, device: str) -> dict[str, torch.Tensor]:
-    """Trains where torch makes tensors on another device unless it is told otherwise."""
+    """Trains where torch makes tensors on another device unless it is asked otherwise."""
     tables = (*TABLES, TableSpec(name="c", num_rows=30, dim=4, pooling="none"))
     lists = {name: [[1 + mesh.rank, 7], [], [3]] for name in "abc"}
     torch.set_default_device(device)

@@ -78,7 +78,7 @@ def placed(draw, scenario):
         else draw(st.sampled_from([2, scenario.world_size]))
     )
     scenario = replace(scenario, ranks_per_node=per_node if per_node < scenario.world_size else None)
-    kind = draw(st.sampled_from(["dealt", "dealt", "any", "replicas"]))
+    kind = draw(st.sampled_from(["cyclic", "cyclic", "any", "replicas"]))
     if kind == "any":
         return replace(scenario, plan=draw(random_plans(scenario.tables, scenario.world_size, per_node)))
     if kind == "replicas":

@@ -4,7 +4,7 @@
     python -m tests.support.launches compile FILE                    compiles each form of it once, prints JSON lines
 
 `SIGNATURES` beside the kernels say what is measured. This is what a GPU would compile in these tests: other dims,
-pointers that are not aligned to 16 bytes, numbers that are 1 or a multiple of 16, as Triton tells them apart. Two
+pointers that are not aligned to 16 bytes, numbers that are 1 or a multiple of 16, as Triton distinguishes them. Two
 processes, as kernels that are interpreted cannot be compiled.
 """
 
@@ -62,7 +62,7 @@ def record(file: Path, pytest_arguments: Sequence[str]) -> int:
 
 
 def compile_forms(file: Path) -> Iterator[dict[str, Any]]:
-    """Of each form that Triton tells apart a launch, and what is wrong with its code."""
+    """A launch of each form that Triton distinguishes, and what is wrong with its code."""
     os.environ["TRITON_INTERPRET"] = "0"
     from triton.runtime import driver
 

@@ -41,7 +41,7 @@ class Delays:
     """Sleeps before some tasks, the same ones for every seed.
 
     Attributes:
-        seed: of who sleeps for how long.
+        seed: of which rank sleeps for how long.
         most_s: seconds at most.
     """
 
@@ -63,8 +63,8 @@ def late_updates(rank: int, task: Task) -> None:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fills what a window gives back with NaN, so that whoever still reads it is found."""
-    give_up = Window.__del__
+    """Fills memory that a window releases with NaN, so that later reads of it are found."""
+    release = Window.__del__
 
     def poison(window: Window) -> None:
         for group in window.groups:
@@ -74,7 +74,7 @@ def poisoned_memory() -> Iterator[None]:
             memories: tuple[Memory, ...] = (outbox.lists, outbox.gradients)
             for memory in memories:
                 memory.bytes[:] = _POISON
-        give_up(window)
+        release(window)
 
     with mock.patch.object(Window, "__del__", poison):
         yield
@@ -250,7 +250,7 @@ def close_nothing(leaves: str) -> None:
 def main() -> None:
     """One rank of a program of its own: `python -m tests.support.pipelines STAGE TRANSPORT`, with torchrun's variables.
 
-    Rank 1 fails before a task of batch 2, and nobody catches what is raised. Or LEAVES "closes nothing", see above.
+    Rank 1 fails before a task of batch 2, and the error is not caught. Or LEAVES "closes nothing", see above.
     """
     stage, transport = sys.argv[1:]
     if transport == "closes nothing":

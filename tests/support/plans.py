@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 
-RULES = ("dealt", "node", "replicated", "fixed")
+RULES = ("cyclic", "node", "replicated", "fixed")
 
 
 def make_plan(tables, world_size, ranks_per_node, choose):
@@ -28,7 +28,7 @@ def make_plan(tables, world_size, ranks_per_node, choose):
 
 
 def joined(plan, joins):
-    """The plan with ranges that go on with the deal that ended last under their rule, where `joins()` says so."""
+    """The plan with ranges that go on with the cycle that ended last under their rule, where `joins()` says so."""
     tables = []
     for table in plan.tables:
         ranges, unfilled = [], {}
@@ -60,7 +60,7 @@ def random_plans(draw, tables, world_size, ranks_per_node):
 def with_copies(tables, world_size):
     """A plan whose ranks all have the first and the last third of every table."""
     return make_plan(
-        tables, world_size, world_size, lambda number: ("dealt" if number % 3 == 1 else "replicated", 0, 0, False)
+        tables, world_size, world_size, lambda number: ("cyclic" if number % 3 == 1 else "replicated", 0, 0, False)
     )
 
 
@@ -68,5 +68,5 @@ def in_groups(scenario, replicas, together="shards", mode="exact"):
     """The job with replicas of every table, or of each by name."""
     shapes = [TableShape.of(spec) for spec in scenario.tables]
     per_node = scenario.ranks_per_node or scenario.world_size
-    plan = Plan.dealt(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
+    plan = Plan.cyclic(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
     return replace(scenario, plan=plan, synchronization=Synchronization(mode=mode))

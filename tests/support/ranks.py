@@ -111,7 +111,7 @@ class RankPool:
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
-                self.close(grace_s=0.1)  # who hangs has had its time
+                self.close(grace_s=0.1)  # a rank that hangs has had its time
                 for rank in waiting.values():
                     results[rank] = (
                         False,

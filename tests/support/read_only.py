@@ -1,4 +1,4 @@
-"""Folders that a command cannot write, whoever runs the tests."""
+"""Folders that a command cannot write, even as root."""
 
 from __future__ import annotations
 

@@ -12,32 +12,17 @@ from pathlib import Path
 import psutil
 
 from rowmesh.data import PlantedConfig
-from tests.support.clicks import prepare_clicks
+from tests.support.clicks import prepare_clicks, write_config
 
 LONG = ["train.epochs=100000", "train.log_every=1"]
 BATCH_SIZE = 128
 
 
-def write_config(folder: Path) -> Path:
-    """Draws a small data set, and writes a configuration that trains on it into the folder `run`."""
+def prepare_run(folder: Path) -> Path:
+    """Draws a small data set; returns the path of a configuration that trains on it into the folder `run`."""
     planted = PlantedConfig(num_rows=(50, 7, 300), head=10, bag_sizes={2: 3})
     data = prepare_clicks(folder, {"train": 4 * BATCH_SIZE, "test": 100}, planted)
-    path = folder / "clicks.toml"
-    path.write_text(
-        f"""
-        [run]
-        folder = "{folder / "run"}"
-        [data]
-        folder = "{data.folder}"
-        batch_size = {BATCH_SIZE}
-        [model]
-        bottom = [8]
-        top = [16]
-        [tables]
-        dim = 4
-        """
-    )
-    return path
+    return write_config(folder / "clicks.toml", folder / "run", data.folder, batch_size=BATCH_SIZE)
 
 
 def start(config_file: Path, *options: str, ranks: int = 0, faults: str = "") -> subprocess.Popen[str]:

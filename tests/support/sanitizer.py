@@ -4,7 +4,7 @@
 - Races: no two programs of a launch write the same element, and none reads what another one writes. What is changed by
   atomics alone may be, and may be read, if the kernel is one that says why.
 - One store that writes one element twice writes the same.
-- What `tl.multiple_of` tells the compiler is true.
+- What `tl.multiple_of` promises the compiler is true.
 
 Programs run in random order, so that what their order changes is found by the tests' own comparisons.
 """

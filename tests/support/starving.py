@@ -22,7 +22,7 @@ LATE = 1
 
 
 def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) -> tuple[str, str, list[str], bool]:
-    """One rank is held within an update until all others have given up; then all begin anew, on the same mesh.
+    """One rank is held within an update until all others have stopped waiting; then all begin anew, on the same mesh.
 
     Returns:
         What was raised, what the same tables say to the next pipeline, which threads of the pipeline are left, and
@@ -40,7 +40,7 @@ def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) 
     )
     held = arm(f"one_sided.update@2=hold:{folder}/held") if mesh.rank == LATE else contextlib.nullcontext()
     with held:
-        first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which nobody closes
+        first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which is not closed
     (folder / f"rank {mesh.rank}").touch()
     others = [folder / f"rank {rank}" for rank in range(mesh.world_size) if rank != LATE]
     if mesh.rank == 0:

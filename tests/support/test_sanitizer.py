@@ -77,7 +77,7 @@ def test_reads_past_the_end():
 def test_races(kernel, arguments):
     with pytest.raises(AssertionError, match=f"{kernel.__name__}: .* written by a program and used by another"):
         kernel[(2,)](*map(numbers, arguments), BLOCK=4)
-    kernel[(1,)](*map(numbers, arguments), BLOCK=4)  # alone, nobody races it
+    kernel[(1,)](*map(numbers, arguments), BLOCK=4)  # alone, without a race
 
 
 def test_values_that_one_store_writes_over_each_other():

@@ -219,7 +219,7 @@ def test_every_rule_is_needed(name, monkeypatch):
             read_what_is_on_its_way(seed)
         except (AssertionError, RowmeshError):
             return
-    pytest.fail(f"nobody noticed: {name}")
+    pytest.fail(f"not noticed: {name}")
 
 
 def test_copies_wait_for_the_cache_slots_they_need_alone():

@@ -44,7 +44,7 @@ def test_every_rank_starts_from_its_part_of_the_same_table(device):
         TableSpec(name=name, num_rows=n, dim=3, initializer=Uniform(bound=1.0)) for name, n in (("a", 7), ("b", 1))
     ]
     (group,) = fuse(tables)
-    plan = Plan.dealt([TableShape.of(table) for table in tables], 3)
+    plan = Plan.cyclic([TableShape.of(table) for table in tables], 3)
     for rank in range(3):
         address_map = AddressMap(plan, ["a", "b"], rank)
         arena = DenseArena(group, address_map.num_slots[rank], device)

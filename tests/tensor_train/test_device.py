@@ -149,7 +149,7 @@ def test_the_optimizer_is_that_of_the_cpu(device, rule, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_arguments_may_change_before_backward(where, mode):
-    """Whoever reads batches into the same memory has the next one there by then."""
+    """A reader that reuses its memory has the next batch there by then."""
     if mode == "max" and module.is_on_device(torch.empty(0)):
         pytest.skip("is refused on a device")
     bag = make(where, mode, include_last_offset=True)
@@ -185,7 +185,7 @@ def test_wrong_ids_are_named_late_but_before_there_are_gradients(device):
     with pytest.raises(IdRangeError, match=MESSAGE):
         out.sum().backward()
     assert all(core.grad is None for core in bag.cores)
-    bag(right)  # and is not told again
+    bag(right)  # and does not warn again
     bag(wrong)
     with pytest.raises(IdRangeError, match=MESSAGE):
         bag(right)

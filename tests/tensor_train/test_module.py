@@ -340,7 +340,7 @@ def test_a_state_of_other_rows_is_refused_where_cores_have_equal_shapes(module):
         ):
             module(large).load_state_dict(saved, strict=False)
     assert torch.equal(large.dense(), before)
-    module(large).load_state_dict(dict(state))  # as were saved before: nobody knows of how many rows
+    module(large).load_state_dict(dict(state))  # as saved before: the number of rows is unknown
     assert torch.equal(large.dense()[:124], small.dense())
 
 

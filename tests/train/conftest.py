@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rowmesh.data import PlantedConfig, Prepared
-from tests.support.clicks import prepare_clicks
+from tests.support.clicks import prepare_clicks, write_config
 from tests.support.commands import run_on
 
 BATCH_SIZE = 256
@@ -51,26 +51,8 @@ def clicks(tmp_path_factory) -> Prepared:
 
 @pytest.fixture
 def config_file(clicks, tmp_path) -> Path:
-    path = tmp_path / "clicks.toml"
-    path.write_text(
-        f"""
-        [run]
-        folder = "{tmp_path / "run"}"
-        [data]
-        folder = "{clicks.folder}"
-        batch_size = {BATCH_SIZE}
-        [model]
-        bottom = [8]
-        top = [16]
-        [tables]
-        dim = 4
-        optimizer.lr = 0.05
-        [train]
-        epochs = 2
-        log_every = 5
-        """
-    )
-    return path
+    more = ("optimizer.lr = 0.05", "[train]", "epochs = 2", "log_every = 5")
+    return write_config(tmp_path / "clicks.toml", tmp_path / "run", clicks.folder, *more, batch_size=BATCH_SIZE)
 
 
 @pytest.fixture(scope="session")

@@ -144,14 +144,14 @@ ITEM = TableSpec(name="item", num_rows=60, dim=4, optimizer=RowWiseAdaGrad(lr=0.
 
 
 def follow(mesh, device, transport):
-    """What was told and measured after every step of traffic that moves, and the rows."""
+    """Messages and measurements after every step of traffic that moves, and the rows."""
     device = device_of(mesh) if (device, transport) == ("cuda", "one_sided") else device
     shape = TableShape.of(ITEM)
     plan = Plan((TablePlan(shape, (RowRange(0, 10, "replicated"), RowRange(10, 60))),), 2, 2)
     collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport, plan=plan, device=device)
     optimizer, planner = EmbeddingOptimizer(collection), None
     if mesh.rank == 0:
-        planner = Planner(plan, "dealt", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
+        planner = Planner(plan, "cyclic", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
     drift, found = Drift(collection, planner, check_every=2, sample_every=1), []
     for step in range(12):
         generator = np.random.default_rng((mesh.rank, step))
@@ -176,7 +176,7 @@ def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
     runs = [ranks.run(follow, device, transport) for device in ("cuda", "cpu")]
     for (found, rows), (expected, theirs) in zip(*runs, strict=True):
         assert found == expected
-        assert [bool(told) for told, _ in found].count(True) == 1
+        assert [bool(messages) for messages, _ in found].count(True) == 1
         torch.testing.assert_close(rows, theirs)
 
 
@@ -184,12 +184,12 @@ def test_traffic_that_moves_is_followed_as_on_the_cpu(ranks, transport):
 def test_a_pipeline_measures_the_traffic_that_the_cpu_does(train):
     drift = [f"placement.drift.{key}" for key in ("enabled=on", "check_every=1", "sample_every=1", "min_balance=1.0")]
     runs = [
-        train(name, "placement.strategy=dealt", *drift, *own)
+        train(name, "placement.strategy=cyclic", *drift, *own)
         for name, own in (
             ("cpu", ["parallel.transport=collective"]),
             ("gpu", ["train.device=cuda", "pipeline.depth=1"]),
         )
     ]
-    told = [re.findall(r"drift after step \d+: (balance [^;]*); ", run.out)[0] for run in runs]
-    assert told[0] == told[1]
+    messages = [re.findall(r"drift after step \d+: (balance [^;]*); ", run.out)[0] for run in runs]
+    assert messages[0] == messages[1]
     assert runs[0].metrics == pytest.approx(runs[1].metrics, abs=1e-9)

@@ -38,7 +38,7 @@ def a_batch(rank, step, moves):
 
 
 def train(mesh, transport, moves, follows):
-    """What was told, the coverage of the last interval, the rows by number."""
+    """Messages, the coverage of the last interval, the rows by number."""
     shape = TableShape.of(TABLES[0])
     plan = Plan((TablePlan(shape, (RowRange(0, 100, "replicated"), RowRange(100, 2000))),), 2, 2)
     collection = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, plan=plan)
@@ -46,16 +46,16 @@ def train(mesh, transport, moves, follows):
     planner = None
     if mesh.rank == 0:
         request = Request(batch_size=64, mode="infer", extra_memory=0.1)
-        planner = Planner(plan, "dealt", Topology.uniform(2), request)
+        planner = Planner(plan, "cyclic", Topology.uniform(2), request)
     drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
-    told = []
+    messages = []
     for step in range(NUM_STEPS):
         batch = a_batch(mesh.rank, step, moves)
         optimizer.zero_grad()
         collection(batch).values.square().sum().backward()
         optimizer.step()
         if drift is not None and (text := drift.after_step(batch)):
-            told.append(text)
+            messages.append(text)
         if planner is not None:
             planner.wait()  # however slow, it is taken over at the next check
     coverage = drift.measured.coverage if drift is not None else 0.0
@@ -68,18 +68,18 @@ def train(mesh, transport, moves, follows):
     }
     assert len(rows_of(collection)) == 2
     collection.close()
-    return told, coverage, rows
+    return messages, coverage, rows
 
 
 @pytest.mark.parametrize("transport", ["one_sided", pytest.param("collective", marks=pytest.mark.slow)])
 def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
     results = ranks.run(train, transport, True, True, world_size=2)
-    told = results[0][0]
-    assert len(told) == 1, told
-    # each rank tells the time that it took itself
-    assert [text.rpartition(" moved in ")[0] for text in results[1][0]] == [told[0].rpartition(" moved in ")[0]]
-    assert told[0].startswith("coverage ")
-    assert "rows (" in told[0]
+    messages = results[0][0]
+    assert len(messages) == 1, messages
+    # each rank reports its own time
+    assert [text.rpartition(" moved in ")[0] for text in results[1][0]] == [messages[0].rpartition(" moved in ")[0]]
+    assert messages[0].startswith("coverage ")
+    assert "rows (" in messages[0]
     assert results[0][1] > 0.75
     plain = ranks.run(train, transport, True, False, world_size=2)
     followed, expected = ({**a[2], **b[2]} for a, b in (results, plain))
@@ -87,8 +87,8 @@ def test_a_hot_set_that_moves_is_followed_once(ranks, transport):
 
 
 def test_traffic_that_stays_moves_nothing(ranks):
-    for told, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
-        assert told == []
+    for messages, coverage, _ in ranks.run(train, "one_sided", False, True, world_size=2):
+        assert messages == []
         assert coverage > 0.75
 
 
@@ -99,7 +99,7 @@ def test_traffic_that_stays_moves_nothing(ranks):
         ("dense", "no room; the old plan goes on"),
     ],
 )
-def test_a_plan_that_cannot_be_taken_over_is_told_and_left(monkeypatch, storage, why):
+def test_a_plan_that_cannot_be_taken_over_is_reported_and_left(monkeypatch, storage, why):
     collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
     plan, drift = collection.plan, Drift(collection, None)
     monkeypatch.setattr(ShardGroups, "allocate", no_room)
@@ -114,7 +114,7 @@ def no_room(groups, outcome):
 
 def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
     def planning(job):
-        planner = Planner(job.embeddings.plan, "dealt", Topology.uniform(1), Request(batch_size=64))
+        planner = Planner(job.embeddings.plan, "cyclic", Topology.uniform(1), Request(batch_size=64))
         monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
         planner.begin()
         return Drift(job.embeddings, planner)
@@ -141,7 +141,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
     monkeypatch.setattr(Trainer, "run", follow)
     run_training(resolve(config_file))
     run = RunFolder(tmp_path / "run")
-    assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "dealt")
+    assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "cyclic")
     capsys.readouterr()
     run_evaluation(run.path)
     assert f"plan      halves, {run.plan}, as in training: " in capsys.readouterr().out

@@ -149,7 +149,7 @@ def test_damaged_data_can_be_read_on_purpose(both, tmp_path, given):
     with pytest.raises(DamagedFileError, match=r"item.npy is damaged"):
         export(run, tmp_path / "out", data=where)
     said = []
-    export(run, tmp_path / "out", data=where, verify=False, say=said.append)
+    export(run, tmp_path / "out", data=where, verify=False, log=said.append)
     assert said == [f"data      {data.folder}: not verified, as asked for"]
 
 
@@ -157,7 +157,7 @@ def test_what_has_no_checksums_is_said(both, tmp_path, capsys):
     data = Prepared.open(shutil.copytree(both[0].folder, tmp_path / "data"))
     run = make_run(tmp_path / "run", data, item_table(data))
     said = []
-    export(run, tmp_path / "out", say=said.append)
+    export(run, tmp_path / "out", log=said.append)
     assert said == []
     forget_checksums(data.folder)
     path = forget_own_sum(run / "model" / "manifest.json")

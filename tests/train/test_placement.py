@@ -48,7 +48,7 @@ def _ranges(num_rows, rules, ranks):
 
 def test_any_plan_trains_the_same_model(train, make_plan, tmp_path):
     plain = train("plain")
-    for name, rules in {"single": ("fixed", "dealt"), "copied": ("replicated", "node", "fixed", "dealt")}.items():
+    for name, rules in {"single": ("fixed", "cyclic"), "copied": ("replicated", "node", "fixed", "cyclic")}.items():
         path = make_plan(*rules)
         planned = train(name, f"placement.plan={path}")
         assert (planned.metrics, planned.losses) == (plain.metrics, plain.losses)
@@ -64,7 +64,7 @@ def test_any_plan_trains_the_same_model(train, make_plan, tmp_path):
 
 
 def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, tmp_path):
-    trained = train("run", "placement.strategy=dealt", "parallel.transport=collective")
+    trained = train("run", "placement.strategy=cyclic", "parallel.transport=collective")
     config = resolve(config_file, FLOAT64)
     predicted = problem_of(config, clicks, Topology.uniform(2)).cost(Plan.load(tmp_path / "run" / "plan.json"))
     sent = [line["bytes_sent"] for line in trained.counters if line["group"] != "all groups"]
@@ -82,14 +82,14 @@ def test_a_run_that_measures_drift_trains_the_same_model(train, make_plan):
     assert (followed.metrics, followed.losses) == (plain.metrics, plain.losses)
 
 
-def test_without_a_plan_tables_are_dealt(config_file, tmp_path, capsys):
+def test_without_a_plan_tables_are_cyclic(config_file, tmp_path, capsys):
     run_training(resolve(config_file, ["train.steps=1"]))
-    assert "plan      dealt, over all ranks, as no plan is given: rows hot 0, warm 0, cold " in capsys.readouterr().out
+    assert "plan      cyclic, over all ranks, as no plan is given: rows hot 0, warm 0, cold " in capsys.readouterr().out
     assert Plan.load(tmp_path / "run" / "plan.json").world_size == 1
 
 
-def test_an_evaluation_takes_the_plan_of_the_run_or_deals(train, make_plan, command, tmp_path, capsys):
-    path = make_plan("fixed", "dealt")
+def test_an_evaluation_takes_the_plan_of_the_run_or_is_cyclic(train, make_plan, command, tmp_path, capsys):
+    path = make_plan("fixed", "cyclic")
     metrics = train("run", f"placement.plan={path}").metrics
     path.unlink()  # the run keeps its own
     done = command(["evaluate", str(tmp_path / "run")], ranks=2)
@@ -97,7 +97,7 @@ def test_an_evaluation_takes_the_plan_of_the_run_or_deals(train, make_plan, comm
     assert f"plan      mixed, {tmp_path}/run/plan.json, as in training: rows" in done.out
     assert json.loads((tmp_path / "run" / "evaluation" / "test.json").read_text())["auc"] == metrics["auc"]
     alone = run_evaluation(tmp_path / "run")
-    assert "plan      dealt, over all ranks, as the run's plan is for 2 ranks in nodes of 2" in capsys.readouterr().out
+    assert "plan      cyclic, over all ranks, as the run's plan is for 2 ranks in nodes of 2" in capsys.readouterr().out
     assert alone.auc == pytest.approx(metrics["auc"], abs=1e-9)
 
 
@@ -114,7 +114,7 @@ def test_an_evaluation_may_ask_for_another_placement(config_file, clicks, make_p
 
 
 def test_plans_that_do_not_belong_to_the_run_are_refused(config_file, clicks, make_plan, tmp_path):
-    path = make_plan("dealt")
+    path = make_plan("cyclic")
     for options, ranks, message in [
         (FLOAT64, 1, rf"placement.plan {path}: the plan is for 2 ranks, but 1 take part; plan again, or start as many"),
         (["tables.dim=8"], 2, rf"placement.plan {path}: the plan is for another table 'C1'.*; plan again"),
@@ -133,7 +133,7 @@ def test_plans_that_do_not_belong_to_the_run_are_refused(config_file, clicks, ma
 
 
 def test_a_refusal_is_one_message_and_leaves_nothing(config_file, make_plan, command, tmp_path):
-    path = make_plan("dealt", ranks=4)
+    path = make_plan("cyclic", ranks=4)
     done = command(["train", str(config_file), *FLOAT64, f"placement.plan={path}"], ranks=2)
     assert done.status != 0
     assert f"error: placement.plan {path}: the plan is for 4 ranks, but 2 take part" in done.err
@@ -142,7 +142,7 @@ def test_a_refusal_is_one_message_and_leaves_nothing(config_file, make_plan, com
 
 
 def test_paths_are_kept_absolute_in_the_run(config_file, make_plan, tmp_path, monkeypatch):
-    make_plan("dealt", ranks=1, options=())
+    make_plan("cyclic", ranks=1, options=())
     monkeypatch.chdir(tmp_path)
     run_training(resolve(config_file, ["train.steps=1", "placement.plan=plan.json"]))
     assert resolve(tmp_path / "run" / "config.toml").placement.plan == str(tmp_path / "plan.json")

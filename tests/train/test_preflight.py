@@ -22,7 +22,7 @@ SHAPE = TableShape("item", 1000, value_bytes=64, gradient_bytes=64)
 
 
 def refusal(mesh, plan, hosts, available, averages=False):
-    """What a rank is told where each has so much memory available, by what limits it."""
+    """The warnings of a rank where each has so much memory available, by what limits it."""
     available = [room if isinstance(room, dict) else {"": room} for room in available]
     patch = pytest.MonkeyPatch()
     patch.setattr(memory, "rooms", lambda: available[mesh.rank])
@@ -37,7 +37,7 @@ def refusal(mesh, plan, hosts, available, averages=False):
 
 def test_each_host_must_hold_what_its_ranks_get(ranks):
     """A host has what the rank that measured least says."""
-    plan = Plan.dealt([SHAPE], 4, 2)  # 16,000 bytes a rank
+    plan = Plan.cyclic([SHAPE], 4, 2)  # 16,000 bytes a rank
     assert ranks.run(refusal, plan, (0, 0, 1, 1), [32_000] * 4, world_size=4) == [""] * 4
     assert ranks.run(refusal, plan, (0, 0, 0, 0), [64_000] * 4, world_size=4) == [""] * 4
     for hosts, available, named in [
@@ -55,15 +55,15 @@ def test_the_message_says_what_is_there_and_how_many_ranks_it_takes(monkeypatch)
     with pytest.raises(
         ConfigurationError, match=r"host red \(rank 0\) has 40 kB of .* gives its ranks 64 kB"
     ) as refused:
-        check_memory(Plan.dealt([SHAPE], 1), Mesh(), averages=False)
+        check_memory(Plan.cyclic([SHAPE], 1), Mesh(), averages=False)
     assert "takes at least 2 ranks with 40 kB each: start more, on more hosts, free memory" in str(refused.value)
     monkeypatch.setattr(memory, "rooms", lambda: {"": 63})
     with pytest.raises(ConfigurationError, match="no number of ranks with 63 B each"):
-        check_memory(Plan.dealt([SHAPE], 1), Mesh(), averages=False)
+        check_memory(Plan.cyclic([SHAPE], 1), Mesh(), averages=False)
 
 
 def test_replicas_count(ranks):
-    plan = Plan.dealt([SHAPE], 2, replicas=2)
+    plan = Plan.cyclic([SHAPE], 2, replicas=2)
     assert ranks.run(refusal, plan, (0, 1), [64_000, 64_000]) == ["", ""]
     messages = ranks.run(refusal, plan, (0, 0), [64_000, 64_000])
     assert all("takes at least 2 ranks with 32 kB each" in message for message in messages)
@@ -73,7 +73,7 @@ def test_replicas_count(ranks):
 
 
 def test_ranks_in_control_groups_of_their_own_are_not_added_up(ranks):
-    plan = Plan.dealt([SHAPE], 2)  # 32,000 bytes a rank
+    plan = Plan.cyclic([SHAPE], 2)  # 32,000 bytes a rank
     apart = [{"": 99_000, "0:7": 32_000}, {"": 99_000, "0:8": 32_000}]
     assert ranks.run(refusal, plan, (0, 0), apart) == ["", ""]
     for shared, named in [
@@ -88,7 +88,7 @@ def test_ranks_in_control_groups_of_their_own_are_not_added_up(ranks):
 
 def test_the_network_counts(monkeypatch):
     monkeypatch.setattr(memory, "rooms", lambda: {"": 100_000})
-    plan = Plan.dealt([SHAPE], 1)  # 64,000 bytes
+    plan = Plan.cyclic([SHAPE], 1)  # 64,000 bytes
     check_memory(plan, Mesh(), averages=False, network_bytes=36_000)
     with pytest.raises(ConfigurationError, match=r"state and the dense network 36.0 kB .* model.top"):
         check_memory(plan, Mesh(), averages=False, network_bytes=36_001)

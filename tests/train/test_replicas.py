@@ -47,7 +47,7 @@ def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
         assert (placed.plan.together, placed.plan.replica_counts) == (together, (2,))
     chosen = placement("parallel.replicas=2")
     assert "shards of a replica next to each other" in chosen.text
-    assert "replicas of a shard next to each other" in chosen.text  # both costs are told
+    assert "replicas of a shard next to each other" in chosen.text  # both costs are printed
     assert placement("parallel.replicas=auto").plan.notes["why"].startswith("M = ")
     assert placement("tables.replicas=2").plan.replica_counts == (2,)
     assert placement("tables.replicas=4", "parallel.replicas=2").plan.replica_counts == (4,)
@@ -58,10 +58,10 @@ def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
 
 def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
     table = clicks.tables[0].name
-    Plan.dealt([], 4).save(tmp_path / "plan.json")
+    Plan.cyclic([], 4).save(tmp_path / "plan.json")
     shapes = shapes_of(resolve(config_file, OPTIONS), clicks)
-    Plan.dealt(shapes, 4, 2).save(tmp_path / "single.json")
-    Plan.dealt(shapes, 4, 2, replicas=2, together="shards").save(tmp_path / "shards.json")
+    Plan.cyclic(shapes, 4, 2).save(tmp_path / "single.json")
+    Plan.cyclic(shapes, 4, 2, replicas=2, together="shards").save(tmp_path / "shards.json")
     single, shards = (f"placement.plan={tmp_path}/{name}.json" for name in ("single", "shards"))
     for options, message in [
         (["parallel.replicas=3"], "4 ranks cannot form 3 replica groups .* 1, 2, 4"),
@@ -70,7 +70,7 @@ def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
         ([f"tables.{table}.replicas=2", "placement.strategy=auto"], r"cannot go with placement\.strategy"),
         ([f"tables.{table}.replicas=2", "parallel.replicas=auto"], r"cannot be combined with parallel\.replicas"),
         (["parallel.synchronization=average"], "is for replicas, and there are none"),
-        (["parallel.synchronization=average", "placement.strategy=dealt"], "is for replicas, and there are none"),
+        (["parallel.synchronization=average", "placement.strategy=cyclic"], "is for replicas, and there are none"),
         (["parallel.synchronization=average", single], "is for replicas, and there are none"),
         (["parallel.together=shards"], r"parallel\.together='shards' is for replicas, and there are none; give"),
         (["parallel.together=replicas", shards], "cannot change a plan from a file, which puts shards next to"),

@@ -197,7 +197,7 @@ def test_a_crash_amid_the_exchange_loses_no_run(folder, at):
 
 def test_what_a_model_needs_beside_it_is_written_again(folder):
     said = []
-    with Claim(folder, overwrite=False, say=said.append) as claim:
+    with Claim(folder, overwrite=False, log=said.append) as claim:
         claim.begin({}, {"config.toml": "", "plan.json": ""})
         folder.plan.unlink()
         (folder.path / "manifest.json").unlink()

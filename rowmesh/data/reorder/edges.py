@@ -34,7 +34,7 @@ def draw_edges(column: Column, span: range, max_edges: int, seed: int = 0, progr
         span: ids outside of it make no pairs.
         max_edges: more pairs are not looked at.
         seed: of the hashes.
-        progress: told about every block of the data.
+        progress: receives every block of the data.
     """
     edges = all_pairs(column, span, max_edges)
     if edges is not None:

@@ -58,7 +58,7 @@ def find_order(data: Prepared, table: Table, options: ReorderOptions, progress: 
         data: in order of frequency.
         table: one of its tables.
         options: see there.
-        progress: told how far it is.
+        progress: receives how far it is.
     """
     started = time.perf_counter()
     column, span = Column(data, table, options.batch_size), options.span(table.num_rows)

@@ -48,7 +48,7 @@ def reorder(
         min_rows: see `tables`.
         options: how; see there.
         overwrite: replace a folder that is not empty.
-        progress: told how far it is.
+        progress: receives how far it is.
 
     Raises:
         ConfigurationError: no table is large enough, or scikit-network is missing.

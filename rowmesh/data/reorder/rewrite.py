@@ -36,7 +36,7 @@ def rewrite(
         data: what is read.
         bijections: of the tables that change.
         folder: where to write.
-        progress: told about every block.
+        progress: receives every block.
     """
     for name in ("counts", "vocabulary", "bijection"):
         (folder / name).mkdir()

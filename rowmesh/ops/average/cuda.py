@@ -78,12 +78,12 @@ def _put(table, slots, rows, count, num_rows, D: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def _value(order, told, ends, group, at, end, before, inside, columns, D: tl.constexpr, DTYPE: tl.constexpr):
-    """The rows of a group, told or from before, and whether they are told; `at` are its entries' places in `order`."""
+def _value(order, sent, ends, group, at, end, before, inside, columns, D: tl.constexpr, DTYPE: tl.constexpr):
+    """The rows of a group, sent or from before, and whether they are sent; `at` are its entries' places in `order`."""
     entry = tl.load(order + at, mask=at < end, other=0)
-    is_told = (at < end) & (entry < tl.load(ends + group + 1))
-    row = tl.load(told + entry[:, None] * D + columns[None, :], mask=is_told[:, None] & inside, other=0)
-    return tl.where(is_told[:, None], row, before).to(DTYPE), is_told.to(tl.int32)
+    is_sent = (at < end) & (entry < tl.load(ends + group + 1))
+    row = tl.load(sent + entry[:, None] * D + columns[None, :], mask=is_sent[:, None] & inside, other=0)
+    return tl.where(is_sent[:, None], row, before).to(DTYPE), is_sent.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=("own", "num_groups"))
@@ -93,7 +93,7 @@ def _average(
     slots,
     starts,
     num,
-    told,
+    sent,
     ends,
     old,
     out,
@@ -122,11 +122,11 @@ def _average(
             is_own = ((entry >= own_first) & (entry < own_end))[:, None]
             kept = tl.load(old + (entry - own_first)[:, None] * D + columns[None, :], mask=is_own & inside, other=0)
             before = tl.where(is_own, kept, before)
-        base, is_told = _value(order, told, ends, 0, at, end, before, inside, columns, D, dtype)
+        base, is_sent = _value(order, sent, ends, 0, at, end, before, inside, columns, D, dtype)
         total = tl.zeros([ROWS, COLUMNS], dtype)
         for group in range(1, num_groups):
-            at += is_told
-            row, is_told = _value(order, told, ends, group, at, end, before, inside, columns, D, dtype)
+            at += is_sent
+            row, is_sent = _value(order, sent, ends, group, at, end, before, inside, columns, D, dtype)
             total += row - base
         mean = (base + tl.full((), share, dtype) * total).to(table.dtype.element_ty)
         if out is None:
@@ -212,10 +212,10 @@ def put(table: Tensor, slots: Tensor, rows: Tensor, count: Tensor) -> None:
 
 
 def average(
-    table: Tensor, merged: Merged, told: Tensor, ends: Tensor, own: int, old: Tensor, out: Tensor | None = None
+    table: Tensor, merged: Merged, sent: Tensor, ends: Tensor, own: int, old: Tensor, out: Tensor | None = None
 ) -> None:
-    """Averages rows; see `rowmesh.ops.average.average`. `told` has the rows of all groups, `old` is `before`."""
-    for name, tensor in (("table", table), ("told", told), ("old", old)):
+    """Averages rows; see `rowmesh.ops.average.average`. `sent` has the rows of all groups, `old` is `before`."""
+    for name, tensor in (("table", table), ("sent", sent), ("old", old)):
         check(name, tensor, (table.dtype,), 2, table.device)
     check("ends", ends, (torch.int64,), 1, table.device)
     num_groups, dim = ends.numel() - 1, table.shape[1]
@@ -230,7 +230,7 @@ def average(
         merged.slots,
         merged.starts,
         merged.num,
-        told,
+        sent,
         ends,
         old,
         out,

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 
-def average(old: Tensor, told: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def average(old: Tensor, sent: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The mean over groups of a table of which each group has changed some rows.
 
     Args:
         old: `[rows, D]`, what all groups had.
-        told: for each group, the slots it changed, distinct, and their values `[n, D]`.
+        sent: for each group, the slots it changed, distinct, and their new values `[n, D]`.
 
     Returns:
         `[rows, D]`: w₀ + Σ (wₘ − w₀) / M, which is w exactly where all groups have w, for any M.
     """
     values = []
-    for slots, rows in told:
+    for slots, rows in sent:
         value = old.clone()
         value[slots] = rows
         values.append(value.to(torch.promote_types(old.dtype, torch.float32)))
@@ -27,4 +27,4 @@ def average(old: Tensor, told: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     total = torch.zeros_like(first)
     for other in others:
         total += other - first
-    return (first + total * (1.0 / len(told))).to(old.dtype)
+    return (first + total * (1.0 / len(sent))).to(old.dtype)

@@ -5,7 +5,7 @@ that are at most `slack` samples ahead of their share of the samples so far; of 
 bound the first micro-batch would fill up before the others are begun, and nothing would be clustered.
 
 *Light ends.* A row that c ids of the batch ask for weighs 1 / c in each of them. The lightest samples, whose rows many
-others have too, are dealt to the first and the last micro-batch, and the others are clustered. In a window in which
+others have too, go to the first and the last micro-batch, and the others are clustered. In a window in which
 every row travels once (`rowmesh.pipeline.window`), what the first micro-batch fetches and the last one pushes is what
 computation cannot hide.
 
@@ -60,16 +60,16 @@ def cluster(
     if light_ends and len(sizes) > 1:
         weights = np.empty(batch_size, np.int64)
         cpu.weigh(starts, by_sample, SHARE // np.maximum(counts.numpy(), 1).astype(np.int64), weights)
-        parts = _deal_ends(weights, sizes)
+        parts = _assign_ends(weights, sizes)
         sizes_left[[0, -1]] = 0
     cpu.assign(starts, by_sample, sizes_left, slack, np.zeros(counts.numel(), np.uint64), parts)
     return torch.from_numpy(np.argsort(parts, kind="stable"))
 
 
-def _deal_ends(weights: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.uint8]:
-    """Deals the lightest samples to the first and the last micro-batch in turns; 255 for the others.
+def _assign_ends(weights: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.uint8]:
+    """Gives the lightest samples to the first and the last micro-batch in turns; 255 for the others.
 
-    >>> _deal_ends(np.array([3, 1, 9, 2]), [1, 2, 1]).tolist()
+    >>> _assign_ends(np.array([3, 1, 9, 2]), [1, 2, 1]).tolist()
     [255, 2, 255, 0]
     """
     first, ends = sizes[0], sizes[0] + sizes[-1]

@@ -22,13 +22,13 @@ def cluster(
     if light_ends and len(sizes) > 1:
         shares = [SHARE // max(count, 1) for count in counts.tolist()]
         weights = [sum(shares[key] for key in sample) for sample in samples]
-        parts = _deal_ends(weights, sizes)
+        parts = _assign_ends(weights, sizes)
         sizes_left[0] = sizes_left[-1] = 0
     _assign(samples, sizes_left, slack, parts)
     return torch.tensor(sorted(range(len(parts)), key=lambda sample: parts[sample]), dtype=torch.int64)
 
 
-def _deal_ends(weights: list[int], sizes: Sequence[int]) -> list[int]:
+def _assign_ends(weights: list[int], sizes: Sequence[int]) -> list[int]:
     """The lightest samples in turns to the first and the last micro-batch; 255 for the others."""
     parts, first, ends = [255] * len(weights), sizes[0], sizes[0] + sizes[-1]
     for turn, sample in enumerate(sorted(range(len(weights)), key=lambda s: weights[s])[:ends]):

@@ -1,6 +1,6 @@
 """Copy of offsets: what kernels read is the library's own, and was checked after it was copied.
 
-Offsets belong to whoever made them, who may use the buffer for the next batch, or write it through NumPy, where torch
+Offsets belong to the caller, which may use the buffer for the next batch, or write it through NumPy, where torch
 counts no versions. A kernel that read the buffer itself would read past the ids.
 """
 

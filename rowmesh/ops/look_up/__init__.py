@@ -5,7 +5,7 @@
     backward  gradients of vectors become gradients of rows, where they are sent from
 
 `HostLookUp` keeps addresses in memory that is reused from batch to batch, `DeviceLookUp` tensors of torch's allocator.
-Whoever passes them on sees how many unique ids there are, and what to send.
+A caller sees only how many unique ids there are, and what to send.
 
 Source: FusedRec §3 (segment unique, rank-wise sort, recovery) and Algorithm 1, lines 1–4.
 """

@@ -120,7 +120,7 @@ class DeviceLookUp:
     def is_finite(self) -> Tensor:
         """Whether all summed gradients are finite: one boolean, on the device."""
         numbers = torch.arange(self.num_unique, device=self.summed.device)
-        is_unused = numbers >= self.unique.num_unique  # nobody has written those
+        is_unused = numbers >= self.unique.num_unique  # never written
         return (self.summed.isfinite().all(1) | is_unused).all()
 
 

@@ -16,7 +16,7 @@ from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 
-_numbers = itertools.count()  # send buffers are told apart for as long as the process lives
+_numbers = itertools.count()  # identifies send buffers for as long as the process lives
 _STRIDE = 8 * ops.DESCRIPTOR
 _KEY_BYTES = 4
 

@@ -1,8 +1,8 @@
-"""Relay: from what a node's ranks ask of an agent to what the agent asks of homes on other nodes.
+"""Relay: from the requests of a node's ranks to a node leader, to the requests of the leader to owners on other nodes.
 
-An agent has merged the requests of its node: a key there is a slot at the home plus a stride times the home's node.
-`sort_relay` brings those keys in the order (node, segment) and says where each requested row will be read; the second
-hop of the exchange is then like the first.
+A node leader merges the requests of its node. A key of theirs is a slot at the owner plus a stride times the owner's
+node. `sort_relay` sorts those keys by (node, segment) and finds the address of each requested row; the second hop of
+the exchange is then like the first.
 
 Source: rowmesh's own; it generalises FusedRec §3 (rank-wise sort, lossless look-up) to two levels.
 """

@@ -1,12 +1,12 @@
-"""Route: from unique ids to where each is asked for, sorted by (stop, segment).
+"""Route: finds the destination of each unique id, and sorts the ids by (destination, segment).
 
-The counts per (stop, segment) come with the sort: they tell whoever receives a list which table each key in it belongs
-to, so that category and instance of every id are known there without further communication.
+The sort counts ids by (destination, segment) too. From these counts a receiver knows the table of each key in its list,
+so category and instance of every id need no further communication.
 
 Source: FusedRec §3 "Embedding Route" (rank-wise sort) and "Lossless Lookup"; OPER §5.1 (one pass resolves local,
 remote and replicated rows alike).
-Differs: the stop follows from a few ranges a table, and ids travel as 32-bit keys, from which the receiver can tell the
-slot.
+Differs: the destination follows from a few ranges a table, and ids are sent as 32-bit keys, which the receiver turns
+into slots.
 """
 
 from rowmesh.ops.route.buckets import first_rows

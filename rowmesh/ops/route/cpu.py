@@ -1,4 +1,4 @@
-"""Route on a CPU: two passes over the unique ids, a counting sort by stop that keeps the order by segment."""
+"""Route on a CPU: two passes over the unique ids and a counting sort by (destination, segment)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _DESCRIPTOR_BYTES, _INDEX_BYTES = 8 * DESCRIPTOR, 8 * INDEX_ENTRY
 (_START, _SHIFT, _MODULUS, _RANK, _DIVISOR, _BASE, _KIND, _FLAGS, _ORIGIN, _PER_MODULUS, _PER_DIVISOR) = range(
     0, _DESCRIPTOR_BYTES, 8
 )
-_KIND_BITS = 24  # a stop and its kind share 32 bits
-RELAY, COPY = 1, 2  # flags of a range: the stop is the agent; a copy is here
+_KIND_BITS = 24  # a destination and its kind share 32 bits
+RELAY, COPY = 1, 2  # flags of a range: the destination is the node leader; a copy is here
 FLAG_BITS = 2  # KIND_FLAGS has the flags of kind k in bits 2k and 2k + 1
 
 
@@ -81,17 +81,17 @@ def _find(row, ranges, count, buckets, start1, start2, start3):
 
 
 @inlined
-def _home(row, origin, shift, modulus, rank, base, per_modulus, per_divisor):
-    """Home and slot; exact for rows below 2⁵¹ − 2 · W, see `quotient`."""
+def _owner(row, origin, shift, modulus, rank, base, per_modulus, per_divisor):
+    """Owner and slot; exact for rows below 2⁵¹ − 2 · W, see `quotient`."""
     x = row - origin
     y = x + shift
-    home = y - quotient(y, per_modulus) * modulus + rank
-    return home, base + quotient(x, per_divisor)
+    owner = y - quotient(y, per_modulus) * modulus + rank
+    return owner, base + quotient(x, per_divisor)
 
 
 @inlined
 def _describe(part):
-    """What `_home` needs to know of a range."""
+    """What `_owner` needs to know of a range."""
     return (
         load_i64(part + _ORIGIN),
         load_i64(part + _SHIFT),
@@ -104,15 +104,15 @@ def _describe(part):
 
 
 @kernel
-def locate(header, table, ids, count, homes, slots):
-    """Home (uint32) and slot (uint32) of every row of one table; `route` without the sort."""
+def locate(header, table, ids, count, owners, slots):
+    """Owner (uint32) and slot (uint32) of every row of one table; `route` without the sort."""
     ranges, num_ranges, buckets, start1, start2, start3 = _table(header, table)
     for i in range(count):
         row = load_i64(ids + 8 * i)
         part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
         origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
-        home, slot = _home(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
-        store_u32(homes + 4 * i, home)
+        owner, slot = _owner(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
+        store_u32(owners + 4 * i, owner)
         store_u32(slots + 4 * i, slot)
 
 
@@ -122,7 +122,7 @@ def route(
     unique,
     unique_offsets,
     counts,
-    stop_scratch,
+    destination_scratch,
     key_scratch,
     received,
     keys,
@@ -132,23 +132,23 @@ def route(
     reply_offsets,
     addresses,
 ):
-    """Where every unique id is asked for, sorted.
+    """The destination and key of every unique id, sorted.
 
     All arguments are addresses. S′ = kinds · tables, W ranks.
 
     Args:
         header: int64 words, see above; what they point to is described in `rowmesh.placement.address_map`.
         unique, unique_offsets, counts: what segment unique returned (int64, int64, uint32).
-        stop_scratch, key_scratch: uint32 `[U]`.
+        destination_scratch, key_scratch: uint32 `[U]`.
         received: where the rows of other ranks will be received, in the order of `keys` without those of kinds that get
             no reply.
-        keys: uint32 `[U]` out, sorted by (stop, segment).
+        keys: uint32 `[U]` out, sorted by (destination, segment).
         uniques: uint32 `[U]` out; `keys[p]` asks for unique id `uniques[p]`.
         segment_offsets: int64 `[W, S′ + 1]` out, into `keys`.
-        accesses: int64 `[W, S′]` out: ids (not only distinct ones) by stop and segment.
-        reply_offsets: int64 `[W + 1]` out: where each stop's replies begin among all replies.
+        accesses: int64 `[W, S′]` out: ids (not only distinct ones) by destination and segment.
+        reply_offsets: int64 `[W + 1]` out: where the replies of each destination begin among all replies.
         addresses: int64 `[U]` out: where row u is, or will be once it is received; 0 for rows that this rank asks
-            itself for as an agent.
+            itself for as node leader.
 
     Returns:
         −1, or the index u of the first unique id that is not a row of its table.
@@ -165,7 +165,7 @@ def route(
         unique,
         unique_offsets,
         counts,
-        stop_scratch,
+        destination_scratch,
         key_scratch,
         segment_offsets,
         accesses,
@@ -180,7 +180,7 @@ def route(
     _sort(
         header,
         unique_offsets,
-        stop_scratch,
+        destination_scratch,
         key_scratch,
         received,
         keys,
@@ -201,7 +201,7 @@ def _place_all(
     unique,
     unique_offsets,
     counts,
-    stop_scratch,
+    destination_scratch,
     key_scratch,
     segment_offsets,
     accesses,
@@ -209,7 +209,7 @@ def _place_all(
     num_segments,
     world_size,
 ):
-    """Finds stop, kind and key of every unique id and counts them by (stop, segment)."""
+    """Finds destination, kind and key of every unique id and counts them by (destination, segment)."""
     rank, per_node = load_i64(header + RANK), load_i64(header + RANKS_PER_NODE)
     key_stride = load_i64(header + KEY_STRIDE)
     node_first = rank // per_node * per_node
@@ -224,16 +224,16 @@ def _place_all(
         origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
         kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
         if is_one and flags == 0 and modulus == load_i64(part + _DIVISOR) == 1 << bits:
-            # A whole table dealt over a power of two of ranks, as where nothing is planned: shifts instead of products.
+            # A whole table cyclic over a power of two of ranks, as without a plan: shifts instead of products.
             mask = world_size - 1
             for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
                 row = load_i64(unique + 8 * u)
                 if np.uint64(row) >= limit:
                     return u
-                stop = row + shift & mask
+                destination = row + shift & mask
                 store_u32(key_scratch + 4 * u, base + (row >> bits))
-                store_u32(stop_scratch + 4 * u, stop | kind << _KIND_BITS)
-                _count(stop, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
+                store_u32(destination_scratch + 4 * u, destination | kind << _KIND_BITS)
+                _count(destination, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
             continue
         for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
             row = load_i64(unique + 8 * u)
@@ -243,23 +243,23 @@ def _place_all(
                 part = _find(row, ranges, num_ranges, buckets, start1, start2, start3)
                 origin, shift, modulus, only, base, per_modulus, per_divisor = _describe(part)
                 kind, flags = load_i64(part + _KIND), load_i64(part + _FLAGS)
-            stop, key = _home(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
+            destination, key = _owner(row, origin, shift, modulus, only, base, per_modulus, per_divisor)
             if flags & RELAY:
-                node = quotient(stop, nodes_per_rank)
+                node = quotient(destination, nodes_per_rank)
                 key += node * key_stride
-                stop += node_first - node * per_node
+                destination += node_first - node * per_node
             store_u32(key_scratch + 4 * u, key)
-            store_u32(stop_scratch + 4 * u, stop | kind << _KIND_BITS)
-            _count(stop, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
+            store_u32(destination_scratch + 4 * u, destination | kind << _KIND_BITS)
+            _count(destination, kind * num_tables + s, num_segments, segment_offsets, accesses, counts + 4 * u)
     return -1
 
 
 @inlined
-def _count(stop, segment, num_segments, segment_offsets, accesses, count):
-    """One more row for a stop and segment, and as many accesses as it has."""
-    cell = segment_offsets + 8 * (stop * (num_segments + 1) + segment)
+def _count(destination, segment, num_segments, segment_offsets, accesses, count):
+    """One more row for a destination and segment, and as many accesses as it has."""
+    cell = segment_offsets + 8 * (destination * (num_segments + 1) + segment)
     store_i64(cell, load_i64(cell) + 1)
-    cell = accesses + 8 * (stop * num_segments + segment)
+    cell = accesses + 8 * (destination * num_segments + segment)
     store_i64(cell, load_i64(cell) + load_u32(count))
 
 
@@ -267,7 +267,7 @@ def _count(stop, segment, num_segments, segment_offsets, accesses, count):
 def _sort(
     header,
     unique_offsets,
-    stop_scratch,
+    destination_scratch,
     key_scratch,
     received,
     keys,
@@ -278,22 +278,22 @@ def _sort(
     num_tables,
     num_segments,
 ):
-    """Brings keys in order, and finds where each row is read."""
+    """Sorts the keys, and finds the address of each row."""
     arenas, row_bytes = load_i64(header + ARENAS), load_i64(header + ROW_BYTES)
     rank, key_stride = load_i64(header + RANK), load_i64(header + KEY_STRIDE)
     kind_flags, here = load_i64(header + KIND_FLAGS), load_i64(arenas + 8 * rank)
     for s in range(num_tables):
         for u in range(load_i64(unique_offsets + 8 * s), load_i64(unique_offsets + 8 * s + 8)):
-            word, key = load_u32(stop_scratch + 4 * u), load_u32(key_scratch + 4 * u)
-            stop, kind = word & (1 << _KIND_BITS) - 1, word >> _KIND_BITS
-            cell = segment_offsets + 8 * (stop * (num_segments + 1) + kind * num_tables + s)
+            word, key = load_u32(destination_scratch + 4 * u), load_u32(key_scratch + 4 * u)
+            destination, kind = word & (1 << _KIND_BITS) - 1, word >> _KIND_BITS
+            cell = segment_offsets + 8 * (destination * (num_segments + 1) + kind * num_tables + s)
             position = load_i64(cell)
             store_i64(cell, position + 1)
             store_u32(keys + 4 * position, key)
             store_u32(uniques + 4 * position, u)
             flags = kind_flags >> FLAG_BITS * kind & (RELAY | COPY)
             if flags == 0:
-                arena = load_i64(arenas + 8 * stop)
+                arena = load_i64(arenas + 8 * destination)
                 if arena:
                     store_i64(addresses + 8 * u, arena + key * row_bytes)
                     if row_bytes <= PREFETCHED_ROW_BYTES:
@@ -302,8 +302,8 @@ def _sort(
             if flags & COPY:
                 slot = key % key_stride if flags & RELAY else key
                 store_i64(addresses + 8 * u, here + slot * row_bytes)
-            elif flags and stop == rank:
+            elif flags and destination == rank:
                 store_i64(addresses + 8 * u, 0)
             else:
-                reply = position + load_i64(reply_offsets + 8 * stop)
+                reply = position + load_i64(reply_offsets + 8 * destination)
                 store_i64(addresses + 8 * u, received + reply * row_bytes)

@@ -1,4 +1,4 @@
-"""Route on a GPU: every unique id finds its range, a stable sort by (stop, segment) brings ids of equal stops together.
+"""Route on a GPU: finds the range of every unique id, then sorts the ids by (destination, segment); the sort is stable.
 
 Ranges are found by bisection. They are few and stay in the first-level cache; buckets, which save a CPU half of the
 steps, would be one more table to read. Divisions are whole-numbered and exact; even at a hundred instructions each they
@@ -27,7 +27,7 @@ from rowmesh.ops.gpu import Signature, ceil_div, check, launch
 from rowmesh.ops.route.cpu import COPY, RELAY
 
 BLOCK = 512
-NOWHERE = -(2**63)  # of a row that this rank asks itself for, as an agent
+NOWHERE = -(2**63)  # of a row that this rank asks itself for, as node leader
 _NOWHERE = tl.constexpr(NOWHERE)
 _NONE = tl.constexpr(2**63 - 1)
 _RELAY, _COPY = tl.constexpr(RELAY), tl.constexpr(COPY)
@@ -45,7 +45,7 @@ class DeviceMap:
         num_rows: int64 `[S]`.
         most_ranges: of one table.
         num_kinds, num_replying: kinds that occur; the first so many get replies.
-        world_size, rank, ranks_per_node, key_stride: W, who asks, ranks of a node, V.
+        world_size, rank, ranks_per_node, key_stride: W, the rank that asks, ranks of a node, V.
     """
 
     ranges: Tensor
@@ -94,15 +94,15 @@ class DeviceMap:
 
 @dataclass(frozen=True)
 class Routed:
-    """Where every unique id is asked for, sorted; everything on the device.
+    """The destination and key of every unique id, sorted; everything on the device.
 
     Attributes:
         sizes: int64 `[1 + 2 · W · S′]`, all that the host has to know: the index of the first unique id that is not a
-            row of its table, or −1; then how many keys there are by stop and segment; then how many ids.
-        keys: int32 `[U]`, the bits of uint32, sorted by (stop, segment).
+            row of its table, or −1; then how many keys there are by destination and segment; then how many ids.
+        keys: int32 `[U]`, the bits of uint32, sorted by (destination, segment).
         uniques: int32 `[U]`: `keys[p]` asks for unique id `uniques[p]`.
         places: int64 `[U]`: where the row of each unique id is: from 0 on among the replies, in the order in which they
-            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as an agent.
+            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as node leader.
 
     An id that is no row is left out of all but `sizes`; what stands at the end of `keys` and `uniques` in its place,
     and past the number of unique ids, is not valid.
@@ -122,12 +122,12 @@ class Routed:
 
     @property
     def counts(self) -> Tensor:
-        """int64 `[W, S′]`: keys by stop and segment."""
+        """int64 `[W, S′]`: keys by destination and segment."""
         return self.sizes[1:].view(2, self.world_size, self.num_segments)[0]
 
     @property
     def accesses(self) -> Tensor:
-        """int64 `[W, S′]`: ids, not only distinct ones, by stop and segment."""
+        """int64 `[W, S′]`: ids, not only distinct ones, by destination and segment."""
         return self.sizes[1:].view(2, self.world_size, self.num_segments)[1]
 
 
@@ -150,21 +150,21 @@ def _find(ranges, index, num_tables, table, row, num_steps):
 
 
 @triton.jit
-def _home(ranges, num_ranges, part, row):
-    """Home and slot of each row, given its range."""
+def _owner(ranges, num_ranges, part, row):
+    """Owner and slot of each row, given its range."""
     x = row - tl.load(ranges + 8 * num_ranges + part)
     y = x + tl.load(ranges + num_ranges + part)
-    home = y % tl.load(ranges + 2 * num_ranges + part) + tl.load(ranges + 3 * num_ranges + part)
-    return home, tl.load(ranges + 5 * num_ranges + part) + x // tl.load(ranges + 4 * num_ranges + part)
+    owner = y % tl.load(ranges + 2 * num_ranges + part) + tl.load(ranges + 3 * num_ranges + part)
+    return owner, tl.load(ranges + 5 * num_ranges + part) + x // tl.load(ranges + 4 * num_ranges + part)
 
 
 @triton.jit(do_not_specialize=("table", "num_ids", "num_ranges", "num_tables", "num_steps"))
-def _locate(ids, homes, slots, ranges, index, table, num_ids, num_ranges, num_tables, num_steps, BLOCK: tl.constexpr):
+def _locate(ids, owners, slots, ranges, index, table, num_ids, num_ranges, num_tables, num_steps, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + i, mask=i < num_ids, other=0)
     part = _find(ranges, index, num_tables, table + tl.zeros_like(row), row, num_steps)
-    home, slot = _home(ranges, num_ranges, part, row)
-    tl.store(homes + i, home.to(tl.int32), mask=i < num_ids)
+    owner, slot = _owner(ranges, num_ranges, part, row)
+    tl.store(owners + i, owner.to(tl.int32), mask=i < num_ids)
     tl.store(slots + i, slot, mask=i < num_ids)
 
 
@@ -203,7 +203,7 @@ def _place_all(
     range_steps,
     BLOCK: tl.constexpr,
 ):
-    """Cell, stop · S′ + segment, and key of every unique id; the last cell for what is no row or no id."""
+    """Cell, destination · S′ + segment, and key of every unique id; the last cell for what is no row or no id."""
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = u < tl.load(offsets + num_tables)
     row = tl.load(unique + u, mask=is_id, other=0)
@@ -211,13 +211,15 @@ def _place_all(
     is_row = is_id & (row >= 0) & (row < tl.load(num_rows + table))
     row = tl.where(is_row, row, 0)
     part = _find(ranges, index, num_tables, table, row, range_steps)
-    stop, key = _home(ranges, num_ranges, part, row)
+    destination, key = _owner(ranges, num_ranges, part, row)
     segment = tl.load(ranges + 6 * num_ranges + part) * num_tables + table
     is_relayed = (tl.load(ranges + 7 * num_ranges + part) & _RELAY) != 0
-    node = tl.where(is_relayed, stop // ranks_per_node, 0)
+    node = tl.where(is_relayed, destination // ranks_per_node, 0)
     key += node * key_stride
-    stop = tl.where(is_relayed, stop % ranks_per_node + rank // ranks_per_node * ranks_per_node, stop)
-    cell = tl.where(is_row, stop * num_segments + segment, world_size * num_segments)
+    destination = tl.where(
+        is_relayed, destination % ranks_per_node + rank // ranks_per_node * ranks_per_node, destination
+    )
+    cell = tl.where(is_row, destination * num_segments + segment, world_size * num_segments)
     tl.store(cells + u, cell.to(cells.dtype.element_ty), mask=u < num_unique)
     tl.store(keys + u, key.to(tl.int32), mask=u < num_unique)
     first = tl.min(tl.where(is_id & (is_row == 0), u, _NONE))
@@ -253,19 +255,19 @@ def _place_sorted(
     tl.store(sorted_keys + p, key, mask=is_row)
     tl.store(uniques + p, u.to(tl.int32), mask=is_row)
     tl.store(accesses + p, tl.load(counts + u, mask=is_row, other=0).to(tl.int64), mask=p < num_unique)
-    stop = cell // num_segments
+    destination = cell // num_segments
     flags = tl.load(kind_flags + cell % num_segments // num_tables, mask=is_row, other=0)
     key = key.to(tl.uint32, bitcast=True)
-    reply = p + tl.load(shifts + stop, mask=is_row, other=0)
+    reply = p + tl.load(shifts + destination, mask=is_row, other=0)
     is_relayed, is_copy = (flags & _RELAY) != 0, (flags & _COPY) != 0
     slot = tl.where(is_relayed, key % key_stride.to(tl.uint32), key).to(tl.int64)
-    place = tl.where(stop == rank, tl.where(is_relayed, _NOWHERE, -1 - slot), reply)
+    place = tl.where(destination == rank, tl.where(is_relayed, _NOWHERE, -1 - slot), reply)
     place = tl.where(is_copy, -1 - slot, place)
     tl.store(places + u, place, mask=is_row)
 
 
 def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Home and slot of rows of one table.
+    """Owner and slot of rows of one table.
 
     Args:
         device_map: where rows are.
@@ -273,17 +275,17 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
         ids: int64 `[N]`, all of them rows of the table: not checked.
 
     Returns:
-        Homes, int32 `[N]`, and slots, int64 `[N]`.
+        Owners, int32 `[N]`, and slots, int64 `[N]`.
 
     Source: OPER §5.1.
     """
     check("ids", ids, (torch.int64,), 1, device_map.ranges.device)
-    homes, slots = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids)
+    owners, slots = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids)
     launch(
         _locate,
         ceil_div(ids.numel(), BLOCK),
         ids,
-        homes,
+        owners,
         slots,
         device_map.ranges,
         device_map.index,
@@ -294,11 +296,11 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
         _steps(device_map.most_ranges),
         BLOCK=BLOCK,
     )
-    return homes, slots
+    return owners, slots
 
 
 def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
-    """Where every unique id is asked for, sorted by (stop, segment).
+    """The destination and key of every unique id, sorted by (destination, segment).
 
     Args:
         device_map: where rows are.

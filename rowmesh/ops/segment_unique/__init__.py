@@ -1,6 +1,6 @@
 """Segment unique: duplicates removed within each segment, in order of first appearance, over all segments at once.
 
-Ids that are equal but belong to different segments stay apart, so a segment may be a table: one pass removes the
+Equal ids of different segments stay different, so a segment may be a table: one pass removes the
 duplicates of every table, and the category of an id is still known.
 
 Source: FusedRec §3 "Embedding Deduplication" and "Segment unique", Fig. 5 (there with CUDA; the order is unspecified).

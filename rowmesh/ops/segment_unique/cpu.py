@@ -86,7 +86,7 @@ class SegmentHash:
 
     Args:
         num_rows: for each segment, an upper bound on its keys where one is known, else 0. Keys past it are
-            still told apart (they only cost a longer probe).
+            still distinguished (they only cost a longer probe).
         num_ids: for each segment, about how many ids it will have, where that is known.
     """
 

@@ -1,4 +1,4 @@
-"""Update of touched slices on a CPU: one pass over a core, in which slices that nobody read are left out.
+"""Update of touched slices on a CPU: one pass over a core that skips slices no rank read.
 
 To the bit what `rowmesh.ops.tensor_train.cpu.update` does with the same gradients.
 """

@@ -1,4 +1,4 @@
-"""Update of touched slices on a GPU: one pass over a core, in which slices that nobody read are left out.
+"""Update of touched slices on a GPU: one pass over a core that skips slices no rank read.
 
 To the bit what `rowmesh.ops.tensor_train.cuda.update` does with the same gradients. See [Note: GPU kernels] in
 `rowmesh.ops.gpu`.
@@ -73,18 +73,7 @@ def _update_slices(
 def update_slices(
     core: Tensor, states: Sequence[Tensor], gradient: Tensor, touched: Tensor, rule: str, numbers: tuple[float, ...]
 ) -> None:
-    """Changes the touched slices of a core and their states, in place.
-
-    Args:
-        core: `[p, …]`, float32 or float64, contiguous.
-        states: of the rule, in the order of its `state`, of the core's shape and dtype.
-        gradient: of the core, of its shape and dtype.
-        touched: `[p]` of that dtype: 0 where the slice stays as it is.
-        rule: the name of an update rule that keeps state by element.
-        numbers: what its `numbers` returned.
-
-    Source: EL-Rec (SC'22) §III-B "Fused TT core Update".
-    """
+    """See `rowmesh.ops.update_slices.update_slices`. Source: EL-Rec (SC'22) §III-B "Fused TT core Update"."""
     for name, tensor in (("core", core), ("gradient", gradient), *(("state", kept) for kept in states)):
         check(name, tensor, (core.dtype,), core.dim(), core.device)
     check("touched", touched, (core.dtype,), 1, core.device)

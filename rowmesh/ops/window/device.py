@@ -1,7 +1,7 @@
 """A window of one group on a device; memory is torch's.
 
-Whatever a window has, it keeps until it is dropped, even where nobody reads it any more: other streams may still be
-doing so. See [Note: streams] in `rowmesh.pipeline.streams`.
+A window keeps all its tensors until it is dropped, even those that are not needed any more: other streams may still
+read them. See [Note: streams] in `rowmesh.pipeline.streams`.
 """
 
 from __future__ import annotations

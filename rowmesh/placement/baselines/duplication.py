@@ -11,14 +11,14 @@ from rowmesh.ops.compiled import compiled
 
 
 def duplicate_for_inference(
-    home: np.ndarray, read_bytes: np.ndarray, stored_bytes: np.ndarray, spare_bytes: np.ndarray, L: np.ndarray
+    owner: np.ndarray, read_bytes: np.ndarray, stored_bytes: np.ndarray, spare_bytes: np.ndarray, L: np.ndarray
 ) -> np.ndarray:
     """Algorithm 1: every rank in turn copies a partition from behind its slowest link, while one fits.
 
     Partitions are tried in falling order of reads per byte, which the paper leaves open; fitting exactly is fitting.
 
     Args:
-        home: int64 [P], where each partition is.
+        owner: int64 [P], where each partition is.
         read_bytes: [P], what a rank reads of each in a step.
         stored_bytes: [P].
         spare_bytes: [M], what each rank has left.
@@ -28,8 +28,8 @@ def duplicate_for_inference(
         paths, int64 [P, M]: from which rank each rank fetches each partition.
     """
     num_ranks = len(spare_bytes)
-    paths = np.repeat(home[:, None], num_ranks, axis=1)
-    seconds = np.bincount(home, read_bytes, num_ranks)[None, :] * L
+    paths = np.repeat(owner[:, None], num_ranks, axis=1)
+    seconds = np.bincount(owner, read_bytes, num_ranks)[None, :] * L
     order = np.argsort(-read_bytes / stored_bytes, kind="stable")
     _duplicate(order, stored_bytes.astype(np.float64), read_bytes, paths, seconds, spare_bytes.astype(np.float64), L)
     return paths

@@ -3,8 +3,8 @@
 The linear program's multiplier λ prices memory: a row at a level costs seconds + λ · extra bytes, and its best level is
 the cheapest. The levels of the default strategy are above the program's optimum by some gap, and a row cannot deviate
 from its best level in an optimal plan where that alone costs more than the gap. So of 33.8 M rows of Criteo Kaggle, or
-242 M of Terabyte, few are open, and HiGHS (scipy) decides on those. Dealing is as in
-`rowmesh.placement.strategies.dealt`.
+242 M of Terabyte, few are open, and HiGHS (scipy) decides on those. Owners are as in
+`rowmesh.placement.strategies.cyclic`.
 
 Source: OPER §3.3 and Table 3 (a commercial solver over partitions, hours). Differs: over runs of equal rows, not
 partitions; fixing by reduced costs is textbook (Wolsey, Integer Programming, §7.6).
@@ -21,7 +21,7 @@ import numpy as np
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealt import describe, fit
+from rowmesh.placement.strategies.cyclic import describe, fit
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, Choices, Levels, Steps
 from rowmesh.placement.strategies.problem import Problem
@@ -98,7 +98,7 @@ def optimal(choices: Choices, steps: Steps, budget_bytes: int, time_limit_s: flo
 
 
 def seconds_of(choices: Choices, levels: Levels) -> float:
-    """What levels cost."""
+    """Seconds that levels cost in a step."""
     rows = np.zeros(choices.seconds.shape)
     rows[HOT], rows[WARM], rows[COLD] = levels.hot, levels.copied - levels.hot, choices.lengths - levels.copied
     return float((np.where(rows > 0, choices.seconds, 0.0) * rows).sum())

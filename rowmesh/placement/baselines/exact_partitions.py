@@ -31,7 +31,7 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
     """The best placement of partitions that is found in `request.time_limit_s`, for inference.
 
     Notes hold `paths`, judged by equations (1) to (3), `bound`, below which no placement of these partitions comes, and
-    `solver_s`. As with `partitioned`, what some ranks alone have copied stays at its home in the plan.
+    `solver_s`. As with `partitioned`, what some ranks alone have copied stays at its owner in the plan.
 
     Raises:
         ConfigurationError: the request is for training, or no placement was found in time.

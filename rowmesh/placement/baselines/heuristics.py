@@ -17,7 +17,7 @@ from rowmesh.placement.demand import Demand
 from rowmesh.placement.plan import Plan, RowRange
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealing import Span, deal
+from rowmesh.placement.strategies.cyclic_ranges import Span, cyclic_ranges
 from rowmesh.placement.strategies.levels import LinkCosts, RowBytes
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
@@ -59,7 +59,7 @@ def row_wise(profile: Profile, topology: Topology, request: Request) -> Plan:
 def access_greedy(profile: Profile, topology: Topology, request: Request) -> Plan:
     """Row by row, the most read first, to the rank that is read least; memory does not count.
 
-    The first rows of all tables go one by one; the others are dealt, which keeps the loads within one row of each
+    The first rows of all tables go one by one; the others are cyclic, which keeps the loads within one row of each
     table's rest of each other.
     """
     problem = Problem(profile, topology, request)
@@ -81,7 +81,7 @@ def access_greedy(profile: Profile, topology: Topology, request: Request) -> Pla
         Span(t, int(head), s.num_rows, ONE_HOP) for t, (head, s) in enumerate(zip(heads, problem.shapes, strict=True))
     ]
     started = np.array([busy for busy, _ in sorted(ranks, key=lambda entry: entry[1])])
-    tails = deal([span for span in rest if len(span)], demand, seconds, started=started, max_head_rows=0)
+    tails = cyclic_ranges([span for span in rest if len(span)], demand, seconds, started=started, max_head_rows=0)
     return problem.plan([head + tail for head, tail in zip(ranges, tails, strict=True)], "access_greedy")
 
 

@@ -3,7 +3,7 @@
 Partitions of at most a threshold of all accesses and memory are placed to balance look-ups, then memory; the threshold
 is halved until they are balanced. Inference then copies partitions by Algorithm 1, training by equations (4) and (5).
 
-A plan keeps what can run: a partition that all ranks copied is replicated, one that some copied stays at its home. The
+A plan keeps what can run: a partition that all ranks copied is replicated, one that some copied stays at its owner. The
 paths as the paper makes them are judged by its own equations, in the plan's notes under `paths`.
 
 Source: OPER §4. Differs: with deduplication, reads are distinct rows; Algorithm 1's balance of seconds counts them.
@@ -45,11 +45,11 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
         ConfigurationError: no partitions were found that fit.
     """
     problem = Problem(profile, topology, request)
-    parts, home, threshold = _balanced(problem, threshold)
-    paths = _paths(problem, parts, home)
+    parts, owner, threshold = _balanced(problem, threshold)
+    paths = _paths(problem, parts, owner)
     everywhere = (paths == np.arange(topology.world_size)).all(axis=1)
     notes = {"threshold": threshold, "partitions": len(parts), "paths": judge(parts, paths, topology)}
-    return problem.plan(parts.ranges(home, everywhere), "partitioned", notes)
+    return problem.plan(parts.ranges(owner, everywhere), "partitioned", notes)
 
 
 def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str, Any]:
@@ -67,41 +67,41 @@ def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str,
 
 
 def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarray, float]:
-    """Partitions and their homes: the first that are balanced and fit, else the finest that fit, if need be trimmed."""
+    """Partitions and their owners: the first that fit in balance, else the finest that fit, trimmed if necessary."""
     W, limit = problem.topology.world_size, problem.limit_bytes
     problem.check_feasible()
     fitting = None
     while True:
         parts = Partitions.cut(problem.profile, problem.demand, threshold)
-        home = parts.balanced()
-        stored, read = (np.bincount(home, of, W) for of in (parts.stored_bytes, parts.read_bytes))
+        owner = parts.balanced()
+        stored, read = (np.bincount(owner, of, W) for of in (parts.stored_bytes, parts.read_bytes))
         if stored.max() <= limit:
-            fitting = parts, home, threshold
+            fitting = parts, owner, threshold
             if min(degree_of_balance(stored), degree_of_balance(read)) >= WANTED_BALANCE:
                 return fitting
         finest = len(parts) == sum(shape.num_rows for shape in problem.shapes)
         if finest or len(parts) > MAX_PARTITIONS:
             break
         threshold /= 2
-    if fitting is None and (trimmed := parts.trimmed(home, limit)):
+    if fitting is None and (trimmed := parts.trimmed(owner, limit)):
         return *trimmed, threshold
     if fitting is None:
         raise ConfigurationError(
             f"strategy 'partitioned': {len(parts):,} partitions need {int(stored.max()):,} bytes on the fullest rank, "
-            f"{int(stored.max()) - limit:,} more than the limit of {limit:,}; allow more, or take strategy 'dealt'"
+            f"{int(stored.max()) - limit:,} more than the limit of {limit:,}; allow more, or take strategy 'cyclic'"
         )
     return fitting
 
 
-def _paths(problem: Problem, parts: Partitions, home: np.ndarray) -> np.ndarray:
+def _paths(problem: Problem, parts: Partitions, owner: np.ndarray) -> np.ndarray:
     from rowmesh.placement.baselines.duplication import duplicate_for_inference, pays_in_training
 
     W, request = problem.topology.world_size, problem.request
-    spare = (problem.limit_bytes - np.bincount(home, parts.stored_bytes, W)) * problem.allows_copies
+    spare = (problem.limit_bytes - np.bincount(owner, parts.stored_bytes, W)) * problem.allows_copies
     if not request.training:
-        return duplicate_for_inference(home, parts.read_bytes, parts.stored_bytes, spare, problem.topology.cost)
+        return duplicate_for_inference(owner, parts.read_bytes, parts.stored_bytes, spare, problem.topology.cost)
     of_row = parts.accesses / (parts.stop - parts.start) / problem.profile.num_samples * request.batch_size
     copied = pays_in_training(of_row, BANDWIDTH_RATIO, parts.stored_bytes, spare.min())
-    paths = np.repeat(home[:, None], W, axis=1)
+    paths = np.repeat(owner[:, None], W, axis=1)
     paths[copied] = np.arange(W)
     return paths

@@ -66,42 +66,44 @@ class Partitions:
         return Partitions(demand, table, start, stop, accesses, by_access, read_bytes)
 
     def balanced(self) -> np.ndarray:
-        """[P], a rank for each partition: those bounded by accesses to whom reads least, then the others to whom
-        stores least, the biggest first.
+        """[P], a rank for each partition, the biggest first.
+
+        Partitions bounded by accesses go to the rank that reads least, then the others to the rank that stores least.
         """
         W = self.demand.world_size
-        home = np.empty(len(self), np.int64)
+        owner = np.empty(len(self), np.int64)
         by_access, by_memory = np.flatnonzero(self.by_access), np.flatnonzero(~self.by_access)
-        _give(home, by_access[np.argsort(-self.read_bytes[by_access], kind="stable")], self.read_bytes, np.zeros(W))
-        stored = np.bincount(home[by_access], self.stored_bytes[by_access], W)
-        _give(home, by_memory[np.argsort(-self.stored_bytes[by_memory], kind="stable")], self.stored_bytes, stored)
-        return home
+        _assign(owner, by_access[np.argsort(-self.read_bytes[by_access], kind="stable")], self.read_bytes, np.zeros(W))
+        stored = np.bincount(owner[by_access], self.stored_bytes[by_access], W)
+        _assign(owner, by_memory[np.argsort(-self.stored_bytes[by_memory], kind="stable")], self.stored_bytes, stored)
+        return owner
 
-    def trimmed(self, home: np.ndarray, limit_bytes: int) -> tuple[Partitions, np.ndarray] | None:
-        """(partitions, homes) within a limit that some ranks exceed by little: their least read partitions are cut, and
-        the ends go to ranks with room. None where the rows do not fit so.
+    def trimmed(self, owner: np.ndarray, limit_bytes: int) -> tuple[Partitions, np.ndarray] | None:
+        """(partitions, owners) within a limit that some ranks exceed by little; None where the rows do not fit so.
+
+        Cuts the least read partitions of these ranks, and moves the ends to ranks with room.
         """
         row_bytes = self.demand.row_bytes[self.table]
-        room = limit_bytes - np.bincount(home, self.stored_bytes, self.demand.world_size).astype(np.int64)
+        room = limit_bytes - np.bincount(owner, self.stored_bytes, self.demand.world_size).astype(np.int64)
         moved: list[tuple[int, int, int]] = []
         kept = self.stop.copy()
         for part in np.argsort(self.read_bytes / (self.stop - self.start), kind="stable").tolist():
-            width, owner = int(row_bytes[part]), home[part]
-            while room[owner] < 0 and kept[part] > self.start[part] + 1:
+            width, giver = int(row_bytes[part]), owner[part]
+            while room[giver] < 0 and kept[part] > self.start[part] + 1:
                 taker = int(room.argmax())
                 rows = min(
-                    -(int(room[owner]) // width), int(room[taker]) // width, int(kept[part] - self.start[part]) - 1
+                    -(int(room[giver]) // width), int(room[taker]) // width, int(kept[part] - self.start[part]) - 1
                 )
                 if rows < 1:
                     return None
                 moved.append((part, int(kept[part]) - rows, taker))
-                room[[owner, taker]] += rows * width, -rows * width
+                room[[giver, taker]] += rows * width, -rows * width
                 kept[part] -= rows
             if room.min() >= 0:
-                return self._cut_again(moved, home)
+                return self._cut_again(moved, owner)
         return None
 
-    def _cut_again(self, moved: Sequence[tuple[int, int, int]], home: np.ndarray) -> tuple[Partitions, np.ndarray]:
+    def _cut_again(self, moved: Sequence[tuple[int, int, int]], owner: np.ndarray) -> tuple[Partitions, np.ndarray]:
         """The partitions with some cut once more: (partition, first row of the end, its rank)."""
         part, row, rank = (np.array(column, np.int64) for column in zip(*moved, strict=True))
         source = np.concatenate([np.arange(len(self)), part])
@@ -120,11 +122,11 @@ class Partitions:
             by_access=self.by_access[source],
             read_bytes=self.read_bytes[source] * share,
         )
-        return cut, np.concatenate([home, rank])[order]
+        return cut, np.concatenate([owner, rank])[order]
 
-    def ranges(self, home: np.ndarray, everywhere: np.ndarray) -> list[list[RowRange]]:
-        """The ranges of each table: replicated where `everywhere`, else on the home; neighbours alike are one."""
-        rank = np.where(everywhere, -1, home)
+    def ranges(self, owner: np.ndarray, everywhere: np.ndarray) -> list[list[RowRange]]:
+        """The ranges of each table: replicated where `everywhere`, else on the owner; neighbours alike are one."""
+        rank = np.where(everywhere, -1, owner)
         first = np.flatnonzero(np.concatenate([[True], (np.diff(rank) != 0) | (np.diff(self.table) != 0)]))
         last = np.append(first[1:], len(self)) - 1
         ranges: list[list[RowRange]] = [[] for _ in self.demand.shapes]
@@ -160,11 +162,11 @@ def _cut(
     return cuts
 
 
-def _give(home: np.ndarray, order: np.ndarray, weight: np.ndarray, load: np.ndarray) -> None:
+def _assign(owner: np.ndarray, order: np.ndarray, weight: np.ndarray, load: np.ndarray) -> None:
     """Each item of `order` to the rank with the least load."""
     heap = [(float(amount), rank) for rank, amount in enumerate(load)]
     heapq.heapify(heap)
     for item in order.tolist():
         amount, rank = heap[0]
-        home[item] = rank
+        owner[item] = rank
         heapq.heapreplace(heap, (amount + float(weight[item]), rank))

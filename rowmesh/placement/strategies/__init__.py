@@ -1,6 +1,6 @@
 """Strategies: ways to make a plan, behind one contract.
 
-    dealt             levels by one multiplier, then dealt; the default
+    cyclic            levels by one multiplier, then all owners cyclic; the default
     partitioned       the paper's
     memory_greedy, access_greedy, table_wise, row_wise, torchrec_like     what others do
     exact             optimal levels by integer programming, with its gap
@@ -16,7 +16,7 @@ Example:
     >>> profile = Profile.from_counts({"item": [9, 5, 3, 2, 1, 1, 1, 1]}, [shape], num_samples=30)
     >>> plan = search("auto", profile, Topology.uniform(4), Request(batch_size=4))
     >>> plan.notes["auto"].split(":")[0]
-    'dealt'
+    'cyclic'
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Protocol
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement.plan import FORMER_NAMES
 
 if TYPE_CHECKING:
     from rowmesh.placement.plan import Plan
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Strategy(Protocol):
     """Makes a plan for a profile on a topology.
 
-    Every row has one home. `dealt`, `partitioned`, both exact ones and `auto` never exceed the request's memory and
+    Every row has one owner. `cyclic`, `partitioned`, both exact ones and `auto` never exceed the request's memory and
     raise `ConfigurationError` where they cannot; the others do not look at it.
     """
 
@@ -46,7 +47,7 @@ class Strategy(Protocol):
 # Imported at first use: some need Numba or scipy.
 STRATEGIES = {
     "auto": "strategies.auto.search",
-    "dealt": "strategies.dealt.search",
+    "cyclic": "strategies.cyclic.search",
     "partitioned": "baselines.partitioned.search",
     "memory_greedy": "baselines.heuristics.memory_greedy",
     "access_greedy": "baselines.heuristics.access_greedy",
@@ -57,9 +58,14 @@ STRATEGIES = {
     "exact_partitions": "baselines.exact_partitions.search",
 }
 BASELINES = ("memory_greedy", "access_greedy", "table_wise", "row_wise", "torchrec_like")
-QUICK = ("dealt", "partitioned", *BASELINES)
+QUICK = ("cyclic", "partitioned", *BASELINES)
 # What places rows by their numbers alone, or whole tables; `auto` asks the others one by one.
 ANY_ORDER = ("auto", "memory_greedy", "table_wise", "row_wise", "torchrec_like")
+
+
+def current_name(name: str) -> str:
+    """The name of a strategy, given that or the one it had in earlier versions."""
+    return FORMER_NAMES.get(name, name)
 
 
 def find(name: str) -> Strategy:
@@ -68,6 +74,7 @@ def find(name: str) -> Strategy:
     Raises:
         ConfigurationError: there is none of that name.
     """
+    name = current_name(name)
     if name not in STRATEGIES:
         raise ConfigurationError(f"no placement strategy {name!r}; there are {', '.join(STRATEGIES)}")
     module, function = STRATEGIES[name].rsplit(".", 1)

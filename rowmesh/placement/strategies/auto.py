@@ -1,4 +1,4 @@
-"""`auto`: makes every plan that is quickly made, and takes the best by the model on the user's data and links."""
+"""`auto`: makes a plan with every quick strategy, and takes the best by the cost model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
-# Differences that the arithmetic makes, not the placement: then balance decides.
+# Smaller differences come from rounding, not from the placement: balance decides.
 EQUAL = 1e-9
-# Differences that counts and links are not known well enough for: then the default, which balances, is taken.
+# Smaller differences are within the error of counts and links: the default strategy, which balances, is taken.
 NOISE = 0.01
-DEFAULT = "dealt"
+DEFAULT = "cyclic"
 
 
 def search(profile: Profile, topology: Topology, request: Request) -> Plan:
@@ -33,7 +33,7 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
 
 
 def attempts(problem: Problem) -> dict[str, Plan | str]:
-    """What all quick strategies come to: a plan, or why there is none.
+    """The plan of every quick strategy, or the reason why there is none.
 
     Raises:
         ConfigurationError: the rows do not fit in any way.
@@ -51,7 +51,7 @@ def attempt(problem: Problem, name: str) -> Plan | str:
 
 
 def choose(problem: Problem, plans: Mapping[str, Plan | str]) -> Plan:
-    """The best of the plans that fit: the default's where no other is better by more than the model is exact to.
+    """The best of the plans that fit: the default's unless another is better by more than the error of the model.
 
     Args:
         problem: what is asked for.
@@ -105,8 +105,8 @@ def _why(problem: Problem, order: list[str], compared: dict[str, dict[str, Any]]
     first, second = compared[best], compared[others[0]]
     if second["objective"] < first["objective"] * (1 - EQUAL):
         return (
-            f"{best}: {kind} {first['objective']:.6g}; {others[0]} with {second['objective']:.6g} is better by less "
-            f"than the model is exact to ({NOISE:.0%})"
+            f"{best}: {kind} {first['objective']:.6g}; {others[0]} with {second['objective']:.6g} is better, but "
+            f"within the error of the model ({NOISE:.0%})"
         )
     if second["objective"] <= first["objective"] * (1 + EQUAL):
         same = f"{best}: {kind} as with {others[0]} ({first['objective']:.6g})"

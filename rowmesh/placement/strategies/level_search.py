@@ -50,7 +50,7 @@ class LevelSearch:
         costs = LinkCosts.of(problem.topology)
 
         def under(dearer: float, max_hops: int) -> LevelSearch:
-            weighed = replace(costs, inter=costs.inter * dearer, agent=costs.agent * dearer)
+            weighed = replace(costs, inter=costs.inter * dearer, leader=costs.leader * dearer)
             choices = Choices.of(demand, moved.seconds(weighed), max_hops)
             return LevelSearch(problem, unpooled, demand, moved, choices, Steps.of(choices))
 
@@ -92,17 +92,17 @@ class LevelSearch:
         return all(np.array_equal(rows, self._from_the_first(rows)) for rows in (levels.hot, levels.copied))
 
     def link_seconds(self, levels: Levels) -> tuple[float, float]:
-        """(within nodes, between nodes): the slowest link of either kind when homes are balanced."""
+        """(within nodes, between nodes): the slowest link of either kind when owners are balanced."""
         W, G, H = self.demand.world_size, self.demand.ranks_per_node, self.demand.num_nodes
         rows = np.zeros((3, len(levels.hot)))
         rows[HOT], rows[WARM], rows[COLD] = levels.hot, levels.copied - levels.hot, self.demand.lengths - levels.copied
         run = np.arange(len(levels.hot))
         costs = LinkCosts.of(self.problem.topology)
-        intra, inter, agent = (
+        intra, inter, leader = (
             float((matrix[self.choices.kind, run] * rows).sum())
-            for matrix in (self.moved.intra, self.moved.inter, self.moved.agent)
+            for matrix in (self.moved.intra, self.moved.inter, self.moved.leader)
         )
-        between = costs.inter * inter / (W * (W - G)) + costs.agent * agent / (W * (H - 1))
+        between = costs.inter * inter / (W * (W - G)) + costs.leader * leader / (W * (H - 1))
         return costs.intra * intra / (W * (G - 1)), between
 
     def slowest_link(self) -> float:

@@ -32,17 +32,17 @@ COLD, WARM, HOT = range(3)
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Seconds a byte, by where bytes go; means, since dealt rows meet all ranks equally.
+    """Seconds a byte, by where bytes go; means, since cyclic rows load all ranks equally.
 
     Attributes:
         intra: between ranks of one node.
         inter: between ranks of different nodes.
-        agent: between ranks of different nodes that have the same place, which two hops use.
+        leader: between ranks of different nodes that have the same place: node leaders and owners, for two hops.
     """
 
     intra: float
     inter: float
-    agent: float
+    leader: float
 
     @staticmethod
     def of(topology: Topology) -> LinkCosts:
@@ -60,33 +60,33 @@ class RowBytes:
 
     intra: np.ndarray
     inter: np.ndarray
-    agent: np.ndarray
+    leader: np.ndarray
 
     @staticmethod
     def of(demand: Demand, request: Request) -> RowBytes:
-        """As `rowmesh.placement.cost` counts them, summed over homes."""
+        """As `rowmesh.placement.cost` counts them, summed over owners."""
         W, G, H = demand.world_size, demand.ranks_per_node, demand.num_nodes
         training, u, n, U = float(request.training), demand.rank, demand.node, demand.world
         gradient = training * demand.gradient_bytes[demand.table]
         fetch = request.fetch_weight * (demand.value_bytes[demand.table] + SLOT_BYTES)
         copied = training * (demand.gradient_bytes[demand.table] + SLOT_BYTES)
-        intra, inter, agent = (np.zeros((5, len(u))) for _ in range(3))
+        intra, inter, leader = (np.zeros((5, len(u))) for _ in range(3))
         intra[ONE_HOP], inter[ONE_HOP] = (G - 1) * u * (fetch + gradient), (W - G) * u * (fetch + gradient)
-        intra[TWO_HOP], agent[TWO_HOP] = (W - H) * u * (fetch + gradient), (H - 1) * n * (fetch + gradient)
-        intra[NODE], agent[NODE] = (W - H) * u * (fetch + gradient), (H - 1) * (n + U) * copied
+        intra[TWO_HOP], leader[TWO_HOP] = (W - H) * u * (fetch + gradient), (H - 1) * n * (fetch + gradient)
+        intra[NODE], leader[NODE] = (W - H) * u * (fetch + gradient), (H - 1) * (n + U) * copied
         intra[REPLICATED], inter[REPLICATED] = (G - 1) * (u + U) * copied, (W - G) * (u + U) * copied
         intra[REPLICATED_TWO_HOP] = (W - H) * (u + U) * copied
-        agent[REPLICATED_TWO_HOP] = (H - 1) * (n + U) * copied
-        return RowBytes(intra, inter, agent)
+        leader[REPLICATED_TWO_HOP] = (H - 1) * (n + U) * copied
+        return RowBytes(intra, inter, leader)
 
     def seconds(self, costs: LinkCosts) -> np.ndarray:
         """[5, K], over all links."""
-        return costs.intra * self.intra + costs.inter * self.inter + costs.agent * self.agent
+        return costs.intra * self.intra + costs.inter * self.inter + costs.leader * self.leader
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a row of each run costs at each level and what its copies take.
+    """Seconds and bytes of a row of each run, at each level.
 
     Attributes:
         kind: [3, K], how rows of a level travel (`rowmesh.placement.cost`): with two hops where that is cheaper.

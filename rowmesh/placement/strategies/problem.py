@@ -31,7 +31,7 @@ class Problem:
 
     @cached_property
     def demand(self) -> Demand:
-        """What a step asks for."""
+        """The demand of a step."""
         return Demand.of(
             self.profile,
             self.topology.world_size,
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def spare_bytes(self) -> int:
-        """What a rank has for copies: all that its share of the rows leaves.
+        """Memory of a rank for copies: all that its share of the rows leaves.
 
         Raises:
             ConfigurationError: as `check_feasible`.
@@ -79,11 +79,11 @@ class Problem:
         return Plan(tables, self.topology.world_size, self.topology.ranks_per_node, strategy, notes or {})
 
     def cost(self, plan: Plan) -> Cost:
-        """What a step costs under a plan."""
+        """The cost of a step under a plan."""
         return cost_under(plan, self.demand, training=self.request.training)
 
     def objective(self, plan: Plan) -> float:
-        """What a plan is judged by."""
+        """The objective of a plan."""
         return self.cost(plan).objective(self.topology, self.request)
 
     def fits(self, plan: Plan) -> bool:
@@ -92,7 +92,7 @@ class Problem:
 
 
 def least_bytes(shapes: Sequence[TableShape], world_size: int) -> int:
-    """What the fullest rank holds when every row is stored once and dealt."""
+    """Bytes of the fullest rank if every row is stored once, cyclic."""
     return sum(shape.row_bytes * -(-shape.num_rows // world_size) for shape in shapes)
 
 

@@ -2,9 +2,9 @@
 
 Strategies give copies to the first rows of a table. Where counts do not fall from row to row (ids that are hashes, or
 came shuffled, or were numbered by several workers), the rows to copy stand all over the table. So a strategy is given
-the same rows in order of their counts, and every range of its plan is cut into the rows' own places. Rows of one rule
-that come to stand next to each other are one range again, and those of a deal join it (`RowRange.phase`), so the plan
-costs and holds what that of sorted rows does, up to which rank holds which of the dealt rows.
+the same rows in order of their counts, and every range of its plan is cut into the rows' own places. Neighbouring rows
+of one rule become one range again, and ranges of one rule join its last cycle (`RowRange.phase`). So the plan costs and
+holds what a plan of sorted rows does, up to which rank holds which of the cyclic rows.
 
 A range takes 92 bytes in the address map and a line in the plan's file, so a table has at most `most_ranges` of them.
 Where a table would have more, its most read rows alone stand out, and all others count as equally often read.
@@ -199,7 +199,7 @@ class _Pieces:
         return _Pieces(self.start[heads], stop, self.number[heads], self.shift[heads], is_alone[heads])
 
     def _is_kept(self, planned: TablePlan, world_size: int, ranks_per_node: int) -> NDArray[np.bool_]:
-        """Whether each piece, if it is whole, keeps a deal of its own, which balances loads.
+        """Whether each piece, if it is whole, keeps a cycle of its own, which balances loads.
 
         Not where that would take a slot more than the plan of sorted rows: a short last round, beside another.
         """
@@ -212,8 +212,8 @@ class _Pieces:
         return np.array(kept)[self.number]
 
     def ranges(self, planned: TablePlan, world_size: int, ranks_per_node: int) -> Iterator[RowRange]:
-        """The pieces as ranges; what is not whole goes on where the last piece of its rule ended, in the same deal."""
-        ends: dict[str, tuple[int, int]] = {}  # the phase and shift that go on with the deal of each rule
+        """The pieces as ranges; what is not whole goes on where the last piece of its rule ended, in the same cycle."""
+        ends: dict[str, tuple[int, int]] = {}  # the phase and shift that go on with the cycle of each rule
         for start, stop, number, shift, is_whole in zip(
             *(each.tolist() for each in (self.start, self.stop, self.number, self.shift, self.is_whole)), strict=True
         ):

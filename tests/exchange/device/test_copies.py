@@ -56,7 +56,7 @@ def test_trains_the_same_model(ranks, name):
 
 
 def push_on_some(mesh: Mesh, transport, on_device):
-    """Rank 0 uses both of two look-ups, rank 1 the second alone; then each another one; then nobody any."""
+    """Rank 0 uses both of two look-ups, rank 1 the second alone; then each another one; then neither."""
     tables = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=4, dim=3)]
     plan = with_copies(tables, 2)
     device = where(mesh, transport) if on_device else "cpu"
@@ -91,14 +91,14 @@ def test_ranks_need_not_push_the_same_routes(ranks, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_evaluation_reads_copies_and_sends_no_rows(ranks, transport):
-    """All rows are everywhere: only keys travel, if at all, which tell homes what gradients would be for."""
+    """All rows are everywhere: at most keys are sent, which say which rows gradients would be for."""
     tables = (table("a", 9, 64),)
     plan = make_plan(tables, 2, 2, lambda _: ("replicated", 0, 0, False))
     found = ranks.run(look_up, tables, plan, transport)
     for vectors, expected, _ in found:
         assert torch.equal(vectors, expected)
-    keys_of_homes = [0, 0] if transport == "one_sided" else [4 * 3, 4 * 6]
-    assert sorted(counters.bytes_received for *_, counters in found) == keys_of_homes
+    keys_of_owners = [0, 0] if transport == "one_sided" else [4 * 3, 4 * 6]
+    assert sorted(counters.bytes_received for *_, counters in found) == keys_of_owners
 
 
 def look_up(mesh, tables, plan, transport):

@@ -29,8 +29,8 @@ kernels_of("route")  # or all are skipped
 TABLES = (table("tag", 7, 3, "adam"), table("item", 20, 5, "row_wise_adagrad", pooling="mean"))
 
 
-def dealt(tables, world_size, replicas=1):
-    return Plan.dealt([TableShape.of(spec) for spec in tables], world_size, replicas=replicas)
+def cyclic(tables, world_size, replicas=1):
+    return Plan.cyclic([TableShape.of(spec) for spec in tables], world_size, replicas=replicas)
 
 
 def mixed(world_size):
@@ -39,7 +39,7 @@ def mixed(world_size):
 
 def test_migrations_change_no_bit(ranks):
     plain = Scenario(tables=TABLES, batch_sizes=(2, 1), num_steps=2)
-    scenario = replace(plain, migrations=((0, mixed(2)), (1, with_copies(TABLES, 2)), (2, dealt(TABLES, 2))))
+    scenario = replace(plain, migrations=((0, mixed(2)), (1, with_copies(TABLES, 2)), (2, cyclic(TABLES, 2))))
     stayed = merged(plain, train_on_device(ranks, plain))
     assert_equal(plain, train_on_device(ranks, scenario), stayed)
     assert_close(plain, stayed, merged(plain, ranks.run(train, scenario, "collective")))
@@ -47,7 +47,7 @@ def test_migrations_change_no_bit(ranks):
 
 def test_rows_that_others_read_migrate_too(ranks):
     plain = Scenario(tables=TABLES[:1], batch_sizes=(2, 2), num_steps=2)
-    shifted = make_plan(TABLES[:1], 2, 2, lambda number: (("dealt", "fixed")[number % 2], 1, number, False))
+    shifted = make_plan(TABLES[:1], 2, 2, lambda number: (("cyclic", "fixed")[number % 2], 1, number, False))
     moved = train_again(ranks, replace(plain, migrations=((0, with_copies(TABLES[:1], 2)), (1, shifted))))
     assert_equal(plain, moved, merged(plain, train_on_device(ranks, plain)))
 
@@ -59,7 +59,7 @@ def test_migrations_of_replicas(ranks, mode):
         tables=TABLES[:1],
         batch_sizes=(2, 1, 2, 0),
         num_steps=2,
-        plan=dealt(TABLES[:1], 4, replicas=2),
+        plan=cyclic(TABLES[:1], 4, replicas=2),
         synchronization=Synchronization(mode),
     )
     plan = Plan(tuple(replace(of, replicas=2) for of in mixed(2).tables[:1]), 4, 4)

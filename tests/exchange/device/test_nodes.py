@@ -67,7 +67,7 @@ def test_nodes_of_other_sizes(ranks, per_node):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "average"])
 def test_nodes_within_replica_groups(ranks, mode):
-    of_group = make_plan(TABLES[:1], 2, 1, lambda n: (("node", "dealt")[n % 2], n, n, True))
+    of_group = make_plan(TABLES[:1], 2, 1, lambda n: (("node", "cyclic")[n % 2], n, n, True))
     plan = Plan(tuple(replace(each, replicas=2) for each in of_group.tables), 4, 1)
     check(
         ranks,
@@ -75,7 +75,7 @@ def test_nodes_within_replica_groups(ranks, mode):
     )
 
 
-@pytest.mark.parametrize(("rule", "per_node"), [("node", 2), ("node", 1), ("dealt", 2), ("replicated", 2)])
+@pytest.mark.parametrize(("rule", "per_node"), [("node", 2), ("node", 1), ("cyclic", 2), ("replicated", 2)])
 def test_sums_nodes_first(ranks, rule, per_node):
     """In one step of short rows differences of order are seen."""
     tables = (TableSpec(name="a", num_rows=3, dim=16, optimizer=SGD(lr=0.5), initializer=Uniform(bound=1e-3)),)
@@ -90,7 +90,7 @@ def test_sums_nodes_first(ranks, rule, per_node):
 
 def say_why(mesh):
     mesh = replace(mesh, hosts=(0, 1))
-    plan = make_plan(TABLES, 2, 1, lambda n: ("dealt", n, n, True))
+    plan = make_plan(TABLES, 2, 1, lambda n: ("cyclic", n, n, True))
     return EmbeddingCollection(TABLES, mesh=mesh, plan=plan, device="cuda").transport_reason
 
 

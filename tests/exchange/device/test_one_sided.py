@@ -137,7 +137,7 @@ def refuse_on_rank_1(mesh, how):
             with torch.no_grad():
                 embeddings(bad)
         else:
-            out = embeddings(bad)  # nobody has looked yet
+            out = embeddings(bad)  # not checked yet
             if how == "update":
                 out.values.sum().backward()
                 optimizer.step()

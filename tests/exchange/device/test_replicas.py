@@ -65,8 +65,8 @@ def check(ranks, scenario):
     for mine, expected in zip(parts, theirs, strict=True):
         assert_close(scenario, mine, expected)
         assert mine.owned == expected.owned
-        told = [counters.synchronization.rows for counters in mine.counters.values()]
-        assert told == [counters.synchronization.rows for counters in expected.counters.values()]
+        synchronized = [counters.synchronization.rows for counters in mine.counters.values()]
+        assert synchronized == [counters.synchronization.rows for counters in expected.counters.values()]
 
 
 @pytest.mark.slow
@@ -93,8 +93,10 @@ SLOW = ("average, now and then", "average, tables differ", "whole tables", "exac
 def test_trains_the_same_bits_again(ranks, name):
     for mine, again in zip(train_on_device(ranks, TWICE[name]), train_again(ranks, TWICE[name]), strict=True):
         assert_same_bits(mine, again)
-        told, told_again = (list(part.counters.values()) for part in (mine, again))
-        assert [counters.synchronization for counters in told] == [counters.synchronization for counters in told_again]
+        synchronized, synchronized_again = (list(part.counters.values()) for part in (mine, again))
+        assert [counters.synchronization for counters in synchronized] == [
+            counters.synchronization for counters in synchronized_again
+        ]
 
 
 @pytest.mark.slow
@@ -130,16 +132,16 @@ def train_in_parts(mesh, scenario):
 
 
 def test_whole_tables_are_averaged_as_touched_rows_are(ranks):
-    """To the bit, like the model of the CPU; nobody keeps account of rows that are touched."""
+    """To the bit, like the model of the CPU; touched rows are not counted."""
     scenario = in_groups(PAIR, 2)
     parts = ranks.run(train_in_parts, dense(scenario, 2))
     for mine, touched in zip(parts, train_on_device(ranks, averaged(scenario, 2)), strict=True):
         assert_same_bits(mine, touched)
     for mine, expected in zip(parts, ranks.run(train, dense(scenario, 2), "collective"), strict=True):
         assert_close(scenario, mine, expected)
-        told = {name: counters.synchronization.rows for name, counters in mine.counters.items()}
-        assert told == {name: counters.synchronization.rows for name, counters in expected.counters.items()}
-        assert sorted(set(told.values())) == [2 * 7, 2 * 20]
+        synchronized = {name: counters.synchronization.rows for name, counters in mine.counters.items()}
+        assert synchronized == {name: counters.synchronization.rows for name, counters in expected.counters.items()}
+        assert sorted(set(synchronized.values())) == [2 * 7, 2 * 20]
 
 
 def test_whole_tables_of_ranks_without_rows(ranks):
@@ -154,7 +156,7 @@ def test_whole_tables_of_ranks_without_rows(ranks):
 def test_whole_tables_of_any_type_on_four_ranks(ranks, tables, replicas):
     scenario = in_groups(replace(FOUR, tables=tables), replicas)
     parts = train_on_device(ranks, dense(scenario, 1))
-    other = train_again if replicas == 2 else train_on_device  # a rank alone reads nobody
+    other = train_again if replicas == 2 else train_on_device  # a rank alone reads no other
     for each in (averaged(scenario, 1), dense(scenario, 1)):
         for mine, again in zip(parts, other(ranks, each), strict=True):
             assert_same_bits(mine, again)

@@ -12,7 +12,7 @@ from rowmesh.placement import TableShape
 from rowmesh.placement.baselines import exact, exact_partitions
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies import dealt
+from rowmesh.placement.strategies import cyclic
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
@@ -76,7 +76,7 @@ def test_the_default_is_within_a_ten_thousandth_of_optimal(topology):
     problem = Problem(profile, topology, request)
     best = exact.search(profile, topology, request)
     assert best.notes["gap"] <= 1e-6
-    default = dealt.search(profile, topology, request)
+    default = cyclic.search(profile, topology, request)
     one_row = default.notes["multiplier_s_per_byte"] * topology.world_size * problem.shapes[0].row_bytes
     assert problem.objective(default) <= problem.objective(best) * (1 + 1e-4) + one_row
     assert problem.objective(best) >= best.notes["bound"] * (1 - 1e-6)

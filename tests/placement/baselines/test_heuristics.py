@@ -43,8 +43,8 @@ def test_access_greedy_takes_the_least_read_rank_for_each_row():
     request = Request(batch_size=10, mode="infer", deduplicated=False)
     plan = heuristics.access_greedy(profile, Topology.uniform(2), request)
     # 50 | 30, 20 meet at 50; 10 | 5, 5; then 2 | 1.
-    homes = [plan.tables[0].range_of(row).home(row, 2) for row in range(8)]
-    assert homes in ([0, 1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0, 1], [0, 1, 1, 0, 1, 1, 1, 0])
+    owners = [plan.tables[0].range_of(row).owner(row, 2) for row in range(8)]
+    assert owners in ([0, 1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0, 1], [0, 1, 1, 0, 1, 1, 1, 0])
 
 
 def test_table_wise_and_row_wise():
@@ -75,7 +75,7 @@ def test_torchrec_like_copies_only_where_that_costs_less(mode):
 
 
 def test_baselines_move_the_same_bytes_without_copies():
-    """Over equal links, a row that has one home costs the same wherever that is."""
+    """Over equal links, a row that has one owner costs the same wherever that is."""
     totals = [
         plan_of(getattr(heuristics, name))[1].total_bytes
         for name in ("memory_greedy", "access_greedy", "table_wise", "row_wise")

@@ -47,15 +47,15 @@ def test_placement_is_greedy_by_reads_then_by_memory():
     """§4.2."""
     profile = power_law((5_000, 500))
     parts = Partitions.cut(profile, Demand.of(profile, 4, 4, 512), 0.01)
-    home = parts.balanced()
+    owner = parts.balanced()
     load, stored = np.zeros(4), np.zeros(4)
     for k in sorted(np.flatnonzero(parts.by_access), key=lambda k: -parts.read_bytes[k]):
-        assert load[home[k]] == load.min()
-        load[home[k]] += parts.read_bytes[k]
-        stored[home[k]] += parts.stored_bytes[k]
+        assert load[owner[k]] == load.min()
+        load[owner[k]] += parts.read_bytes[k]
+        stored[owner[k]] += parts.stored_bytes[k]
     for k in sorted(np.flatnonzero(~parts.by_access), key=lambda k: -parts.stored_bytes[k]):
-        assert stored[home[k]] == stored.min()
-        stored[home[k]] += parts.stored_bytes[k]
+        assert stored[owner[k]] == stored.min()
+        stored[owner[k]] += parts.stored_bytes[k]
 
 
 def algorithm_1(order, mem, access, path, CL, available, L):
@@ -93,16 +93,16 @@ def algorithm_1(order, mem, access, path, CL, available, L):
 def test_algorithm_1(topology, seed):
     rng = np.random.default_rng(seed)
     W, P = topology.world_size, 40
-    home, read, stored = rng.integers(0, W, P), rng.zipf(1.5, P).clip(max=1000) * 1.0, rng.integers(1, 10, P)
+    owner, read, stored = rng.integers(0, W, P), rng.zipf(1.5, P).clip(max=1000) * 1.0, rng.integers(1, 10, P)
     spare = rng.integers(5, 60, W)
-    paths = duplicate_for_inference(home, read, stored, spare, topology.cost)
+    paths = duplicate_for_inference(owner, read, stored, spare, topology.cost)
     order = sorted(range(P), key=lambda p: -read[p] / stored[p])
-    CL = [[sum(read[p] for p in range(P) if home[p] == j) * topology.cost[i, j] for j in range(W)] for i in range(W)]
-    path = [[int(home[p])] * W for p in range(P)]
+    CL = [[sum(read[p] for p in range(P) if owner[p] == j) * topology.cost[i, j] for j in range(W)] for i in range(W)]
+    path = [[int(owner[p])] * W for p in range(P)]
     assert paths.tolist() == algorithm_1(order, stored, read, path, CL, spare.tolist(), topology.cost)
     holds = paths == np.arange(W)
-    assert holds[np.arange(P), home].all()
-    assert np.all((holds * stored[:, None]).sum(axis=0) <= spare + np.bincount(home, stored, W))
+    assert holds[np.arange(P), owner].all()
+    assert np.all((holds * stored[:, None]).sum(axis=0) <= spare + np.bincount(owner, stored, W))
 
 
 def test_equations_4_and_5():
@@ -134,9 +134,9 @@ def test_without_copies_the_plan_costs_what_its_paths_cost():
     request = Request(batch_size=2048, mode="infer")
     problem = Problem(profile, topology, request)
     parts = Partitions.cut(profile, problem.demand, 0.001)
-    home = parts.balanced()
-    judged = judge(parts, np.repeat(home[:, None], 4, axis=1), topology)
-    plan = problem.plan(parts.ranges(home, np.zeros(len(parts), bool)), "partitioned")
+    owner = parts.balanced()
+    judged = judge(parts, np.repeat(owner[:, None], 4, axis=1), topology)
+    plan = problem.plan(parts.ranges(owner, np.zeros(len(parts), bool)), "partitioned")
     values = problem.cost(plan).lookup_bytes * topology.cost
     assert judged["total"] == pytest.approx(values.sum())
     assert judged["slowest_link"] == pytest.approx(values.max())
@@ -175,13 +175,13 @@ def test_without_extra_memory_partitions_are_trimmed_to_fit(dims):
     request = Request(batch_size=512, mode="infer", extra_memory=0.0)
     problem = Problem(profile, Topology.uniform(8), request)
     parts = Partitions.cut(profile, problem.demand, 1e-3)
-    home = parts.balanced()
-    limit = int(np.bincount(home, parts.stored_bytes, 8).mean()) + 2 * int(problem.demand.row_bytes.max())
-    assert np.bincount(home, parts.stored_bytes, 8).max() > limit
-    trimmed = parts.trimmed(home, limit)
+    owner = parts.balanced()
+    limit = int(np.bincount(owner, parts.stored_bytes, 8).mean()) + 2 * int(problem.demand.row_bytes.max())
+    assert np.bincount(owner, parts.stored_bytes, 8).max() > limit
+    trimmed = parts.trimmed(owner, limit)
     assert trimmed is not None
-    cut, homes = trimmed
-    assert np.bincount(homes, cut.stored_bytes, 8).max() <= limit
+    cut, owners = trimmed
+    assert np.bincount(owners, cut.stored_bytes, 8).max() <= limit
     assert cut.read_bytes.sum() == pytest.approx(parts.read_bytes.sum())
     for table, shape in enumerate(problem.shapes):
         start, stop = (rows[cut.table == table] for rows in (cut.start, cut.stop))
@@ -190,4 +190,4 @@ def test_without_extra_memory_partitions_are_trimmed_to_fit(dims):
         assert np.array_equal(start[1:], stop[:-1])
     plan = search(profile, Topology.uniform(8), request)
     plan.check(problem.limit_bytes)
-    assert parts.trimmed(home, int(parts.stored_bytes.sum()) // 8 - 1000) is None
+    assert parts.trimmed(owner, int(parts.stored_bytes.sum()) // 8 - 1000) is None

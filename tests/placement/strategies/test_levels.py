@@ -8,7 +8,7 @@ from scipy.optimize import linprog
 from rowmesh.placement import strategies
 from rowmesh.placement.cost import ONE_HOP, SLOT_BYTES, TWO_HOP
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealt import fit
+from rowmesh.placement.strategies.cyclic import fit
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import COLD, HOT, WARM, LinkCosts
 from rowmesh.placement.strategies.problem import Problem
@@ -49,13 +49,13 @@ def test_levels_are_the_linear_programs_optimum(case):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(small(objective="total"))
 def test_a_plan_costs_what_its_levels_cost(case):
-    """Dealt homes meet all links equally often, as the rows' seconds suppose; uneven remainders differ by a little."""
+    """Cyclic owners load all links equally, as the rows' seconds suppose; uneven remainders differ by a little."""
     topology, problem = case[1], Problem(*case)
     search = LevelSearch.of(problem)
     levels, _, _ = fit(problem, search, search.take)
     rows = np.stack([search.demand.lengths - levels.copied, levels.copied - levels.hot, levels.hot])
     seconds = np.where(rows > 0, search.choices.seconds, 0.0)
-    plan = strategies.search("dealt", *case)
+    plan = strategies.search("cyclic", *case)
     border = topology.world_size * len(problem.shapes) * np.abs(np.nan_to_num(search.choices.seconds[COLD])).max()
     if problem.demand is search.demand:  # pooled demand is a mean
         assert problem.objective(plan) == pytest.approx((seconds * rows).sum(), rel=1e-6, abs=1.01 * border)
@@ -102,5 +102,5 @@ def test_warm_is_no_level_within_one_node_or_among_nodes_of_one_rank():
 
 def test_link_costs_are_means():
     costs = LinkCosts.of(Topology.grouped(2, 2, 3.0))
-    assert (costs.intra, costs.inter, costs.agent) == (1.0, 3.0, 3.0)
+    assert (costs.intra, costs.inter, costs.leader) == (1.0, 3.0, 3.0)
     assert LinkCosts.of(Topology.uniform(1)) == LinkCosts(0.0, 0.0, 0.0)

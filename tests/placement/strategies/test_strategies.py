@@ -15,7 +15,7 @@ from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 from tests.placement.strategies.problems import power_law, small
 
-WITHIN_LIMITS = ("dealt", "partitioned", "exact", "auto")
+WITHIN_LIMITS = ("cyclic", "partitioned", "exact", "auto")
 MODERATE = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -64,7 +64,7 @@ def test_the_default_is_below_everything_on_power_laws(topology, mode, deduplica
     profile = power_law()
     request = Request(batch_size=2048, mode=mode, deduplicated=deduplicated)
     problem = Problem(profile, topology, request)
-    best = problem.objective(search("dealt", profile, topology, request))
+    best = problem.objective(search("cyclic", profile, topology, request))
     for name in (*BASELINES, "partitioned"):
         assert best <= problem.objective(search(name, profile, topology, request)) * (1 + 1e-9), name
 
@@ -87,9 +87,9 @@ def test_the_default_is_never_above_the_papers_paths(world_size, deduplicated, s
     except ConfigurationError:
         return
     problem = Problem(profile, topology, request)
-    plan = search("dealt", profile, topology, request)
+    plan = search("cyclic", profile, topology, request)
     moved = problem.cost(plan).lookup_bytes * topology.cost
-    # Dealing leaves up to a row a table and rank unused, each worth the multiplier.
+    # Cyclic ranges leave up to a row a table and rank unused, each worth the multiplier.
     unused = plan.notes["multiplier_s_per_byte"] * problem.demand.row_bytes.max() * world_size * (len(sizes) + 1)
     assert moved.sum() <= paths["total"] * (1 + 1e-9) + unused
 
@@ -119,9 +119,13 @@ def test_what_is_said_to_fit_does_fit():
         ([shapes[0], TableShape("item", 5000 - 2472, 64, 64, 4)], 4),
     ):
         profile = Profile.from_counts({s.name: np.zeros(s.num_rows, int) for s in changed}, changed, 10)
-        search("dealt", profile, Topology.uniform(world_size), request).check(60_000)
+        search("cyclic", profile, Topology.uniform(world_size), request).check(60_000)
+
+
+def test_the_former_name_of_cyclic_is_known():
+    assert find("dealt") is find("cyclic")
 
 
 def test_an_unknown_strategy_is_refused():
-    with pytest.raises(ConfigurationError, match="no placement strategy 'best'; there are auto, dealt"):
+    with pytest.raises(ConfigurationError, match="no placement strategy 'best'; there are auto, cyclic"):
         find("best")

@@ -1,13 +1,13 @@
-"""Dealing: from levels to ranges whose homes carry equal loads.
+"""Cyclic ranges: from levels to ranges whose owners carry equal loads.
 
-Rows that fall in frequency and go round the ranks give every rank nearly the same load, but for two things, which are
-put right here: the first rows of a table are far apart, and all tables begin somewhere. So the hottest rounds of W
-rows (*hands*) are dealt row by row, each rank getting one row of each hand, which costs no memory; and every other
-range gets the shift that balances best. Both choices minimize the sum of squared loads, one item after another, the
-most unequal first, until nothing improves.
+Cyclic rows in falling order of frequency give every rank nearly the same load, with two exceptions that are corrected
+here: the first rows of a table differ much, and every table has to begin on some rank. In the hottest *rounds*, of W
+rows each, every rank therefore gets one row chosen to balance, which costs no memory. Every other range gets the shift
+that balances best. Both choices minimize the sum of squared loads, one item after another, the most unequal first,
+until nothing improves.
 
-The last round of a deal may be short, and takes a slot on every rank all the same. Where tables are so small that this
-is much memory, the ends of all tables are *packed*: given to the ranks with most room, as ranges of their own.
+The last round of a cycle may be short, and still takes a slot on every rank. Where tables are so small that this is
+much memory, the ends of all tables are *packed*: assigned to the ranks with most room, as ranges of their own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_BLOCKS = 8
 TOLERANCE = 1e-4
 SWEEPS = 4
 RULES: dict[int, RuleName] = {
-    ONE_HOP: "dealt",
-    TWO_HOP: "dealt",
+    ONE_HOP: "cyclic",
+    TWO_HOP: "cyclic",
     NODE: "node",
     REPLICATED: "replicated",
     REPLICATED_TWO_HOP: "replicated",
@@ -39,7 +39,7 @@ RULES: dict[int, RuleName] = {
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of a table that travel in one way."""
+    """Rows of a table that are exchanged in the same way."""
 
     table: int
     start: int
@@ -100,12 +100,12 @@ def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:
 
 
 def memory_bytes(spans: Sequence[Span], demand: Demand) -> int:
-    """What the fullest rank holds."""
+    """Bytes of the fullest rank."""
     W, G = demand.world_size, demand.ranks_per_node
     return sum(int(demand.row_bytes[span.table]) * span.range().num_slots(0, W, G) for span in spans)
 
 
-def deal(
+def cyclic_ranges(
     spans: Sequence[Span],
     demand: Demand,
     seconds: np.ndarray,
@@ -126,18 +126,18 @@ def deal(
     """
     W = demand.world_size
     table = _Table(demand, seconds)
-    hands = _hands(spans, table, max_head_rows if W > 1 else 0)
+    rounds = _uneven_rounds(spans, table, max_head_rows if W > 1 else 0)
     started = np.zeros(W) if started is None else started
-    dealt = {span: max((hand.stop for hand in hands if hand.span is span), default=span.start) for span in spans}
-    rest = [Span(span.table, dealt[span], span.stop, span.kind) for span in spans if dealt[span] < span.stop]
+    done = {span: max((round_.stop for round_ in rounds if round_.span is span), default=span.start) for span in spans}
+    rest = [Span(span.table, done[span], span.stop, span.kind) for span in spans if done[span] < span.stop]
     rest, ends = _cut_ends(rest, W) if packed else (rest, [])
-    blocks = [_Rest(block, table.residues(block)) for span in rest for block in _blocks(span, table)]
-    _balance([*hands, *blocks], demand, started.copy())
-    pieces = _pack(ends, hands, demand)
+    blocks = [_Block(block, table.residues(block)) for span in rest for block in _blocks(span, table)]
+    _balance([*rounds, *blocks], demand, started.copy())
+    pieces = _pack(ends, rounds, demand)
     if pieces:
-        _balance(blocks, demand, started + _loads_of(hands, pieces, table))
+        _balance(blocks, demand, started + _loads_of(rounds, pieces, table))
     ranges: list[list[RowRange]] = [[] for _ in demand.shapes]
-    for item in (*hands, *blocks):
+    for item in (*rounds, *blocks):
         ranges[item.span.table] += item.ranges()
     for span, part in pieces:
         ranges[span.table].append(part)
@@ -158,7 +158,7 @@ def joined(ranges: Sequence[Sequence[RowRange]], shapes: Sequence[TableShape]) -
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Loads of rows and of their homes."""
+    """Loads of rows and of their owners."""
 
     demand: Demand
     seconds: np.ndarray
@@ -170,25 +170,25 @@ class _Table:
         return TOLERANCE * float(least @ self.demand.lengths) / self.demand.world_size
 
     def loads(self, span: Span, rows: np.ndarray) -> np.ndarray:
-        """Of some rows of a span, counted from its start."""
+        """Loads of some rows of a span, counted from its start."""
         first = self.demand.first_row[span.table] + span.start
         return self.seconds[span.kind, np.searchsorted(self.demand.starts, first + rows, "right") - 1]
 
     def residues(self, span: Span) -> np.ndarray:
-        """[W], the load of each rank when a span is dealt from rank 0 on."""
+        """[W], the load of each rank when a span is cyclic from rank 0 on."""
         W, starts = self.demand.world_size, self.demand.starts
         first, last = (int(self.demand.first_row[span.table]) + row for row in (span.start, span.stop))
         low, high = int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last, "left"))
         bounds = np.clip(starts[low : high + 1], first, last) - first
-        of_row, lengths, home = self.seconds[span.kind, low:high], np.diff(bounds), bounds[:-1] % W
-        edges = np.bincount(home, of_row, 2 * W) - np.bincount(home + lengths % W, of_row, 2 * W)
+        of_row, lengths, owner = self.seconds[span.kind, low:high], np.diff(bounds), bounds[:-1] % W
+        edges = np.bincount(owner, of_row, 2 * W) - np.bincount(owner + lengths % W, of_row, 2 * W)
         line = np.cumsum(edges)
         return line[:W] + line[W:] + of_row @ (lengths // W)
 
 
 @dataclass(eq=False)
-class _Hand:
-    """Up to W rows, of which each rank gets at most one."""
+class _Round:
+    """Up to W rows, at most one for each rank."""
 
     span: Span
     start: int
@@ -222,8 +222,8 @@ class _Hand:
 
 
 @dataclass(eq=False)
-class _Rest:
-    """Rows that are dealt by arithmetic, from a shift on."""
+class _Block:
+    """Rows that are cyclic from a shift on."""
 
     span: Span
     residues: np.ndarray
@@ -252,8 +252,8 @@ class _Rest:
         return [self.span.range(self.shift)]
 
 
-def _hands(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Hand]:
-    """The hands whose rows are furthest apart, from the first row of a span on without gaps."""
+def _uneven_rounds(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Round]:
+    """The rounds whose rows differ most, from the first row of a span on without gaps."""
     W = table.demand.world_size
     found = []
     for span in spans:
@@ -263,16 +263,16 @@ def _hands(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Hand]:
         loads = table.loads(span, np.arange(num_rows))
         spread = np.inf
         for first in range(0, len(loads), W):
-            hand = _Hand(
+            round_ = _Round(
                 span, span.start + first, loads[first : first + W], np.zeros(len(loads[first : first + W]), int)
             )
-            spread = min(spread, hand.spread(W))
-            found.append((spread, hand))
+            spread = min(spread, round_.spread(W))
+            found.append((spread, round_))
     found.sort(key=lambda entry: -entry[0])
-    rows_so_far = accumulate(len(hand.loads) for _, hand in found)
+    rows_so_far = accumulate(len(round_.loads) for _, round_ in found)
     return [
-        hand
-        for (spread, hand), rows in zip(found, rows_so_far, strict=True)
+        round_
+        for (spread, round_), rows in zip(found, rows_so_far, strict=True)
         if rows <= max_rows and spread > table.negligible
     ]
 
@@ -297,13 +297,13 @@ def _cut_ends(spans: Sequence[Span], world_size: int) -> tuple[list[Span], list[
     return whole, ends
 
 
-def _pack(ends: Sequence[Span], hands: Sequence[_Hand], demand: Demand) -> list[tuple[Span, RowRange]]:
+def _pack(ends: Sequence[Span], rounds: Sequence[_Round], demand: Demand) -> list[tuple[Span, RowRange]]:
     """A rank for all rows of the ends: wide rows first, as many in a row as bring a rank to what all come to."""
     W, row_bytes = demand.world_size, demand.row_bytes.tolist()
     used = np.zeros(W, np.int64)
-    for hand in hands:
-        if hand.span.kind in (ONE_HOP, TWO_HOP):
-            used[hand.ranks] += row_bytes[hand.span.table]
+    for round_ in rounds:
+        if round_.span.kind in (ONE_HOP, TWO_HOP):
+            used[round_.ranks] += row_bytes[round_.span.table]
     level = -(-(int(used.sum()) + sum(row_bytes[span.table] * len(span) for span in ends)) // W)
     pieces = []
     for span in sorted(ends, key=lambda span: -row_bytes[span.table]):
@@ -317,18 +317,18 @@ def _pack(ends: Sequence[Span], hands: Sequence[_Hand], demand: Demand) -> list[
     return pieces
 
 
-def _loads_of(hands: Sequence[_Hand], pieces: Sequence[tuple[Span, RowRange]], table: _Table) -> np.ndarray:
+def _loads_of(rounds: Sequence[_Round], pieces: Sequence[tuple[Span, RowRange]], table: _Table) -> np.ndarray:
     W = table.demand.world_size
-    load = sum((hand.contribution(W) for hand in hands), np.zeros(W))
+    load = sum((round_.contribution(W) for round_ in rounds), np.zeros(W))
     for span, part in pieces:
         load[part.rank] += table.loads(span, np.arange(part.start, part.stop) - span.start).sum()
     return load
 
 
-def _balance(items: Sequence[_Hand | _Rest], demand: Demand, load: np.ndarray) -> None:
+def _balance(items: Sequence[_Round | _Block], demand: Demand, load: np.ndarray) -> None:
     W, G = demand.world_size, demand.ranks_per_node
     for item in items:
-        if isinstance(item, _Rest) and item.span.kind == NODE:
+        if isinstance(item, _Block) and item.span.kind == NODE:
             item.ranks_per_node = G
     order = sorted(items, key=lambda item: -item.spread(W))
     for sweep in range(SWEEPS):

@@ -1,13 +1,13 @@
-"""The default strategy: levels by one multiplier, then everything is dealt.
+"""The default strategy: levels by one multiplier, then all owners cyclic.
 
-Hot rows on all ranks, warm ones on every node, cold ones once, as prefixes of each table and of its tail, whose rows
-are read more often again (`rowmesh.placement.strategies.levels` says which pay); requests and gradients of cold rows
-take two hops where enough ranks of a node want the same rows. Homes are dealt by arithmetic and balanced
-(`rowmesh.placement.strategies.dealing`).
+Hot rows have a copy on every rank, warm rows one on every node, cold rows one in all. Levels are prefixes of each table
+and of its tail, whose rows are read more often again; `rowmesh.placement.strategies.levels` finds how long they are.
+Requests and gradients of cold rows take two hops where enough ranks of a node read the same rows. Owners are cyclic,
+and balanced by `rowmesh.placement.strategies.cyclic_ranges`.
 
-With deduplication and equal links, training gains nothing from copies: whoever reads a row must then be told of every
-update, of which there are more than reads. The strategy finds that and makes none, unless `fetch_weight` says that
-fetches are dearer than updates.
+With deduplication and equal links, training gains nothing from copies: every holder needs the delta of every update,
+and there are more updates than reads. The strategy then makes no copies, unless `fetch_weight` says that fetches are
+dearer than updates.
 
 Source: OPER §4 poses the problem. Differs: see docs/oper.md.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from rowmesh.placement.plan import Plan, RowRange
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealing import Span, deal, joined, memory_bytes, spans_of
+from rowmesh.placement.strategies.cyclic_ranges import Span, cyclic_ranges, joined, memory_bytes, spans_of
 from rowmesh.placement.strategies.level_search import LevelSearch
 from rowmesh.placement.strategies.levels import Levels, LinkCosts, RowBytes
 from rowmesh.placement.strategies.problem import Problem
@@ -54,16 +54,16 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
 
 def _plan(problem: Problem, found: LevelSearch) -> Plan:
     levels, spans, ranges = fit(problem, found, found.take)
-    return problem.plan(ranges, "dealt", describe(found, levels, spans))
+    return problem.plan(ranges, "cyclic", describe(found, levels, spans))
 
 
 def fit(
     problem: Problem, found: LevelSearch, take: Callable[[int], Levels]
 ) -> tuple[Levels, list[Span], list[list[RowRange]]]:
-    """The best levels that fit on every rank, their spans, and ranges whose homes carry equal seconds.
+    """The best levels that fit on every rank, their spans, and ranges whose owners carry equal seconds.
 
-    A deal takes whole rounds of slots. Where that is a negligible part of the budget, the budget is cut by it; else
-    the ends of tables are packed.
+    A cycle takes whole rounds of slots. Where that is a negligible part of the budget, the budget is cut by it;
+    otherwise the ends of tables are packed.
 
     Args:
         problem: what is asked for.
@@ -79,7 +79,7 @@ def fit(
         over = memory_bytes(spans, demand) - limit
         packed = over * W > NEGLIGIBLE * budget
         if over <= 0 or packed:
-            ranges = joined(deal(spans, demand, seconds, packed=packed), demand.shapes)
+            ranges = joined(cyclic_ranges(spans, demand, seconds, packed=packed), demand.shapes)
             over = max(problem.plan(ranges, "").memory_bytes) - limit
         else:
             ranges = []
@@ -90,9 +90,9 @@ def fit(
 
 
 def describe(found: LevelSearch, levels: Levels, spans: list[Span]) -> dict[str, Any]:
-    """What was chosen, for the plan's notes."""
+    """The levels and their bound, for the notes of the plan."""
     problem, bound = found.problem, found.take(found.budget_bytes).bound_seconds
-    rules = {"replicated": 0, "node": 0, "dealt": 0}
+    rules = {"replicated": 0, "node": 0, "cyclic": 0}
     two_hop = 0
     for span in spans:
         part = span.range()

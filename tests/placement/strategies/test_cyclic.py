@@ -10,8 +10,8 @@ from rowmesh.placement.baselines import partitioned
 from rowmesh.placement.baselines.heuristics import access_greedy, memory_greedy, row_wise
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.dealing import MAX_HEAD_ROWS
-from rowmesh.placement.strategies.dealt import search
+from rowmesh.placement.strategies.cyclic import search
+from rowmesh.placement.strategies.cyclic_ranges import MAX_HEAD_ROWS
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 from tests.placement.strategies.problems import power_law
@@ -21,7 +21,7 @@ BIG = power_law(sizes=(1_000_000, 300_000, 20_000, 500, 20, 3), samples=10_000_0
 
 
 def rows_by_rule(plan):
-    rows = {"replicated": 0, "node": 0, "dealt": 0, "fixed": 0}
+    rows = {"replicated": 0, "node": 0, "cyclic": 0, "fixed": 0}
     for table in plan.tables:
         for part in table.ranges:
             rows[part.rule] += len(part)
@@ -177,7 +177,7 @@ def test_rows_out_of_order_are_placed_by_prefix():
     counts = np.array([0, 90, 5, 80, 5, 5, 1, 1] + [0] * 92)
     profile = Profile.from_counts({"item": counts}, [TableShape("item", 100, 64, 64)], 200)
     plan = search(profile, Topology.uniform(2), Request(batch_size=8, mode="infer", extra_memory=0.04))
-    assert [plan.tables[0].range_of(row).rule for row in range(5)] == ["replicated"] * 4 + ["dealt"]
+    assert [plan.tables[0].range_of(row).rule for row in range(5)] == ["replicated"] * 4 + ["cyclic"]
 
 
 def with_rare_row(counts, often):
@@ -194,7 +194,7 @@ def test_a_last_row_that_is_read_much_is_copied():
     plan = search(RARE, FLAT, request)
     plan.check(Problem(RARE, FLAT, request).limit_bytes)
     rules = [plan.tables[0].range_of(row).rule for row in (0, 40_000, 49_999, 50_000)]
-    assert rules == ["replicated", "dealt", "dealt", "replicated"]
+    assert rules == ["replicated", "cyclic", "cyclic", "replicated"]
 
 
 def test_a_last_row_that_is_read_much_takes_two_hops():
@@ -207,7 +207,7 @@ def test_a_last_row_that_is_read_much_takes_two_hops():
 
 def test_a_last_row_stays_with_the_others_where_a_slot_more_does_not_fit():
     profile = with_rare_row(np.full(39, 5), 50)
-    for extra_memory, rule in ((0.0, "dealt"), (0.2, "replicated")):
+    for extra_memory, rule in ((0.0, "cyclic"), (0.2, "replicated")):
         request = Request(batch_size=8, mode="infer", extra_memory=extra_memory)
         plan = search(profile, Topology.uniform(4), request)
         plan.check(Problem(profile, Topology.uniform(4), request).limit_bytes)
@@ -217,7 +217,7 @@ def test_a_last_row_stays_with_the_others_where_a_slot_more_does_not_fit():
 def test_one_rank_needs_no_copies():
     plan = search(BIG, Topology.uniform(1), Request(batch_size=64, mode="infer"))
     assert [len(table.ranges) for table in plan.tables] == [1] * 6
-    assert rows_by_rule(plan)["dealt"] == sum(shape.num_rows for shape in BIG.shapes)
+    assert rows_by_rule(plan)["cyclic"] == sum(shape.num_rows for shape in BIG.shapes)
 
 
 def test_a_device_that_is_too_small_limits_copies():
