@@ -14,7 +14,6 @@ from torch import nn
 from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.handshake import agree_on_tables
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route
@@ -23,6 +22,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.layout import Layouts
-from rowmesh.exchange.pooling import LookUp, PoolFunction, Pooling
-from rowmesh.exchange.route import RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup
+from rowmesh.layout import Layouts
 from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
+from rowmesh.pooling import PoolFunction, Pooling
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import RowStore, TableGroup, TableSpec
 from rowmesh.tables.dense import compute_dtype
@@ -182,14 +182,31 @@ class Outputs:
         self.layouts = Layouts(groups, dict(zip(self.features, ends, strict=False)), ends[-1])
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")  # gives the outputs a place in the graph
 
-    def __call__(self, look_up: LookUp, groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice) -> Embeddings:
-        """The vectors of some samples of a batch; differentiable where gradients are enabled."""
-        outputs = PoolFunction.apply(self._anchor, look_up) if torch.is_grad_enabled() else look_up.pool()
+    def __call__(
+        self,
+        groups: Sequence[AnyRouteGroup],
+        batch: SparseBatch,
+        samples: slice,
+        take_gradients: Callable[[Sequence[Tensor]], None],
+    ) -> Embeddings:
+        """The vectors of some samples of a batch, whose rows were fetched; differentiable where gradients are enabled.
+
+        Args:
+            groups: what to look up.
+            batch: whose ids they are of.
+            samples: which of its samples.
+            take_gradients: sums the gradients of the vectors by row.
+        """
+        pooling, looked_up = self.pooling, (groups, batch, samples.stop - samples.start)
+        if torch.is_grad_enabled():
+            outputs = PoolFunction.apply(self._anchor, pooling, looked_up, take_gradients)
+        else:
+            outputs = pooling.forward(*looked_up)
         sequences = self._jagged(outputs[1:], groups, batch, samples) if self._sequences else {}
         return Embeddings(outputs[0], self.features, self.dims, sequences)
 
     def _jagged(
-        self, outputs: Sequence[Tensor], groups: Sequence[RouteGroup], batch: SparseBatch, samples: slice
+        self, outputs: Sequence[Tensor], groups: Sequence[AnyRouteGroup], batch: SparseBatch, samples: slice
     ) -> dict[str, JaggedRows]:
         """The vectors of features that are not pooled."""
         found: dict[str, JaggedRows] = {}

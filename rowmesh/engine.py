@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, count
 from threading import Event
 from typing import NamedTuple
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.exchange.cores import CorePart
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import Route, RouteGroup, Router
+from rowmesh.exchange.route import AnyRouteGroup, Route, Router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
-from rowmesh.exchange.window import Form, Window, WindowLookUp, WindowMaker
+from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
 from rowmesh.mesh import Mesh
@@ -67,29 +68,6 @@ class Driver(NamedTuple):
     step: Callable[[Sequence[Rate]], None]
     wait: Callable[[], None]
     cancelled: Event
-
-
-class _LookUp:
-    """A route whose rows are fetched, as autograd sees it."""
-
-    __slots__ = ("_engine", "_route")
-
-    def __init__(self, engine: Engine, route: Route) -> None:
-        self._engine, self._route = engine, route
-
-    def pool(self) -> tuple[Tensor, ...]:
-        """The vectors of the batch."""
-        route = self._route
-        return self._engine.outputs.pooling.forward(route.groups, route.batch, route.batch.batch_size)
-
-    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of equal ids; the route then waits for push."""
-        engine, route = self._engine, self._route
-        if route.has_gradients:
-            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
-        engine.outputs.pooling.backward(route.groups, gradients)
-        route.has_gradients = True
-        engine.pending.add(route)
 
 
 class Engine:
@@ -239,7 +217,15 @@ class Engine:
         if torch.is_grad_enabled():
             route.thread, route.num_pushes = threading.get_ident(), self._num_pushes
         batch = route.batch
-        return self.outputs(_LookUp(self, route), route.groups, batch, slice(0, batch.batch_size))
+        return self.outputs(route.groups, batch, slice(0, batch.batch_size), partial(self._take_gradients, route))
+
+    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids; the route then waits for push."""
+        if route.has_gradients:
+            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        self.outputs.pooling.backward(route.groups, gradients)
+        route.has_gradients = True
+        self.pending.add(route)
 
     def flush_replicas(self) -> None:
         """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
@@ -358,9 +344,13 @@ class Engine:
             part: which of its micro-batches.
             finished: is called when the gradients of its rows are summed.
         """
-        look_up = WindowLookUp(window, part, self.outputs.pooling, finished)
-        groups = [group.parts[part] for group in window.groups]
-        return self.outputs(look_up, groups, window.route.batch, slice(window.bounds[part], window.bounds[part + 1]))
+
+        def take_gradients(gradients: Sequence[Tensor]) -> None:
+            window.add_gradients(part, self.outputs.pooling.by_group(gradients))
+            finished()
+
+        groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
+        return self.outputs(groups, window.route.batch, samples, take_gradients)
 
     def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
         """Applies the gradients of a window, which all are on their way. Collective."""
@@ -397,7 +387,7 @@ class Engine:
     def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
         """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
         shard_group, exchange, number = self._find(table)
-        if isinstance(shard_group, CorePart):
+        if isinstance(shard_group, CoreShardGroup):
             raise ConfigurationError(
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
@@ -407,11 +397,11 @@ class Engine:
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
         shard_group, _, _ = self._find(table)
-        if not isinstance(shard_group, CorePart):
+        if not isinstance(shard_group, CoreShardGroup):
             raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
         return shard_group.cores(table)
 
-    def _find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
+    def _find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
         self.wait()
         with self.gate.writing:  # messages of other replicas may be on their way
             return self.shard_groups.find(table)

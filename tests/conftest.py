@@ -1,6 +1,7 @@
 """What all tests share: the pool of ranks, the device of GPU kernels, and how hypothesis searches."""
 
 import gc
+import signal
 
 import hypothesis
 import pytest
@@ -39,3 +40,11 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def heeds_ctrl_c():
+    """This process and those it starts heed SIGINT, also where a shell's background job is to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -122,7 +122,7 @@ MUTATIONS = [
     Mutation(
         "one-sided: a send buffer that moved is read where it was",
         f"{EXCHANGE}/one_sided.py",
-        "if mapped is None or mapped.generation != generation:",
+        "if mapped is None or mapped[0] != generation:",
         "if mapped is None:",
         RANKS,
     ),

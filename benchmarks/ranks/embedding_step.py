@@ -18,12 +18,12 @@ from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
-from rowmesh.exchange.pooling import Pooling
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
+from rowmesh.pooling import Pooling
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [

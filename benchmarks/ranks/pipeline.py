@@ -99,7 +99,7 @@ class Commands:
                 averaged_s, before, began, cpu_s = 0.0, self._received, time.perf_counter(), time.process_time()
             averaged_s += self._step(window)
             if number == warmup + steps - 1:
-                pipeline.settle()
+                pipeline.wait()
                 elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
         tasks: dict[str, float] = {"average.0": averaged_s / steps}
         for span in pipeline.recorder.spans():

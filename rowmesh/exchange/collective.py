@@ -20,14 +20,14 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import Route, Routed, RouteGroup, RoutePart
+from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger
@@ -122,7 +122,7 @@ class CollectiveTransport(Transport):
         for message in rows:
             message.wait()
 
-    def _exchange_counts(self, groups: Sequence[RouteGroup]) -> None:
+    def _exchange_counts(self, groups: Sequence[HostRouteGroup]) -> None:
         out, column = self._handshake.numbers, 1
         for group in groups:
             segments, send = group.exchange.num_segments, group.look_up.send
@@ -164,7 +164,7 @@ class CollectiveTransport(Transport):
         """
         aligned, indices = [*routes], range(len(self._exchanges))
         while len(aligned) < most:
-            aligned.append(RoutePart(Route.of_nothing(self._exchanges), indices))
+            aligned.append(ShardGroupRoute(Route.of_nothing(self._exchanges), indices))
         for route in aligned:
             self._exchange_counts(route.groups)
             for messages, group in zip(self._groups, route.groups, strict=True):
@@ -218,7 +218,7 @@ class CollectiveGroup:
         self._replicated = address_map.segments({"replicated"})
         self._gather = gather.kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._doing = f"exchanging group {exchange.group.name}"
-        self._merged: RouteGroup | None = None  # whose requests the merger holds
+        self._merged: HostRouteGroup | None = None  # whose requests the merger holds
         self._sources = exchange.sources()
         self._row_addresses = Scratch()
 
@@ -239,11 +239,11 @@ class CollectiveGroup:
             self._relay = Relay(self.exchange, between, self._common)
             self._between, self._within = between, within
 
-    def expect(self, group: RouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
+    def expect(self, group: HostRouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
         """Takes the counts of the requests that will come."""
         group.incoming = Incoming(offsets, accesses, self._num_replying)
 
-    def post_keys(self, group: RouteGroup) -> Message:
+    def post_keys(self, group: HostRouteGroup) -> Message:
         """Sends requests to owners and node leaders."""
         look_up, incoming, exchange = group.look_up, group.incoming, self.exchange
         send, count = look_up.send, incoming.num_entries
@@ -254,7 +254,7 @@ class CollectiveGroup:
         into = look_up.requests.buffer.items(_KEY_BYTES, count)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
 
-    def post_rows(self, group: RouteGroup, keys: Message) -> Message:
+    def post_rows(self, group: HostRouteGroup, keys: Message) -> Message:
         """Merges the requests, once they are here, and replies; relayed rows are fetched before."""
         keys.wait()
         self._merge([group])
@@ -272,7 +272,7 @@ class CollectiveGroup:
         counters = self.exchange.counters
         return self._everyone.post(out, sizes_out, sizes_in, counters, self._doing, into, copies_own=False)
 
-    def _reply(self, group: RouteGroup) -> None:
+    def _reply(self, group: HostRouteGroup) -> None:
         exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
         rank, look_up = exchange.rank, group.look_up
         out = look_up.replies.buffer.address
@@ -311,14 +311,14 @@ class CollectiveGroup:
         self._gather.locate_slots(exchange.arena.address, merger.merged_slots, count, address)
         return address
 
-    def post_gradients(self, group: RouteGroup) -> Message:
+    def post_gradients(self, group: HostRouteGroup) -> Message:
         """Sends the gradients of a route."""
         size, look_up, incoming = self.exchange.gradient_bytes, group.look_up, group.incoming
         out = look_up.send.gradients.items(size, group.num_unique)
         into = look_up.replies.buffer.items(size, incoming.num_entries)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
 
-    def push(self, groups: Sequence[RouteGroup], gradients: Sequence[Message], update: Update) -> None:
+    def push(self, groups: Sequence[HostRouteGroup], gradients: Sequence[Message], update: Update) -> None:
         """Merges gradients, once they are here, relays them, updates rows and their copies."""
         if not groups:
             return
@@ -353,14 +353,14 @@ class CollectiveGroup:
         """What was merged is no longer what will be pushed."""
         self._merged = None
 
-    def _merge(self, groups: Sequence[RouteGroup]) -> None:
+    def _merge(self, groups: Sequence[HostRouteGroup]) -> None:
         """Merges the requests of all ranks for these routes; where their gradients will be is known already."""
         self._sources = merged_requests(self.exchange, groups, self._ranks_per_node)
         self._merged = groups[0] if len(groups) == 1 else None
 
 
 def merged_requests(
-    exchange: GroupExchange, groups: Sequence[RouteGroup], ranks_per_node: int, merger: Merger | None = None
+    exchange: GroupExchange, groups: Sequence[HostRouteGroup], ranks_per_node: int, merger: Merger | None = None
 ) -> Sources:
     """Merges the requests of all ranks for some routes, in the order of the ranks; gradients may come later.
 

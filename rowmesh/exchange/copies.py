@@ -20,15 +20,14 @@ that merge send no zeros, and add in a fixed order whatever the library does.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.mesh.channel import Channel
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
@@ -40,21 +39,8 @@ from rowmesh.placement.address_map import RELAYS, REPLIES
 _SLOT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Some rows' summed gradients, as they stand in a message: the gradients, then the rows' slots.
-
-    Attributes:
-        gradients, slots: the bytes of both.
-    """
-
-    gradients: Tensor
-    slots: Tensor
-
-    @property
-    def count(self) -> int:
-        """How many rows."""
-        return len(self.slots) // _SLOT_BYTES
+Sums = tuple[Tensor, Tensor]
+"""Some rows' summed gradients, as they stand in a message, uint8: the gradients, then the rows' slots."""
 
 
 class Copies:
@@ -85,8 +71,8 @@ class Copies:
         """
         first, end = part
         counts = self._counts(end - first, channel)
-        mine = self._room(counts, channel)
-        if mine.count:
+        gradients, slots = self._room(counts, channel)
+        if end > first:
             self._sum.sum_merged(
                 merger.heads,
                 merger.nexts,
@@ -95,9 +81,9 @@ class Copies:
                 end,
                 merger.node_ends,
                 merger.num_nodes,
-                mine.gradients.data_ptr(),
+                gradients.data_ptr(),
             )
-            ctypes.memmove(mine.slots.data_ptr(), merger.merged_slots + _SLOT_BYTES * first, len(mine.slots))
+            ctypes.memmove(slots.data_ptr(), merger.merged_slots + _SLOT_BYTES * first, len(slots))
         everyone = self._gather(counts, channel)
         for sums in everyone:
             self._apply(sums, update)
@@ -105,10 +91,9 @@ class Copies:
 
     def pass_on(self, received: list[Sums], channel: Channel, update: Update) -> None:
         """Sends the members of another channel what `share` returned; all members do, and apply what they receive."""
-        counts = self._counts(sum(sums.count for sums in received), channel)
-        mine = self._room(counts, channel)
-        torch.cat([sums.gradients for sums in received], out=mine.gradients)
-        torch.cat([sums.slots for sums in received], out=mine.slots)
+        counts = self._counts(sum(map(_num_rows, received)), channel)
+        for mine, of_members in zip(self._room(counts, channel), zip(*received, strict=True), strict=True):
+            torch.cat(of_members, out=mine)
         for member, sums in enumerate(self._gather(counts, channel)):
             if member != channel.member:
                 self._apply(sums, update)
@@ -143,14 +128,13 @@ class Copies:
 
     def _cut(self, message: Tensor, count: int) -> Sums:
         split = self._exchange.gradient_bytes * count
-        return Sums(message[:split], message[split : split + _SLOT_BYTES * count])
+        return message[:split], message[split : split + _SLOT_BYTES * count]
 
     def _apply(self, sums: Sums, update: Update) -> None:
-        if sums.count == 0:
-            return
-        slots, gradients = sums.slots.data_ptr(), sums.gradients.data_ptr()
-        self._singles(slots, gradients, self._exchange.gradient_bytes, sums.count)
-        self._exchange.apply(self._singles, update)
+        if count := _num_rows(sums):
+            gradients, slots = sums
+            self._singles(slots.data_ptr(), gradients.data_ptr(), self._exchange.gradient_bytes, count)
+            self._exchange.apply(self._singles, update)
 
 
 class Relay:
@@ -295,6 +279,10 @@ class Relay:
         self.merger(sources, size, self._incoming_bounds[-1])
         part = (0, int(self.merger.merged_offsets[self._num_fetched]))
         exchange.apply(self.merger, update, part)
+
+
+def _num_rows(sums: Sums) -> int:
+    return len(sums[1]) // _SLOT_BYTES
 
 
 def _bounds_of(sizes: np.ndarray) -> list[int]:

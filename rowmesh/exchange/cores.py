@@ -1,4 +1,4 @@
-"""CorePart: the tensor-train tables of a collection, whose cores every rank holds.
+"""CoreShardGroup: the tensor-train tables of a collection, whose cores every rank holds.
 
 Nothing travels to look rows up: each rank computes those of its own distinct ids from the cores. Their gradients become
 gradients of the cores, which all ranks add up in one fused vector for all tables (`rowmesh.mesh.ordered_sums`): they
@@ -16,23 +16,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, check_rates
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import Route, RouteGroup, RoutePart, table_bounds
+from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, Route, ShardGroupRoute, table_bounds
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
 from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import array_at, round_up
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement import AddressMap, Plan, TableShape
@@ -58,17 +57,16 @@ class CoreGroup:
 
     def __init__(self, group: TableGroup, device: torch.device | None) -> None:
         self.group, self.arena, address_map = group, CoreArena(group, device), virtual_addresses(group)
-        arena: Any = self.arena
-        self.exchange = GroupExchange(group, address_map, arena, device, is_computed=True)
+        self.exchange = GroupExchange(group, address_map, self.arena, device)
         self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
 
-    def fetch(self, group: RouteGroup) -> None:
+    def fetch(self, group: AnyRouteGroup) -> None:
         """Computes the rows of a batch's distinct ids."""
         keep = torch.is_grad_enabled()
         is_on_host = self.exchange.device is None
-        group.incoming = self._look_up(group, keep) if is_on_host else self._launch(group, keep)
+        group.core_look_ups = self._look_up(group, keep) if is_on_host else self._launch(group, keep)
 
-    def _look_up(self, group: RouteGroup, keep: bool) -> list[Lookup]:
+    def _look_up(self, group: HostRouteGroup, keep: bool) -> list[Lookup]:
         look_up, send, row_bytes = group.look_up, group.look_up.send, group.exchange.row_bytes
         rows = look_up.received.reserve(group.num_unique * row_bytes)
         addresses = array_at(look_up.addresses, np.int64, group.num_unique)
@@ -81,7 +79,7 @@ class CoreGroup:
             lookups.append(self.arena.look_up(table, ids, rows + begin * row_bytes, keep=keep))
         return lookups
 
-    def _launch(self, group: RouteGroup, keep: bool) -> list[Lookup]:
+    def _launch(self, group: DeviceRouteGroup, keep: bool) -> list[Lookup]:
         """The same on a device, which alone knows how many distinct ids there are.
 
         The unique ids of a table do not begin behind where its ids do, so that as many can be read from there.
@@ -95,11 +93,11 @@ class CoreGroup:
             lookups.append(self.arena.look_up(table, ids, look_up.source, keep=keep, num=last - first, first=first))
         return lookups
 
-    def gradients(self, groups: Sequence[RouteGroup], table: int) -> tuple[Lookup, Tensor] | None:
+    def gradients(self, groups: Sequence[AnyRouteGroup], table: int) -> tuple[Lookup, Tensor] | None:
         """The distinct ids of a table in all batches, and the gradients of their rows; None where there are no ids."""
         taken = []
         for group in groups:
-            lookup: Lookup = group.incoming[table]
+            lookup = group.core_look_ups[table]
             if not lookup.num_unique:
                 continue
             if lookup.version != self.arena.version:
@@ -109,17 +107,17 @@ class CoreGroup:
             return taken[0] if taken else None
         return Lookup.merged(taken)
 
-    def _row_gradients(self, group: RouteGroup, table: int, lookup: Lookup) -> Tensor:
+    def _row_gradients(self, group: AnyRouteGroup, table: int, lookup: Lookup) -> Tensor:
         if self.exchange.device is not None:
             return group.look_up.summed  # of all tables: the look-up knows where its own are
         send = group.look_up.send
         offset = int(send.segment_offsets[0, table]) * group.exchange.gradient_bytes
         return send.gradients.tensor(self.group.dtype, lookup.num_unique, self.group.dim, offset=offset)
 
-    def finish(self, groups: Sequence[RouteGroup]) -> None:
+    def finish(self, groups: Sequence[AnyRouteGroup]) -> None:
         """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""
         for group in groups:
-            group.incoming = None
+            group.core_look_ups = ()
             if self.exchange.device is None:
                 send = group.look_up.send
                 self.exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
@@ -128,7 +126,7 @@ class CoreGroup:
                 group.look_up.gradients = None  # it may be large, and routes may live on
 
 
-class CorePart:
+class CoreShardGroup:
     """Groups of tensor-train tables on one rank. Takes part in a collection as `ShardGroup` does.
 
     Args:
@@ -215,7 +213,7 @@ class CorePart:
         (found,) = (cores for group in self._groups for cores in group.arena.tables if cores.table == table)
         return found
 
-    def fill_from(self, before: CorePart) -> Moved:
+    def fill_from(self, before: CoreShardGroup) -> Moved:
         """Takes the cores and states of another part for the same tables; nothing moves between ranks."""
         for mine, theirs in zip(self._groups, before._groups, strict=True):
             mine.arena.copy_from(theirs.arena)
@@ -227,7 +225,7 @@ class CorePart:
         own = 0 if self._sums is None else self._sums.num_bytes
         return own + sum(group.exchange.num_bytes + group.arena.buffer_bytes for group in self._groups)
 
-    def fetch(self, route: Route, meanwhile: Callable[[RouteGroup], None]) -> None:
+    def fetch(self, route: Route, meanwhile: Callable[[AnyRouteGroup], None]) -> None:
         """Computes the rows of this rank's distinct ids; no communication, but between devices without dense tables.
 
         Raises:
@@ -235,11 +233,11 @@ class CorePart:
             PeerError: on devices, one of another rank has.
         """
         if self._device is not None:
-            self._notice_refused(RoutePart(route, self.indices))
+            self._notice_refused(ShardGroupRoute(route, self.indices))
         for group, index in zip(self._groups, self.indices, strict=True):
             group.fetch(route.groups[index])
 
-    def _notice_refused(self, route: RoutePart) -> None:
+    def _notice_refused(self, route: ShardGroupRoute) -> None:
         """Sees to it that ids which are no rows are noticed, which a device finds."""
         if self._compares:
             self._late.read()
@@ -247,7 +245,7 @@ class CorePart:
         else:
             self._late.add(route)
 
-    def _compare(self, route: RoutePart) -> None:
+    def _compare(self, route: ShardGroupRoute) -> None:
         """All ranks learn which of them refuse their batch; the host waits for this rank's numbers."""
         assert route.late is not None
         self._num_fetches += 1
@@ -286,7 +284,7 @@ class CorePart:
         for group, of_group in zip(self._groups, pushed, strict=True):
             group.finish(of_group)
 
-    def _found(self, pushed: Sequence[Sequence[RouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
+    def _found(self, pushed: Sequence[Sequence[AnyRouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
         """Tables with gradients here: number of the group, number of the table in it, look-up and gradients of rows."""
         for number, (group, of_group) in enumerate(zip(self._groups, pushed, strict=True)):
             for table in range(len(group.arena.tables)):
@@ -296,7 +294,7 @@ class CorePart:
     def _update_together(
         self,
         sums: OrderedSums,
-        pushed: Sequence[Sequence[RouteGroup]],
+        pushed: Sequence[Sequence[AnyRouteGroup]],
         numbers: Sequence[tuple[float, ...]],
         step: Step,
     ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import Routed, RouteGroup
+from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
@@ -226,7 +226,7 @@ class DeviceGroup:
         if "replicated" in exchange.lane_kinds:
             self.lanes.append(CopiesLane(*how))
 
-    def expect(self, group: RouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
+    def expect(self, group: DeviceRouteGroup, sent: np.ndarray, asked: np.ndarray) -> None:
         """Takes the sizes of the requests to and from each rank, keys and ids by segment: int64 `[W, 2, S′]` each."""
         address_map, num_tables = self.exchange.address_map, len(self.exchange.group.tables)
         cuts = [address_map.segments({kind}).start for kind in self.exchange.lane_kinds[1:]]
@@ -244,7 +244,7 @@ class DeviceGroup:
             for part, to_each, from_each, *ids in zip(parts, sizes_out, sizes_in, ids_out, ids_in, strict=True)
         ]
 
-    def _lane_by_lane(self, group: RouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _lane_by_lane(self, group: DeviceRouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Keys, sorted by rank before, lane by lane; and the unique id of each."""
         keys, uniques = group.look_up.found.keys[: group.num_unique], group.look_up.found.uniques[: group.num_unique]
         if len(sizes) > 1:
@@ -254,15 +254,15 @@ class DeviceGroup:
             keys, uniques = keys[order], uniques[order]
         return keys, uniques
 
-    def post_keys(self, group: RouteGroup) -> Message:
+    def post_keys(self, group: DeviceRouteGroup) -> Message:
         """Sends requests to the owners."""
         return self.lanes[0].post_keys(group.lanes[0])
 
-    def post_copied_keys(self, group: RouteGroup) -> list[Message]:
+    def post_copied_keys(self, group: DeviceRouteGroup) -> list[Message]:
         """Sends requests for rows with copies to the ranks that will add up their gradients."""
         return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
 
-    def post_rows(self, group: RouteGroup, keys: Message) -> Message:
+    def post_rows(self, group: DeviceRouteGroup, keys: Message) -> Message:
         """Replies to the requests, once they are here."""
         self.lanes[0].take_keys(group.lanes[0], keys)
         table = self.exchange.arena.rows
@@ -272,7 +272,7 @@ class DeviceGroup:
             rows, group.lanes[0].asked, group.lanes[0].sent, self.exchange.counters, self._doing, into
         )
 
-    def read_copies(self, group: RouteGroup, keys: Sequence[Message]) -> list[Message]:
+    def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> list[Message]:
         """Puts rows with copies beside the other fetched rows: own copies at once, those of other ranks by messages."""
         messages, table, counters = [], self.exchange.arena.rows, self.exchange.counters
         _, *places = group.look_up.source.split([len(each.keys) for each in group.lanes])
@@ -285,18 +285,18 @@ class DeviceGroup:
                 self._gather(table, each.keys, into)
         return messages
 
-    def merge_requests(self, group: RouteGroup) -> None:
+    def merge_requests(self, group: DeviceRouteGroup) -> None:
         """Merges the requests, for the update; may run while rows travel."""
         for lane, each in zip(self.lanes, group.lanes, strict=True):
             lane.merged([each])
 
-    def take_rows(self, group: RouteGroup, rows: Sequence[Message]) -> None:
+    def take_rows(self, group: DeviceRouteGroup, rows: Sequence[Message]) -> None:
         """Waits for rows, which pooling then reads."""
         for message in rows:
             message.wait()
         group.look_up.slots = None
 
-    def pushed(self, group: RouteGroup) -> list[tuple[Requests, Tensor]]:
+    def pushed(self, group: DeviceRouteGroup) -> list[tuple[Requests, Tensor]]:
         """Requests and gradients of a route, lane by lane."""
         gradients = group.look_up.summed.split([len(each.keys) for each in group.lanes])
         return list(zip(group.lanes, gradients, strict=True))

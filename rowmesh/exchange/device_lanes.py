@@ -129,7 +129,7 @@ class Lane:
         """Takes the requests of all ranks, once they are here, and pins their rows."""
         if requests.held is not None:
             requests.held.unpin()
-        requests.slots, requests.held = self.exchange.pin_asked(keys.wait())
+        requests.slots, requests.held = self.exchange.pin_requested(keys.wait())
 
     def merged(self, requests: Sequence[Requests]) -> Merging:
         """Merges the requests of routes, in the order of the ranks, route after route; of one route only once."""

@@ -45,7 +45,7 @@ from rowmesh.errors import IdRangeError
 from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
-from rowmesh.exchange.route import Routed, RouteGroup
+from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
@@ -172,7 +172,7 @@ class DeviceOneSided(Transport):
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())
         return theirs
 
-    def _take_numbers(self, group: RouteGroup, numbers: list[int]) -> None:
+    def _take_numbers(self, group: DeviceRouteGroup, numbers: list[int]) -> None:
         """Notes how many rows of each owner a batch needed, which were read, and for how many ids of each table."""
         destinations, num_tables = group.exchange.num_destinations, len(group.exchange.group.tables)
         rows, ids = np.array(numbers).reshape(2, destinations, -1, num_tables).sum(2)
@@ -260,7 +260,7 @@ class _Group:
         self._sent: PeerBuffer | None = None
         self._boxes: list[tuple[Tensor, Tensor]] = []  # of every rank: gradients and keys
 
-    def fetch(self, group: RouteGroup) -> None:
+    def fetch(self, group: DeviceRouteGroup) -> None:
         """Reads the rows of a batch, those of a unique id into the place of its number."""
         routed, rows = group.look_up.found, self._exchange.arena.rows
         group.look_up.source, group.look_up.slots = rows.new_empty(group.num_unique, rows.shape[1]), None
@@ -285,7 +285,7 @@ class _Group:
         self.capacity = len(self._sent.own) // self._entry_bytes
         self._boxes = [self._box(part) for part in self._sent.parts]
 
-    def put(self, groups: Sequence[RouteGroup]) -> None:
+    def put(self, groups: Sequence[DeviceRouteGroup]) -> None:
         """Lays out the keys and gradients of some routes, sorted by owner, and of one owner route after route."""
         asked = [(group.lanes[0].keys, group.look_up.uniques, group.look_up.summed) for group in groups]
         sizes, count = [group.lanes[0].sent for group in groups], sum(len(keys) for keys, _, _ in asked)
@@ -298,7 +298,7 @@ class _Group:
         if into is None:
             own_gradients.copy_(by_rank(in_order, sizes))
 
-    def where(self, groups: Sequence[RouteGroup]) -> np.ndarray:
+    def where(self, groups: Sequence[DeviceRouteGroup]) -> np.ndarray:
         """The layout of the send buffer of some routes, as each rank needs it: int64 `[W, 4 + S]`."""
         sizes = [
             sum(group.lanes[0].sent[destination] for group in groups)
@@ -343,12 +343,12 @@ class _Group:
         return gradients, _view(memory[gradients.nbytes :], torch.int32, self.capacity)
 
 
-def _by_owner(group: RouteGroup) -> Tensor:
+def _by_owner(group: DeviceRouteGroup) -> Tensor:
     """int64, one for each destination: unique ids of each owner, then those of rows that all ranks have."""
     return group.look_up.found.counts.sum(1)
 
 
-def _numbers(group: RouteGroup) -> Tensor:
+def _numbers(group: DeviceRouteGroup) -> Tensor:
     """int64: unique ids by destination and segment, and ids."""
     return group.look_up.found.sizes[1:]
 

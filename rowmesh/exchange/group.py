@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError, NoRoomError
-from rowmesh.exchange.counters import GroupCounters, SlotTables
-from rowmesh.exchange.route import RouteGroup, refused_ids, table_bounds
+from rowmesh.exchange.route import (
+    AnyRouteGroup,
+    DeviceRouteGroup,
+    HostRouteGroup,
+    RouteGroup,
+    refused_ids,
+    table_bounds,
+)
 from rowmesh.faults import reach
+from rowmesh.observe.exchange_counters import GroupCounters
 from rowmesh.ops.look_up import HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
@@ -33,11 +40,14 @@ from rowmesh.ops.window import place_own
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import COPIES, FLAGS, REPLIES
+from rowmesh.placement.places import SlotTables
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
+from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
+    from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
     from rowmesh.ops.pool.cuda import Bags
 
 
@@ -46,28 +56,17 @@ def never() -> bool:
     return False
 
 
-class Updater(Protocol):
-    """What happens to merged rows, where it is not simply their update."""
-
-    def apply(
-        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
-    ) -> None:
-        """Takes the merged rows `part` (first and one past the last), or all."""
-        ...
-
-
 class GroupExchange:
     """One group of tables on one rank.
 
     Args:
         group: the tables.
         address_map: where rows are asked for.
-        arena: the rows of this rank.
+        arena: the rows of this rank; or cores, from which rows are computed where they are looked up.
         device: whose kernels look rows up; None: the host's.
         allocate: on the host, makes memory for send buffers.
         asks_owners: on a device, whether rows that every rank has are asked for at their owners, which add gradients up
             for all. Else they are at one more destination, W, which stands for all ranks.
-        is_computed: whether rows are computed where they are looked up, and asked for nowhere.
 
     Attributes:
         is_tiered: whether rows must be brought into fast memory before they are read.
@@ -86,14 +85,15 @@ class GroupExchange:
         self,
         group: TableGroup,
         address_map: AddressMap,
-        arena: DenseArena | CachedArena,
+        arena: DenseArena | CachedArena | CoreArena,
         device: torch.device | None = None,
         allocate: Callable[[int], Memory] = Buffer,
         *,
         asks_owners: bool = True,
-        is_computed: bool = False,
     ) -> None:
-        self.group, self.address_map, self.arena, self.device = group, address_map, arena, device
+        self.group, self.address_map, self.device = group, address_map, device
+        # Typed as what all but `CoreGroup` find here, which has the cores itself.
+        self.arena: DenseArena | CachedArena = arena  # pyright: ignore[reportAttributeAccessIssue]
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
         self.is_tiered, self.comes_early = isinstance(arena, CachedArena), True
@@ -102,7 +102,7 @@ class GroupExchange:
         self.features = [(name, table) for table in group.tables for name in table.features]
         self.row_bytes = group.dim * group.dtype.itemsize
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
-        self.replicated: Updater | None = None
+        self.replicated: ReplicatedSums | ReplicatedMeans | None = None
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables), device=device)
         self.num_destinations = self.world_size
         self.arenas = np.zeros(self.world_size, np.int64)
@@ -112,7 +112,7 @@ class GroupExchange:
             self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
             self.look_ups = self._make_look_ups(allocate)
         else:
-            self.look_ups = self._make_device_look_ups(device, asks_owners, is_computed)
+            self.look_ups = self._make_device_look_ups(device, asks_owners, isinstance(arena, CoreArena))
 
     def _make_look_ups(self, allocate: Callable[[int], Memory]) -> HostLookUps:
         tables = np.repeat(np.arange(len(self.group.tables)), [len(table.features) for table in self.group.tables])
@@ -169,7 +169,7 @@ class GroupExchange:
             own += self._find_slots.num_bytes + self._unique_slots.num_bytes
         return own + self.look_ups.num_bytes
 
-    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> RouteGroup:
+    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
         """Routes one group's ids on the host.
 
         Args:
@@ -203,7 +203,7 @@ class GroupExchange:
             counters.unique_ids += look_up.num_unique
         return RouteGroup(self, layout, look_up)
 
-    def nothing(self) -> RouteGroup:
+    def nothing(self) -> HostRouteGroup:
         """The group's part of a route that asks for no row."""
         look_ups = self.look_ups
         assert isinstance(look_ups, HostLookUps)
@@ -231,7 +231,7 @@ class GroupExchange:
             raise IdRangeError("; ".join(refused))
         return ids
 
-    def route_on_device(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> RouteGroup:
+    def route_on_device(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:
         """Routes one group's ids on the device; arguments as for `DeviceLookUps.find`."""
         assert isinstance(self.look_ups, DeviceLookUps)
         self.counters.routes += 1
@@ -243,7 +243,7 @@ class GroupExchange:
 
     # Rows that must be brought into fast memory before they are read
 
-    def prefetch(self, group: RouteGroup, batch: SparseBatch) -> None:
+    def start_prefetch(self, group: DeviceRouteGroup, batch: SparseBatch) -> None:
         """On a rank alone, cached rows of a batch on a device begin to come; if there is no room yet, at the fetch."""
         if not self.is_tiered or self.world_size > 1:
             return
@@ -254,7 +254,7 @@ class GroupExchange:
             with contextlib.suppress(NoRoomError):
                 self.retrieve(group, never)
 
-    def retrieve(self, group: RouteGroup, may_wait: Callable[[], bool]) -> None:
+    def retrieve(self, group: DeviceRouteGroup, may_wait: Callable[[], bool]) -> None:
         """Has the rows come that a rank alone asked for on a device; blocks until they are read from the store.
 
         Args:
@@ -268,7 +268,7 @@ class GroupExchange:
         if group.pinned is None or not group.pinned.is_pinned:
             group.pinned = self.arena.pin(group.look_up.wanted, may_wait)
 
-    def bring(self, group: RouteGroup) -> None:
+    def prefetch(self, group: AnyRouteGroup) -> None:
         """Makes sure that a rank alone finds the rows that it asked for in fast memory.
 
         Raises:
@@ -299,7 +299,7 @@ class GroupExchange:
             return None
         return self.arena.pin(merged.slots.copy(), may_wait)
 
-    def place_own(self, group: RouteGroup, merged: HostMerged, begin: int) -> None:
+    def place_own(self, group: HostRouteGroup, merged: HostMerged, begin: int) -> None:
         """Says where pinned rows are that this rank asked itself for, the entries from `begin` on."""
         look_up = group.look_up
         first, end = look_up.bounds[self.rank : self.rank + 2]
@@ -317,7 +317,7 @@ class GroupExchange:
             look_up.addresses,
         )
 
-    def pin_asked(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
+    def pin_requested(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
         """Brings rows that ranks asked this one for into a device's memory; the host waits until it knows which.
 
         Args:
@@ -375,7 +375,7 @@ class GroupExchange:
         """Lists of requests to be merged on the host, by default by the group's merger."""
         return Sources(merger or self.merger, self.gradient_bytes, self.num_segments)
 
-    def add_own(self, sources: Sources, group: RouteGroup) -> None:
+    def add_own(self, sources: Sources, group: HostRouteGroup) -> None:
         """Adds the requests that this rank makes of itself."""
         send, rank = group.look_up.send, self.rank
         sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
@@ -393,12 +393,12 @@ class GroupExchange:
             offsets = np.minimum(offsets, offsets[num_segments])
         self.counters.count_tables(sources.accesses, offsets)
 
-    def count_alone(self, group: RouteGroup) -> None:
+    def count_alone(self, group: DeviceRouteGroup) -> None:
         """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
         self.counters.add_accesses(self.accesses(group))
         self.counters.distinct += group.look_up.unique.offsets.diff()
 
-    def accesses(self, group: RouteGroup) -> NDArray[np.int64]:
+    def accesses(self, group: AnyRouteGroup) -> NDArray[np.int64]:
         """int64 `[S]`: ids that a batch has of each table."""
         return np.diff(table_bounds(self.group, group.layout))
 
@@ -413,6 +413,6 @@ class GroupExchange:
         self.counters.add_accesses(accesses)
         if self.is_tiered:  # merged are cache slots; the host knows the slots
             slots = [rows.slots for rows in pinned if rows is not None]
-            self._slot_tables.count_here(np.unique(np.concatenate(slots)), self.counters)
+            self.counters.add_distinct(self._slot_tables.count_here(np.unique(np.concatenate(slots))))
         else:
-            self._slot_tables.count(merged, self.counters)
+            self._slot_tables.count(merged, self.counters.distinct)

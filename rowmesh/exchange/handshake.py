@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec
@@ -89,10 +89,10 @@ def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
     for place, name in enumerate(step.names if step is not None else ()):
         rates = [None if each is None else Rate(*each[place]) for each in everyone]
         if len(set(rates)) > 1:
-            told = ", ".join(f"rank {mesh.name(rank)} has {_text(rate)}" for rank, rate in enumerate(rates))
+            found = ", ".join(f"rank {mesh.name(rank)} has {_text(rate)}" for rank, rate in enumerate(rates))
             number = "" if step is None or step.number < 0 else f" in step {step.number}"
             raise ConfigurationError(
-                f"ranks disagree about how fast group {name} learns{number}: {told}; set lr of the "
+                f"ranks disagree about how fast group {name} learns{number}: {found}; set lr of the "
                 "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers; the "
                 "gradients of this step are dropped"
             )

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.exchange.cores import CorePart
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_collective import DeviceCollective
 from rowmesh.exchange.group import never
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost
-from rowmesh.exchange.route import RoutePart
+from rowmesh.exchange.route import ShardGroupRoute
 from rowmesh.exchange.shard_group import ShardGroup
 from rowmesh.exchange.window import FIRST, Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
@@ -45,12 +45,12 @@ USES = ("rows", "gradients")  # of the two process groups of hosts
 
 
 def make_windows(
-    part: ShardGroup | CorePart, form: Form, *, finds_final: bool, verifies: bool, device: str
+    shard_group: ShardGroup | CoreShardGroup, form: Form, *, finds_final: bool, verifies: bool, device: str
 ) -> WholeExchange | MicroBatchExchange:
     """How the windows of a shard group travel. Collective.
 
     Args:
-        part: the shard group.
+        shard_group: the tables.
         form: how rows travel, where they do by micro-batch.
         finds_final: whether rows are fetched as soon as they are final.
         verifies: whether versions of rows are kept and checked.
@@ -59,13 +59,13 @@ def make_windows(
     Raises:
         ConfigurationError: a device cannot do this.
     """
-    if obstacle := whole_obstacle(part, form, verifies=verifies, device=device):
-        return WholeExchange(part, obstacle, device)
-    assert isinstance(part, ShardGroup)
-    return MicroBatchExchange(part, form, finds_final=finds_final, verifies=verifies, device=device)
+    if obstacle := whole_obstacle(shard_group, form, verifies=verifies, device=device):
+        return WholeExchange(shard_group, obstacle, device)
+    assert isinstance(shard_group, ShardGroup)
+    return MicroBatchExchange(shard_group, form, finds_final=finds_final, verifies=verifies, device=device)
 
 
-def whole_obstacle(part: ShardGroup | CorePart, form: Form, *, verifies: bool, device: str) -> str | None:
+def whole_obstacle(shard_group: ShardGroup | CoreShardGroup, form: Form, *, verifies: bool, device: str) -> str | None:
     """Why rows cannot travel by micro-batch, or None where they can; arguments as for `make_windows`.
 
     Raises:
@@ -79,16 +79,16 @@ def whole_obstacle(part: ShardGroup | CorePart, form: Form, *, verifies: bool, d
             f"a pipeline on device {device!r} cannot do this yet: {'; '.join(refused)}; change that, or use device "
             "'cpu'"
         )
-    if isinstance(part, CorePart):
+    if isinstance(shard_group, CoreShardGroup):
         return "tensor-train rows are computed where they are looked up"
-    is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
+    is_tiered = any(exchange.is_tiered for exchange in shard_group.exchanges)
     if is_on_device and is_tiered:
-        is_alone = part.mesh.world_size == 1
+        is_alone = shard_group.mesh.world_size == 1
         return "there is one rank" if is_alone else "owners prefetch tiered rows when they are asked for them"
-    name = part.transport.name
+    name = shard_group.transport.name
     if name != "collective" and not (is_tiered and name == "local"):
         return f"the transport is {name}, which reads rows in place"
-    kinds = {kind for exchange in part.exchanges for kind in exchange.address_map.kinds}
+    kinds = {kind for exchange in shard_group.exchanges for kind in exchange.address_map.kinds}
     return "the plan relays rows, from host to host" if kinds & RELAYS else None
 
 
@@ -110,14 +110,14 @@ class WholeExchange:
     is_split = False
     num_bytes = 0
 
-    def __init__(self, part: ShardGroup | CorePart, obstacle: str, device: str) -> None:
-        self.is_on_device, self._part = device != "cpu", part
-        is_ahead = self.is_on_device and part.mesh.world_size == 1
-        self._tiered = [each for each in part.exchanges if is_ahead and each.is_tiered]
+    def __init__(self, shard_group: ShardGroup | CoreShardGroup, obstacle: str, device: str) -> None:
+        self.is_on_device, self._shard_group = device != "cpu", shard_group
+        is_ahead = self.is_on_device and shard_group.mesh.world_size == 1
+        self._tiered = [each for each in shard_group.exchanges if is_ahead and each.is_tiered]
         self.is_tiered = bool(self._tiered)
         self.reason = f"rows and gradients travel whole: {obstacle}"
         if self.is_tiered:
-            self.reason = f"rows are prefetched into the memory of {self._tiered[0].device}: {part.reason}"
+            self.reason = f"rows are prefetched into the memory of {self._tiered[0].device}: {shard_group.reason}"
         self._updated = FIRST - 1
         self._fetched: Window | None = None  # and not updated
 
@@ -150,7 +150,7 @@ class WholeExchange:
             raise RowmeshError(
                 f"rows of batch {window.number - FIRST} would be read after the update of batch {self._updated - FIRST}"
             )
-        self._part.fetch(window.route, lambda group: None)
+        self._shard_group.fetch(window.route, lambda group: None)
         for group in self._mine(window):
             group.read_fetched()
 
@@ -169,13 +169,13 @@ class WholeExchange:
         for group in self._mine(window):
             group.gather_gradients()
         with torch.no_grad():
-            self._part.push([window.route], step)
+            self._shard_group.push([window.route], step)
         self._updated, self._fetched = window.number, None
 
     def unpin(self, window: Window) -> None:
         """The rows of a window were read and will not be updated: they may leave fast memory."""
         for group in self._mine(window):
-            group.unpin()
+            group.group.unpin()
 
     def end(self) -> None:
         """Unpins the rows of a window that was opened and never updated."""
@@ -186,7 +186,7 @@ class WholeExchange:
             exchange.comes_early = True
 
     def _mine(self, window: Window) -> list[WindowGroup]:
-        return [window.groups[index] for index in self._part.indices]
+        return [window.groups[index] for index in self._shard_group.indices]
 
 
 class MicroBatchExchange:
@@ -196,7 +196,7 @@ class MicroBatchExchange:
     others touch.
 
     Args:
-        part: the shard group; on a device, of several ranks.
+        shard_group: the tables; on a device, of several ranks.
         form: how rows travel.
         finds_final: whether rows are fetched as soon as they are final.
         verifies: whether versions of rows are kept and checked.
@@ -207,32 +207,33 @@ class MicroBatchExchange:
 
     is_split = True
 
-    def __init__(self, part: ShardGroup, form: Form, *, finds_final: bool, verifies: bool, device: str) -> None:
-        self._part, self._mesh, self._form, self._common = part, part.mesh, form, part.transport.common
-        self._finds_final = finds_final and part.replicas == 1
+    def __init__(self, shard_group: ShardGroup, form: Form, *, finds_final: bool, verifies: bool, device: str) -> None:
+        self._shard_group, self._mesh, self._form = shard_group, shard_group.mesh, form
+        self._common = shard_group.transport.common
+        self._finds_final = finds_final and shard_group.replicas == 1
         self.is_on_device = device != "cpu"
-        self.is_tiered = any(exchange.is_tiered for exchange in part.exchanges)
+        self.is_tiered = any(exchange.is_tiered for exchange in shard_group.exchanges)
         self.reason = f"rows and gradients travel by micro-batch ({form})"
         self._groups: Sequence[MicroBatchGroup]
         if self.is_on_device:
-            self.reason += f", over {part.reason}"
+            self.reason += f", over {shard_group.reason}"
             self._hosts: Channel = self._devices.hosts
             self._groups = [OnDevice(each, self._devices.channel, form) for each in self._devices.groups]
         else:
-            rows, gradients = (_channel(part.mesh, use) for use in USES)
+            rows, gradients = (_channel(shard_group.mesh, use) for use in USES)
             self._hosts, common = rows, self._common
-            how = (rows, gradients, part.mesh.ranks_per_node, form, common)
-            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in part.exchanges]
+            how = (rows, gradients, shard_group.mesh.ranks_per_node, form, common)
+            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in shard_group.exchanges]
         ends = list(accumulate((each.num_sizes for each in self._groups), initial=1))
         self._columns = list(map(slice, ends, ends[1:]))  # of the handshake, of each group
-        self._handshake = torch.zeros(part.mesh.world_size, ends[-1], dtype=torch.int64, device="cpu")
+        self._handshake = torch.zeros(shard_group.mesh.world_size, ends[-1], dtype=torch.int64, device="cpu")
         self._open: dict[int, Window] = {}  # by number, what was opened and not updated
 
     @property
     def _devices(self) -> DeviceCollective:
         """The transport, between devices."""
-        assert isinstance(self._part.transport, DeviceCollective)
-        return self._part.transport
+        assert isinstance(self._shard_group.transport, DeviceCollective)
+        return self._shard_group.transport
 
     @property
     def num_bytes(self) -> int:
@@ -241,7 +242,7 @@ class MicroBatchExchange:
 
     def begin(self, number: int) -> None:
         """All windows so far are updated, or will never be. Collective."""
-        self._part.flush()
+        self._shard_group.flush()
         for group in self._groups:
             group.begin()
 
@@ -269,7 +270,7 @@ class MicroBatchExchange:
             each.write_sizes(group, sizes[:, columns])
         sizes = self._compare(window.number, window.step_before)
         if self.is_on_device:
-            self._devices.exchange_counts(RoutePart(window.route, self._part.indices))
+            self._devices.exchange_counts(ShardGroupRoute(window.route, self._shard_group.indices))
         for (each, group), columns in zip(pairs, self._columns, strict=True):
             each.expect(group, sizes[:, columns])
 
@@ -346,19 +347,19 @@ class MicroBatchExchange:
 
     def update(self, window: Window, step: Step) -> None:
         """Updates the rows of this rank, their copies and their replicas. Collective."""
-        updates, window = self._part.updates(step), self._open.pop(window.number)
+        updates, window = self._shard_group.updates(step), self._open.pop(window.number)
         if any(each.has_copies for each in self._groups):
             requests = [request for each, group in self._pairs(window) for request in each.requests(group)]
             self._devices.count_copies(requests)
         for (each, group), update in zip(self._pairs(window), updates, strict=True):
             each.update(group, update, window.number)
-        self._part.begin_synchronization(updates, step)
-        self._part.flush()
+        self._shard_group.begin_synchronization(updates, step)
+        self._shard_group.flush()
 
     def unpin(self, window: Window) -> None:
         """The rows of a window were read and will not be updated: they may leave fast memory."""
         for _, group in self._pairs(window):
-            group.unpin()
+            group.group.unpin()
 
     def end(self) -> None:
         """Forgets what was opened and never updated."""
@@ -367,7 +368,7 @@ class MicroBatchExchange:
         self._open.clear()
 
     def _pairs(self, window: Window) -> list[tuple[MicroBatchGroup, WindowGroup]]:
-        return list(zip(self._groups, [window.groups[index] for index in self._part.indices], strict=True))
+        return list(zip(self._groups, [window.groups[index] for index in self._shard_group.indices], strict=True))
 
 
 Windows = WholeExchange | MicroBatchExchange

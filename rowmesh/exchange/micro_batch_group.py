@@ -15,12 +15,12 @@ from torch import Tensor
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective import Incoming, merged_requests
 from rowmesh.exchange.copies import Copies
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.device_collective import DeviceGroup
 from rowmesh.exchange.device_lanes import Merging, Requests
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.window import FINAL
 from rowmesh.optim.rules import Update

@@ -23,7 +23,8 @@ from torch import Tensor
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete
-from rowmesh.placement import AddressMap
+from rowmesh.placement import Plan
+from rowmesh.placement.places import Located, Movements, Places
 from rowmesh.placement.plan import RowRange
 from rowmesh.tables import RowStore
 
@@ -144,29 +145,26 @@ def move_rows(
     rows = num_bytes = 0
     for source, target in zip(old, new, strict=True):
         row_bytes = sum(tensor.stride(0) * tensor.itemsize for tensor in _tensors(target.arena))
+        share = _share_of(source.address_map.plan, target.address_map.plan, row_bytes)
         for table in range(len(source.group.tables)):
             before, after = Places(source.address_map, table), Places(target.address_map, table)
-            share = _Share(source.address_map, target.address_map, row_bytes)
             for window in windows(before, after, source.address_map.num_rows[table], share, chunk_bytes):
                 came = _move(source.arena, target.arena, before(window), after(window), mesh)
                 rows, num_bytes = rows + came, num_bytes + came * row_bytes
     return Moved(rows, num_bytes)
 
 
-@dataclass(frozen=True)
-class _Share:
+def _share_of(old: Plan, new: Plan, row_bytes: int) -> Share:
     """How much memory a row takes on the rank that needs most for it."""
+    ranks, nodes = old.world_size, new.num_nodes
 
-    old: AddressMap
-    new: AddressMap
-    row_bytes: int
-
-    def __call__(self, source: RowRange, target: RowRange) -> float:
-        ranks, nodes = self.old.plan.world_size, self.new.plan.num_nodes
+    def share(source: RowRange, target: RowRange) -> float:
         owners = 1 if source.rule == "fixed" else ranks
         copies = {"replicated": ranks, "node": nodes}.get(target.rule, 1)
         holders = 1 if target.rule == "fixed" else ranks // copies
-        return _WORK_BYTES + self.row_bytes * (copies / owners + 1 / max(holders, 1))
+        return _WORK_BYTES + row_bytes * (copies / owners + 1 / max(holders, 1))
+
+    return share
 
 
 def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.route import Routed, RouteGroup
+from rowmesh.exchange.route import HostRouteGroup, Routed
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
@@ -29,22 +29,8 @@ from rowmesh.tables import TableGroup
 
 MAX_ROUTES = 1024  # routes that one push may bring for a group
 _ENTRY = 6  # int64 values that announce a send buffer
-
-
-class _Mapped:
-    """A peer's send buffer as it looks here; mapped again when the peer makes it anew."""
-
-    __slots__ = ("accesses", "all_offsets", "generation", "gradients", "lists", "offsets", "slots")
-
-    def __init__(self, lists: SharedBuffer, gradients: SharedBuffer, generation: int, num_segments: int, mesh: Mesh):
-        self.lists, self.gradients, self.generation = lists, gradients, generation
-        world_size, rank = mesh.world_size, mesh.rank
-        self.slots = lists.address + slots_offset(world_size, num_segments)
-        self.all_offsets = lists.array(np.int64, world_size, num_segments + 1)
-        self.offsets = self.all_offsets[rank]
-        self.accesses = lists.array(np.int64, world_size, num_segments, offset=8 * world_size * (num_segments + 1))[
-            rank
-        ]
+_Requests = tuple[int, np.ndarray, int, np.ndarray]
+_Copied = tuple[int, np.ndarray, int]
 
 
 class OneSidedTransport(Transport):
@@ -58,7 +44,9 @@ class OneSidedTransport(Transport):
         self._num_fetches = self._num_pushes = 0
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
-        self._mapped: dict[tuple[int, int, int], _Mapped] = {}
+        # Peers' send buffers as they look here, mapped again where a peer makes one anew: its generation, the arguments
+        # of `Sources.add` and the first ones of `Sources.add_copied`, and what has the memory.
+        self._mapped: dict[tuple[int, int, int], tuple[int, _Requests, _Copied, list[SharedBuffer]]] = {}
         # Of every rank: its barrier flag, how many fetches it made and the digest of its learning rates, then for each
         # group how many send buffers it announces, and which.
         self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
@@ -72,21 +60,21 @@ class OneSidedTransport(Transport):
 
     def allocate(self, num_bytes: int) -> SharedBuffer:
         """Shared memory."""
-        return _settled(num_bytes)
+        return _shared(num_bytes)
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
         for buffer in self._keep:
-            buffer.settle()
+            buffer.use_huge_pages()
         boards, mapped = [], []
         for rank, (board, *arenas) in enumerate(share(mesh, [self._board, *self._keep])):
             boards.append(board)
             if rank == mesh.rank:
                 continue
             for exchange, arena in zip(exchanges, arenas, strict=True):
-                arena.settle()
+                arena.use_huge_pages()
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
@@ -167,7 +155,7 @@ class OneSidedTransport(Transport):
                 f"{names} forward passes; every rank must call forward and step equally often and in the same order"
             )
 
-    def _add_own_copies(self, sources: Sources, group: RouteGroup) -> None:
+    def _add_own_copies(self, sources: Sources, group: HostRouteGroup) -> None:
         send, exchange = group.look_up.send, group.exchange
         where = send.slots_address, send.segment_offsets, send.gradients.address
         sources.add_copied(*where, exchange.copies.start, exchange.rank)
@@ -177,22 +165,33 @@ class OneSidedTransport(Transport):
         exchange = self._exchanges[index]
         for place in range(int(announced[0])):
             begin = 1 + _ENTRY * place
-            number, generation, *segments = announced[begin : begin + _ENTRY].tolist()
+            number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
             mapped = self._mapped.get((rank, index, number))
-            if mapped is None or mapped.generation != generation:
-                pid, name = self._mesh.pids[rank], self._mesh.name(rank)
-                lists = SharedBuffer.attach(pid, segments[0], segments[1], name)
-                gradients = SharedBuffer.attach(pid, segments[2], segments[3], name)
-                gradients.settle()
-                mapped = _Mapped(lists, gradients, generation, exchange.num_segments, self._mesh)
+            if mapped is None or mapped[0] != generation:
+                mapped = generation, *self._map(rank, exchange.num_segments, memory)
                 self._mapped[rank, index, number] = mapped
+            _, requests, copied, _ = mapped
             before = sources.num_entries
-            sources.add(mapped.slots, mapped.offsets, mapped.gradients.address, mapped.accesses)
+            sources.add(*requests)
             if exchange.copies:
-                first, gradients = exchange.copies.start, mapped.gradients.address
-                sources.add_copied(mapped.slots, mapped.all_offsets, gradients, first, exchange.rank)
-            requests = sources.num_entries - before
-            exchange.counters.bytes_received += requests * (4 + exchange.gradient_bytes)
+                sources.add_copied(*copied, exchange.copies.start, exchange.rank)
+            num_requests = sources.num_entries - before
+            exchange.counters.bytes_received += num_requests * (4 + exchange.gradient_bytes)
+
+    def _map(
+        self, rank: int, num_segments: int, memory: Sequence[int]
+    ) -> tuple[_Requests, _Copied, list[SharedBuffer]]:
+        """A peer's send buffer, given the descriptors and sizes of its lists and of its gradients."""
+        pid, name, size = self._mesh.pids[rank], self._mesh.name(rank), self._mesh.world_size
+        lists = SharedBuffer.attach(pid, memory[0], memory[1], name)
+        gradients = SharedBuffer.attach(pid, memory[2], memory[3], name)
+        gradients.use_huge_pages()
+        slots = lists.address + slots_offset(size, num_segments)
+        offsets = lists.array(np.int64, size, num_segments + 1)
+        accesses = lists.array(np.int64, size, num_segments, offset=offsets.nbytes)
+        own = self._mesh.rank
+        requests = slots, offsets[own], gradients.address, accesses[own]
+        return requests, (slots, offsets, gradients.address), [lists, gradients]
 
     @property
     def num_bytes(self) -> int:
@@ -214,7 +213,7 @@ class OneSidedTransport(Transport):
             buffer.close()
 
 
-def _settled(num_bytes: int) -> SharedBuffer:
+def _shared(num_bytes: int) -> SharedBuffer:
     buffer = SharedBuffer.create(num_bytes)
-    buffer.settle()
+    buffer.use_huge_pages()
     return buffer

@@ -21,9 +21,10 @@ send, also of rows that go from device to device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import PeerError
@@ -96,7 +97,12 @@ class ReplicaSync:
     """Keeps the replicas of some groups of tables together; see `make_synchronizer`."""
 
     def __init__(
-        self, setting: Synchronization, mesh: Mesh, groups: Sequence[_Group], device: torch.device | None, second: Any
+        self,
+        setting: Synchronization,
+        mesh: Mesh,
+        groups: Sequence[_Group],
+        device: torch.device | None,
+        second: dist.ProcessGroup | None,
     ) -> None:
         self._every, self._mesh, self._groups, self._device = setting.every, mesh, groups, device
         self._replica, self._size = mesh.rank, mesh.world_size
@@ -286,7 +292,7 @@ def make_synchronizer(
     exchanges: Sequence[GroupExchange],
     mesh: Mesh,
     device: torch.device | None = None,
-    second: Any = None,
+    second: dist.ProcessGroup | None = None,
 ) -> ReplicaSync:
     """Keeps the replicas of some groups of tables together. Collective among a replicate group.
 

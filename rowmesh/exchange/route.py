@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
-from rowmesh.exchange.layout import Layouts
+from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp
-from rowmesh.ops.look_up.device import DeviceIds
+from rowmesh.ops.look_up.device import DeviceIds, DeviceLookUp
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import PinnedRows, TableGroup, TableSpec
 
 if TYPE_CHECKING:
+    from rowmesh.exchange.collective import Incoming
     from rowmesh.exchange.device_lanes import Requests
     from rowmesh.exchange.group import GroupExchange
 
@@ -34,24 +36,29 @@ Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
 
 
-class RouteGroup:
-    """One group's part of a route.
+L = TypeVar("L", HostLookUp, DeviceLookUp)
+
+
+class RouteGroup(Generic[L]):
+    """One group of a route, or of one of its micro-batches.
 
     Attributes:
         exchange: the group's.
         layout: where each feature's ids and vectors are.
         look_up: what was found of the batch: a `HostLookUp` or a `DeviceLookUp`.
         pinned: keeps rows that this rank reads, or was asked for, in fast memory, where they could leave it.
-        incoming: what other ranks asked for, where the transport learns it at fetch.
+        incoming: what other ranks asked for, where the transport of hosts learns it at fetch.
+        core_look_ups: of each tensor-train table, from the fetch to the update.
         lanes: on devices, what is asked of the ranks, lane by lane.
     """
 
-    __slots__ = ("exchange", "incoming", "lanes", "layout", "look_up", "pinned")
+    __slots__ = ("core_look_ups", "exchange", "incoming", "lanes", "layout", "look_up", "pinned")
+    incoming: Incoming
+    core_look_ups: Sequence[Lookup]
 
-    def __init__(self, exchange: GroupExchange, layout: GroupLayout, look_up: Any) -> None:
+    def __init__(self, exchange: GroupExchange, layout: GroupLayout, look_up: L) -> None:
         self.exchange, self.layout, self.look_up = exchange, layout, look_up
         self.pinned: PinnedRows | None = None
-        self.incoming: Any = None
         self.lanes: list[Requests] = []
 
     @property
@@ -89,10 +96,17 @@ class RouteGroup:
         for lane in self.lanes:
             if lane.held is not None:
                 lane.held.unpin()
-        self.exchange.look_ups.give_back(self.look_up)
+        look_up: Any = self.look_up  # of the same kind as the exchange's
+        self.exchange.look_ups.give_back(look_up)
 
 
-class LateCheck:
+HostRouteGroup = RouteGroup[HostLookUp]
+DeviceRouteGroup = RouteGroup[DeviceLookUp]
+AnyRouteGroup = RouteGroup[Any]
+"""Of either: what passes it on does not look into it."""
+
+
+class LateIdCheck:
     """Ids of a batch that are no rows of their tables, which a device has counted: looked at by the host once.
 
     Attributes:
@@ -146,12 +160,12 @@ class Route:
     """
 
     def __init__(self, batch: SparseBatch, give_back: Callable[[], None] | None = None) -> None:
-        self.batch, self.groups, self.late = batch, list[RouteGroup](), None
+        self.batch, self.groups, self.late = batch, list[AnyRouteGroup](), None
         self.number = self.thread = self.num_pushes = 0
         self.has_gradients = False
         self._give_back = give_back
 
-    late: LateCheck | None
+    late: LateIdCheck | None
 
     @classmethod
     def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:
@@ -167,7 +181,7 @@ class Route:
             group.release()
 
 
-class RoutePart:
+class ShardGroupRoute:
     """Some groups of a route, as a transport sees them.
 
     Attributes:
@@ -183,7 +197,7 @@ class RoutePart:
         self.groups = [route.groups[index] for index in indices]
 
 
-Routed = Route | RoutePart
+Routed = Route | ShardGroupRoute
 """What a transport sees of a route."""
 
 
@@ -283,7 +297,7 @@ class Router:
         offsets, *of_groups = device_ids.upload(numbers).split([len(bounds), *map(len, segments)])
         rows, outside, refused = device_ids.bound(ids, offsets)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
-        route.late = LateCheck(outside, refused, route, moment)
+        route.late = LateIdCheck(outside, refused, route, moment)
         place, first = 0, 0
         for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):
             own = slice(first, first + layout.num_ids)
@@ -292,7 +306,7 @@ class Router:
             route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
             place, first = place + layout.num_features, own.stop
         for exchange, group in zip(exchanges, route.groups, strict=True):
-            exchange.prefetch(group, batch)  # when all is launched: the host may take its time
+            exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
 
     @property

@@ -1,31 +1,31 @@
 """Shard groups: the tables of a collection that have equally many replicas, as one rank sees them.
 
 Rows travel within this rank's replica group, by a transport of its own; replicas are synchronized with the ranks that
-hold what this one holds, its *replicate group*. Tensor-train tables, which are not sharded, are a `CorePart`.
+hold what this one holds, its *replicate group*. Tensor-train tables, which are not sharded, are a `CoreShardGroup`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.cores import CorePart
-from rowmesh.exchange.counters import CommonCounters
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
-from rowmesh.exchange.route import Route, RoutePart
+from rowmesh.exchange.route import Route, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers
@@ -192,7 +192,7 @@ class ShardGroup:
         """
         if self.needs_flush:
             self.flush()
-        self.transport.fetch(route if self._is_whole else RoutePart(route, self.indices), meanwhile)
+        self.transport.fetch(route if self._is_whole else ShardGroupRoute(route, self.indices), meanwhile)
 
     def push(self, routes: Sequence[Route], step: Step) -> None:
         """Sends gradients to the owners, which update; `flush` waits for messages of other replicas. Collective.
@@ -204,13 +204,13 @@ class ShardGroup:
         if self.needs_flush:
             self.flush()
         updates = self.updates(step)
-        parts = routes if self._is_whole else [RoutePart(route, self.indices) for route in routes]
-        self.transport.push(parts, updates, step)
+        mine = routes if self._is_whole else [ShardGroupRoute(route, self.indices) for route in routes]
+        self.transport.push(mine, updates, step)
         if self.synchronizer is not None:
             self.begin_synchronization(updates, step)
         if self.device is not None:
-            for part in parts:
-                for group in part.groups:
+            for route in mine:
+                for group in route.groups:
                     group.look_up.gradients = None  # may be large, and the route may live on
 
     def updates(self, step: Step) -> list[Update]:
@@ -275,7 +275,7 @@ class ShardGroup:
 
 
 class ShardGroups:
-    """A `ShardGroup` for each storage and number of replicas, and a `CorePart` for all tensor-train tables.
+    """A `ShardGroup` for each storage and number of replicas, and a `CoreShardGroup` for all tensor-train tables.
 
     Making them is collective, as are `allocate` and `connect`, which follow.
 
@@ -294,7 +294,7 @@ class ShardGroups:
     def __init__(self, mesh: Mesh, plan: Plan, groups: Sequence[TableGroup], options: ShardOptions) -> None:
         self._mesh, self._plan = mesh, plan
         self.stored: list[ShardGroup] = []
-        self.computed: list[CorePart] = []
+        self.computed: list[CoreShardGroup] = []
         self.exchanges: list[GroupExchange] = []
         replicas = plan.replicas
         stored: dict[tuple[str, int], list[int]] = {}
@@ -307,13 +307,13 @@ class ShardGroups:
                 self.stored.append(ShardGroup(mesh, plan, count, groups, indices, options))
             if computed:
                 how = options.transport, options.common
-                self.computed.append(CorePart(options.device, mesh, groups, computed, *how))
+                self.computed.append(CoreShardGroup(options.device, mesh, groups, computed, *how))
         except BaseException:
             self.close()
             raise
 
     @property
-    def all(self) -> list[ShardGroup | CorePart]:
+    def all(self) -> list[ShardGroup | CoreShardGroup]:
         """Those whose rows are stored, then those whose rows are computed."""
         return [*self.stored, *self.computed]
 
@@ -380,7 +380,7 @@ class ShardGroups:
         """Memory of all buffers."""
         return sum(each.num_bytes for each in self.all)
 
-    def find(self, table: str) -> tuple[ShardGroup | CorePart, GroupExchange, int]:
+    def find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
         """Where a table is: its shard group, its group, its number there; what this rank holds of it is up to date.
 
         Raises:

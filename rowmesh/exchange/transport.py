@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError, PeerError
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import Routed, RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, Routed
 from rowmesh.mesh import Mesh
+from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
 from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 
 _NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
-Meanwhile = Callable[[RouteGroup], None]
+Meanwhile = Callable[[AnyRouteGroup], None]
 """What is done for each group while its rows travel."""
 
 
@@ -118,7 +118,7 @@ class LocalTransport(Transport):
                 meanwhile(group)
         for group in route.groups:
             if group.exchange.is_tiered:
-                group.exchange.bring(group)
+                group.exchange.prefetch(group)
 
     def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Merges the routes' gradients and updates."""
@@ -130,7 +130,7 @@ class LocalTransport(Transport):
             elif groups:
                 self._update_on_device(exchange, groups, update)
 
-    def _update(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
+    def _update(self, exchange: GroupExchange, groups: Sequence[HostRouteGroup], update: Update) -> None:
         sources = exchange.sources()
         for group in groups:
             exchange.add_own(sources, group)
@@ -139,7 +139,7 @@ class LocalTransport(Transport):
             exchange.update(sources, update)
             exchange.count_merged(sources)
 
-    def _update_on_device(self, exchange: GroupExchange, groups: Sequence[RouteGroup], update: Update) -> None:
+    def _update_on_device(self, exchange: GroupExchange, groups: Sequence[DeviceRouteGroup], update: Update) -> None:
         from rowmesh.ops.merge_update.cuda import merge, singles
 
         pinned = [group.pinned for group in groups]
@@ -164,7 +164,7 @@ class LocalTransport(Transport):
         self._late.clear()
 
 
-def _slots(group: RouteGroup) -> Tensor:
+def _slots(group: DeviceRouteGroup) -> Tensor:
     """The slots of the unique ids, then no slots: int32 `[N]`."""
     places = group.look_up.places
     number = torch.arange(places.numel(), device=places.device)
@@ -174,13 +174,13 @@ def _slots(group: RouteGroup) -> Tensor:
 # Ids that are no rows, on a device: counted there, looked at by the host before anything is updated
 
 
-def count_unique(group: RouteGroup, numbers: Sequence[int]) -> None:
+def count_unique(group: DeviceRouteGroup, numbers: Sequence[int]) -> None:
     """Counts unique ids, which the numbers add up to."""
     group.look_up.num_found = sum(numbers)
     group.exchange.counters.unique_ids += group.look_up.num_found
 
 
-def _num_unique(group: RouteGroup) -> Tensor:
+def _num_unique(group: DeviceRouteGroup) -> Tensor:
     return group.look_up.unique.num_unique
 
 
@@ -198,8 +198,8 @@ class LateChecks:
     def __init__(
         self,
         rank: int,
-        numbers: Callable[[RouteGroup], Tensor] = _num_unique,
-        take: Callable[[RouteGroup, list[int]], None] = count_unique,
+        numbers: Callable[[DeviceRouteGroup], Tensor] = _num_unique,
+        take: Callable[[DeviceRouteGroup, list[int]], None] = count_unique,
     ) -> None:
         self._rank, self._numbers, self._take = rank, numbers, take
         self._waiting: list[tuple[Routed, list[int], Late]] = []

@@ -11,52 +11,25 @@ Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.layout import GroupLayout
-from rowmesh.exchange.pooling import Pooling
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup, Route, RouteGroup
 from rowmesh.mesh.channel import Message
-from rowmesh.ops.look_up.device import descriptors, places_in
+from rowmesh.ops.look_up.device import places_in
 from rowmesh.ops.memory import held_bytes
+from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.window import DeviceWindow, HostWindow
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables.dense import compute_dtype
-
-if TYPE_CHECKING:
-    from rowmesh.ops.pool.cuda import Bags
 
 Form = Literal["unsplit", "naive", "delta"]
 """How the rows of a window travel; see `rowmesh.pipeline.window`."""
 FIRST = 2
 """The number of the first window; a row that no window touched has number 0."""
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceMicroBatch:
-    """One micro-batch of one group on a device, as pooling sees it.
-
-    Attributes:
-        bags: how ids, which stand together, form bags.
-        recover: int32 `[n]`: the unique id that each id is.
-        window: knows what is read.
-    """
-
-    bags: Bags
-    recover: Tensor
-    window: DeviceWindow
-
-    def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
-        """Writes the group's columns of the output; `bags` has the weights."""
-        from rowmesh.ops.pool.cuda import pool
-
-        pool(self.window.source, self.recover, self.bags, output, self.window.slots)
 
 
 class WindowGroup:
@@ -77,7 +50,7 @@ class WindowGroup:
 
     def __init__(
         self,
-        group: RouteGroup,
+        group: AnyRouteGroup,
         batch: SparseBatch,
         bounds: Sequence[int],
         layouts: Sequence[GroupLayout],
@@ -85,13 +58,17 @@ class WindowGroup:
     ) -> None:
         self.group, self.memory = group, memory
         self.copied: list[Message] = []
-        self.parts: Sequence[RouteGroup]
-        if group.exchange.device is None:
-            assert isinstance(memory, HostWindow)
-            self.parts = _cut_on_host(group, memory, layouts)
+        exchange, look_up = group.exchange, group.look_up
+        if isinstance(memory, HostWindow):
+            look_up.send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
+            memory.cut(look_up, layouts)
+            look_ups = [look_up] * len(layouts)
         else:
-            assert isinstance(memory, DeviceWindow)
-            self.parts = _cut_on_device(group, memory, batch, bounds, layouts)
+            place = batch.features.index(exchange.group.features[0]) * batch.batch_size
+            bags = place + np.arange(group.layout.num_features) * batch.batch_size
+            look_ups = memory.cut(look_up, layouts, [bags + first for first in bounds[:-1]])
+        pooled: list[Any] = [*look_ups]  # of a micro-batch nothing else is asked
+        self.parts = [RouteGroup(exchange, layout, each) for layout, each in zip(layouts, pooled, strict=True)]
 
     @property
     def on_device(self) -> DeviceWindow:
@@ -107,74 +84,16 @@ class WindowGroup:
 
     def read_fetched(self) -> None:
         """Lets micro-batches read the rows fetched for the whole batch; on a CPU they do so anyway."""
-        if self.group.exchange.device is not None:
+        if isinstance(self.memory, DeviceWindow):
             look_up = self.group.look_up
             slots = look_up.slots if look_up.order is None else places_in(look_up.order)
-            self.on_device.read(look_up.source, slots, look_up.num_unique)
+            self.memory.read(look_up.source, slots, look_up.num_unique)
 
     def gather_gradients(self) -> None:
         """Gives the whole batch the gradients of all micro-batches, to be pushed at once; on a CPU it has them."""
-        if self.group.exchange.device is not None:
-            gradients, order = self.on_device.gradients(), self.group.look_up.order
+        if isinstance(self.memory, DeviceWindow):
+            gradients, order = self.memory.gradients(), self.group.look_up.order
             self.group.look_up.gradients = gradients if order is None else gradients.index_select(0, order)
-
-    def unpin(self) -> None:
-        """Unpins its rows, which the current stream has read and which will not be updated."""
-        self.group.unpin()
-
-
-def _cut_on_host(group: RouteGroup, memory: HostWindow, layouts: Sequence[GroupLayout]) -> list[RouteGroup]:
-    look_up = group.look_up
-    look_up.send.reserve_gradients(group.num_unique * group.exchange.gradient_bytes)
-    memory.cut(look_up, layouts)
-    return [RouteGroup(group.exchange, layout, look_up) for layout in layouts]
-
-
-def _cut_on_device(
-    group: RouteGroup,
-    memory: DeviceWindow,
-    batch: SparseBatch,
-    bounds: Sequence[int],
-    layouts: Sequence[GroupLayout],
-) -> list[RouteGroup]:
-    """Ids of each micro-batch are put together, feature after feature."""
-    bags, unique = group.look_up.bags, group.look_up.unique
-    assert bags is not None
-    if len(layouts) == 1:
-        parts, begins = [(unique.inverse, bags)], None
-    else:
-        begin = group.layout.features[0, 0]
-        pieces = [(layout.features[:, :2] - begin).tolist() for layout in layouts]
-        place = batch.features.index(group.exchange.group.features[0]) * batch.batch_size
-        first_bags = place + np.arange(group.layout.num_features) * batch.batch_size
-        parts = [
-            (_joined(unique.inverse, ids), _cut_bags(bags, layout, first_bags + first, ids))
-            for layout, first, ids in zip(layouts, bounds, pieces, strict=False)
-        ]
-        begins = [[first for first, _ in ids] for ids in pieces]
-    dtype = compute_dtype(group.exchange.group.dtype)
-    memory.cut(unique.inverse, unique.num_unique, group.num_unique, dtype, parts)
-    if begins is not None:
-        memory.note_uses(begins)
-    return [
-        RouteGroup(group.exchange, layout, DeviceMicroBatch(cut, recover, memory))
-        for layout, (recover, cut) in zip(layouts, parts, strict=True)
-    ]
-
-
-def _cut_bags(bags: Bags, layout: GroupLayout, first_bags: np.ndarray, ids: Sequence[Sequence[int]]) -> Bags:
-    """The bags of some samples, whose ids then stand together."""
-    weights = None if bags.weights is None else _joined(bags.weights, ids)
-    return bags.describe(descriptors(layout, first_bags), bags.features.device, bags.offsets, weights)
-
-
-def _joined(tensor: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
-    """Some pieces of a tensor, one after the other.
-
-    >>> _joined(torch.tensor([5, 6, 7, 8]), [(0, 1), (2, 4)]).tolist()
-    [5, 7, 8]
-    """
-    return torch.cat([tensor[begin:end] for begin, end in pieces])
 
 
 class Window:
@@ -213,14 +132,9 @@ class Window:
         """N."""
         return len(self.bounds) - 1
 
-    def pool(self, part: int, pooling: Pooling) -> tuple[Tensor, ...]:
-        """The vectors of one micro-batch."""
-        size = self.bounds[part + 1] - self.bounds[part]
-        return pooling.forward([group.parts[part] for group in self.groups], self.route.batch, size)
-
-    def backward(self, part: int, pooling: Pooling, gradients: Sequence[Tensor]) -> None:
-        """Adds the gradients of the rows of one micro-batch to the sums, given those of the outputs of `pool`."""
-        for group, grad in zip(self.groups, pooling.by_group(gradients), strict=True):
+    def add_gradients(self, part: int, gradients: Sequence[Tensor]) -> None:
+        """Adds the gradients of the rows of one micro-batch to the sums, given those of its vectors by group."""
+        for group, grad in zip(self.groups, gradients, strict=True):
             group.memory.add_gradients(part, grad)
 
     def __del__(self) -> None:
@@ -243,9 +157,9 @@ class WindowMaker:
             layouts: of each micro-batch, for every group.
         """
         if route.groups[0].exchange.device is not None:
-            return Window(route, bounds, layouts, [DeviceWindow() for _ in route.groups], _keep)
+            return Window(route, bounds, layouts, [DeviceWindow() for _ in route.groups], lambda: None)
         if not self._idle:
-            self._made.append([_host_window(group) for group in route.groups])
+            self._made.append([_host_window(group.exchange) for group in route.groups])
             self._idle.append(self._made[-1])
         memories = self._idle.pop()
         return Window(route, bounds, layouts, memories, lambda: self._idle.append(memories))
@@ -256,27 +170,6 @@ class WindowMaker:
         return sum(held_bytes(each) + held_bytes(each.merger) for memories in self._made for each in memories)
 
 
-def _host_window(group: RouteGroup) -> HostWindow:
-    exchange, tables = group.exchange, group.exchange.group
-    ranks = exchange.world_size, exchange.rank
-    return HostWindow(tables.dim, tables.dtype, exchange.num_segments, *ranks, exchange.arena.address)
-
-
-def _keep() -> None:
-    """Memory is torch's."""
-
-
-class WindowLookUp:
-    """A micro-batch as autograd sees it."""
-
-    def __init__(self, window: Window, part: int, pooling: Pooling, finished: Callable[[], None]) -> None:
-        self._window, self._part, self._pooling, self._finished = window, part, pooling, finished
-
-    def pool(self) -> tuple[Tensor, ...]:
-        """Its vectors."""
-        return self._window.pool(self._part, self._pooling)
-
-    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Adds the gradients of its rows to the sums."""
-        self._window.backward(self._part, self._pooling, gradients)
-        self._finished()
+def _host_window(exchange: GroupExchange) -> HostWindow:
+    group, ranks = exchange.group, (exchange.world_size, exchange.rank)
+    return HostWindow(group.dim, group.dtype, exchange.num_segments, *ranks, exchange.arena.address)

@@ -117,7 +117,7 @@ class SharedSums:
         part = size // mesh.world_size if self._is_scattered else 0
         self._total = torch.zeros(size, dtype=dtype, device="cpu")
         own = SharedBuffer.create(_FLAG_BYTES + 2 * (size + part) * dtype.itemsize)
-        own.settle()
+        own.use_huge_pages()
         self._buffers = [buffer for (buffer,) in share(mesh, [own])]
         self._vectors, self._sums = (
             [[self._view(b, turn * n + begin, n, dtype) for b in self._buffers] for turn in range(2)]

@@ -92,7 +92,7 @@ class SharedBuffer(Memory):
         finally:
             os.close(opened)
 
-    def settle(self) -> None:
+    def use_huge_pages(self) -> None:
         """Touches all pages and moves them to huge pages where the system allows; worth it for what lives long."""
         collapse_huge_pages(self.address, self._mapped)
 

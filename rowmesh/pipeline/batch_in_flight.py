@@ -53,12 +53,13 @@ class BatchInFlight(Generic[T]):
     """One batch under way; iterating gives its micro-batches, in order, each once.
 
     Attributes:
+        number: of the batch, from 0 on.
         item: what the loader gave, its samples in the order of the micro-batches.
         order: where they were before (int64 `[B]`), or None where they are as they were.
     """
 
-    def __init__(self, pipeline: Pipeline[T], batch: int, item: T) -> None:
-        self._pipeline, self.batch, self.item = pipeline, batch, item
+    def __init__(self, pipeline: Pipeline[T], number: int, item: T) -> None:
+        self._pipeline, self.number, self.item = pipeline, number, item
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[Rate] | None = None
@@ -68,15 +69,15 @@ class BatchInFlight(Generic[T]):
 
     def __iter__(self) -> Iterator[Part]:
         if self._is_begun or self.window is None:
-            raise RowmeshError(f"the micro-batches of batch {self.batch} were given before; each is computed once")
+            raise RowmeshError(f"the micro-batches of batch {self.number} were given before; each is computed once")
         self._is_begun, bounds = True, self.window.bounds
         for part, samples in enumerate(map(slice, bounds, bounds[1:])):
-            task = Task("compute", self.batch, part)
+            task = Task("compute", self.number, part)
             start = self._pipeline.await_rows(self, task)
             yield Part(samples, self._pipeline.pool(self, part))
             if self._num_computed != part + 1:
                 raise RowmeshError(
-                    f"micro-batch {part} of batch {self.batch} had no backward; call loss.backward() for each before "
+                    f"micro-batch {part} of batch {self.number} had no backward; call loss.backward() for each before "
                     "the next one"
                 )
             self._pipeline.record_compute(task, start)

@@ -8,7 +8,7 @@ host never waits for that: whenever a task is noted, or totals are taken, it loo
 0.2 ms. So a mark is timed from a recent mark whose time is known. The known mark is replaced once a second, by one that
 passed at least a second later; the one before it precedes all work that is launched from then on, on any stream.
 
-*The host's seconds.* Ranks, and what only hosts do, have no other clock in common. To read spans (`settle`) the host
+*The host's seconds.* Ranks, and what only hosts do, have no other clock in common. To read spans (`flush`) the host
 waits for all that was noted, then records a mark on the idle device and reads its own clock; the two agree to within
 the few µs that this takes. Of several tries the shortest counts. Spans since the last reading are moved by that one
 difference. Two clocks may drift apart by some 10 µs a second: a trace is right to a few µs at its end, where it is
@@ -110,7 +110,7 @@ class DeviceRecorder(Recorder):
             self._look_at_all()
             return super().take()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits until all that was noted is done, and moves it to the host's clock."""
         with self._lock:
             last = [noted[-1].end for noted in self._under_way.values() if noted]

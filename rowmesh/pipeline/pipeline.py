@@ -124,11 +124,11 @@ class Pipeline(Generic[T]):
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None
         self._thread = 0  # which one runs the loop
-        self._flights: dict[int, BatchInFlight[T]] = {}
+        self._in_flight: dict[int, BatchInFlight[T]] = {}
         self._current: BatchInFlight[T] | None = None  # the one that is computed
         self._steps: dict[int, Step] = {}  # by batch, until ranks have compared them
         self._late_error: RowmeshError | None = None  # what failed after a loop was left
-        self._has_settled = False  # since the last turn was entered
+        self._has_waited = False  # since the last turn was entered
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
@@ -166,14 +166,14 @@ class Pipeline(Generic[T]):
         runner = self._begin(items)
         try:
             yield from self._turns(runner)
-            runner.settle()
+            runner.wait_for_all()
         finally:
             if self._runner is runner:  # it may have been closed, and another loop begun
                 self._stop()
 
     def _begin(self, items: Iterable[T]) -> Runner:
         reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
-        self._engine.take_over(Driver(self._step, self.settle, cancelled))
+        self._engine.take_over(Driver(self._step, self.wait, cancelled))
         try:
             return self._start(reader, cancelled)
         except BaseException:  # or no look-up would be possible any more
@@ -203,30 +203,30 @@ class Pipeline(Generic[T]):
     def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:
         turn = -self.schedule.depth
         while True:
-            if self._has_settled:  # and the program may have updated rows, on its own stream
+            if self._has_waited:  # and the program may have updated rows, on its own stream
                 self._streams.meet()
-                self._has_settled = False
+                self._has_waited = False
             runner.enter(turn)
             if turn >= 0:
                 runner.wait(Task("compute", turn))
-                if (flight := self._flights.get(turn)) is None:
+                if (batch := self._in_flight.get(turn)) is None:
                     self._end_turn(runner, turn)
                     return
-                self._current = flight
-                yield flight
-                if flight.lrs is None:
+                self._current = batch
+                yield batch
+                if batch.lrs is None:
                     raise RowmeshError(
                         f"batch {turn} had no step: after the backward of its last micro-batch call the step of the "
                         "EmbeddingOptimizer"
                     )
-                self._note_dense(flight)
+                self._note_dense(batch)
             turn += 1
 
-    def _note_dense(self, flight: BatchInFlight[T]) -> None:
-        """Notes when the dense network was updated: the driver's work after `settle` is not part of the step."""
-        if flight.stepped is not None:
-            self.recorder.note(Task("dense", flight.batch), COMPUTE, flight.stepped, self.recorder.now())
-            flight.stepped = None
+    def _note_dense(self, batch: BatchInFlight[T]) -> None:
+        """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
+        if batch.stepped is not None:
+            self.recorder.note(Task("dense", batch.number), COMPUTE, batch.stepped, self.recorder.now())
+            batch.stepped = None
 
     def _end_turn(self, runner: Runner, turn: int) -> None:
         """Passes over a batch that does not exist."""
@@ -234,7 +234,7 @@ class Pipeline(Generic[T]):
             runner.done(Task("compute", turn, part))
         runner.done(Task("step", turn))
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the steps so far are done on this rank.
 
         Raises:
@@ -250,15 +250,15 @@ class Pipeline(Generic[T]):
             )
         if self._current is not None and self._current.lrs is None:
             raise RowmeshError(
-                f"batch {self._current.batch} of the pipeline is half way; look rows up, read or save them between two "
-                "windows, after the optimizer's step"
+                f"batch {self._current.number} of the pipeline is half way; look rows up, read or save them between "
+                "two windows, after the optimizer's step"
             )
         if self._current is not None:
             self._note_dense(self._current)
         with self._stops_if_it_fails():
-            self._runner.settle()
+            self._runner.wait_for_all()
         self._streams.meet()
-        self._has_settled = True
+        self._has_waited = True
 
     @contextlib.contextmanager
     def _stops_if_it_fails(self) -> Iterator[None]:
@@ -302,19 +302,19 @@ class Pipeline(Generic[T]):
             windows.end()
         self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
         self._num_read = 0
-        self._flights.clear()
+        self._in_flight.clear()
         self._steps.clear()
         self._streams.forget()
         self._current, self._reader = None, iter(())
 
     def _make_room(self, runner: Runner) -> None:
         """Unpins the rows of a batch that has no step: what is under way may wait for their room."""
-        flight, is_tiered = self._current, any(windows.is_tiered for windows in self._windows)
-        if not is_tiered or flight is None or flight.window is None or flight.lrs is not None:
+        batch, is_tiered = self._current, any(windows.is_tiered for windows in self._windows)
+        if not is_tiered or batch is None or batch.window is None or batch.lrs is not None:
             return
-        if runner.prepare_to_close(Task("rows", flight.batch, self.schedule.num_parts - 1)):
+        if runner.prepare_to_close(Task("rows", batch.number, self.schedule.num_parts - 1)):
             for windows in self._windows:
-                windows.unpin(flight.window)
+                windows.unpin(batch.window)
 
     def _raise_late_error(self) -> None:
         """Raises what failed when a loop was left."""
@@ -324,13 +324,13 @@ class Pipeline(Generic[T]):
 
     # Calls of the driver
 
-    def await_rows(self, flight: BatchInFlight[T], task: Task) -> Mark:
+    def await_rows(self, batch: BatchInFlight[T], task: Task) -> Mark:
         """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
 
         A device's stream passes the first mark when it has no other work, and the second when rows are there. While the
         host waits for the threads that fetch rows, the time is exposed only if the device is idle.
         """
-        runner, start = self._runner_of(flight), self.recorder.now()
+        runner, start = self._runner_of(batch), self.recorder.now()
         with self._stops_if_it_fails():
             runner.wait(task)
         self._streams.begin(task)
@@ -338,25 +338,25 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def pool(self, flight: BatchInFlight[T], part: int) -> Embeddings:
+    def pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
-        window, task = flight.window, Task("compute", flight.batch, part)
+        window, task = batch.window, Task("compute", batch.number, part)
         assert window
 
         def finished() -> None:
-            runner = self._runner_of(flight)
+            runner = self._runner_of(batch)
             for windows in self._windows:
                 windows.pack(window, part)
-            flight.take_gradients(part)
+            batch.take_gradients(part)
             self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
             runner.done(task)
 
         return self._engine.pool_part(window, part, finished)
 
-    def _runner_of(self, flight: BatchInFlight[T]) -> Runner:
+    def _runner_of(self, batch: BatchInFlight[T]) -> Runner:
         """The runner of a batch."""
-        if self._runner is None or flight is not self._current:
-            raise RowmeshError(f"batch {flight.batch} is not under way any more: its loop was left")
+        if self._runner is None or batch is not self._current:
+            raise RowmeshError(f"batch {batch.number} is not under way any more: its loop was left")
         return self._runner
 
     def record_compute(self, task: Task, start: Mark) -> None:
@@ -366,12 +366,12 @@ class Pipeline(Generic[T]):
     def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
         assert self._runner
-        flight = self._current
-        if flight is None or not flight.is_computed or flight.lrs is not None:
+        batch = self._current
+        if batch is None or not batch.is_computed or batch.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
-        flight.lrs, flight.stepped = lrs, self.recorder.now()
-        self._steps[flight.batch] = self._engine.make_step(lrs)
-        self._runner.done(Task("step", flight.batch))
+        batch.lrs, batch.stepped = lrs, self.recorder.now()
+        self._steps[batch.number] = self._engine.make_step(lrs)
+        self._runner.done(Task("step", batch.number))
 
     # Stages, in other threads
 
@@ -384,15 +384,15 @@ class Pipeline(Generic[T]):
             self._end = task.batch
             return
         self._num_read += 1
-        self._flights[task.batch] = BatchInFlight(self, task.batch, item)
+        self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
 
     def _route(self, task: Task) -> None:
-        if flight := self._flights.get(task.batch):
-            order, sizes = self._cutter(flight.item.sparse)
+        if batch := self._in_flight.get(task.batch):
+            order, sizes = self._cutter(batch.item.sparse)
             if order is not None:
-                flight.order, flight.item = order, flight.item.take(order)
-            flight.window = self._engine.make_window(flight.item.sparse, sizes)
-            flight.window.number = flight.window.route.number = self._first + task.batch
+                batch.order, batch.item = order, batch.item.take(order)
+            batch.window = self._engine.make_window(batch.item.sparse, sizes)
+            batch.window.number = batch.window.route.number = self._first + task.batch
 
     def _open(self, task: Task) -> None:
         window = self._window(task)
@@ -429,20 +429,20 @@ class Pipeline(Generic[T]):
                 windows.push(window, task.part)
 
     def _update(self, task: Task) -> None:
-        flight = self._flights.get(task.batch)
-        if flight is None:
+        batch = self._in_flight.get(task.batch)
+        if batch is None:
             return
-        assert flight.window
-        assert flight.lrs is not None
-        self._engine.update_window(self._windows, flight.window, flight.lrs)
-        self._streams.keep(task.batch, flight.window)
-        self._streams.keep(task.batch + 1, flight.item)  # the program may use it until it computes the next one
-        flight.window = None  # its memory serves another one, even where the program keeps the batch
-        del self._flights[task.batch]
+        assert batch.window
+        assert batch.lrs is not None
+        self._engine.update_window(self._windows, batch.window, batch.lrs)
+        self._streams.keep(task.batch, batch.window)
+        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
+        batch.window = None  # its memory serves another one, even where the program keeps the batch
+        del self._in_flight[task.batch]
 
     def _window(self, task: Task) -> Window | None:
-        flight = self._flights.get(task.batch)
-        return None if flight is None else flight.window
+        batch = self._in_flight.get(task.batch)
+        return None if batch is None else batch.window
 
 
 def _check(depth: int, micro_batches: int, exchange: str) -> None:

@@ -71,7 +71,7 @@ class Recorder:
         totals.stages[stage] = totals.stages.get(stage, 0.0) + span.end_s - span.start_s
         totals.cpu[stage] = totals.cpu.get(stage, 0.0) + span.cpu_s
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits until all that was noted is known."""
 
     def take(self) -> Totals:
@@ -82,6 +82,6 @@ class Recorder:
 
     def spans(self) -> list[Span]:
         """The last ones, of all that was noted; waits until they are known."""
-        self.settle()
+        self.flush()
         with self._lock:
             return list(self._spans)

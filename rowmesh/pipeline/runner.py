@@ -62,7 +62,7 @@ class Runner:
         self._done: set[Task] = set()
         self._turn = -schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
-        self._is_told = self._is_settling = self._is_closing = False
+        self._is_told = self._is_waiting_for_all = self._is_closing = False
         self.cancelled = cancelled or threading.Event()
         self._when_silent: Callable[[], None] | None = None
         others = [resource for resource in schedule.resources if resource != COMPUTE]
@@ -102,18 +102,18 @@ class Runner:
             self._done.add(task)
             self._changed.notify_all()
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Until all tasks of the turns so far are done; the driver's own must be.
 
         Raises:
             RowmeshError: a task failed.
         """
         self._run_inline()
-        self._is_settling = True
+        self._is_waiting_for_all = True
         try:
             self._await(lambda: all(turn > self._turn for turn, _ in self._next.values()))
         finally:
-            self._is_settling = False
+            self._is_waiting_for_all = False
 
     def is_of_use(self, task: Task) -> bool:
         """Whether a task's result is needed: while the pipeline is being closed, only what this turn needs is."""
@@ -123,7 +123,7 @@ class Runner:
         """Whether a task may wait for the updates of batches before its own."""
         if not self._threads or self.cancelled.is_set() or not self.is_of_use(task):
             return False
-        return not self._is_settling or Task("update", self._turn) not in self._done
+        return not self._is_waiting_for_all or Task("update", self._turn) not in self._done
 
     def prepare_to_close(self, task: Task) -> bool:
         """Starts no task whose result is not needed, and waits for a task of this turn; returns whether it is done."""

@@ -26,7 +26,7 @@ waits for all gradients of t, hence for all reads before them.
 also block for ever where two communicators of one device run at once, on every rank in another order, and do not fit on
 it together. Rows and gradients, two threads on a CPU, are therefore one resource here, whose tasks have one declared
 order: rows of t, keys of t + K, final rows of t + 1, gradients of t. The look-ups of the program use the same
-communicator, but only while the pipeline has no work (`settle`). Sums of cores, replicate groups, and holders of one
+communicator, but only while the pipeline has no work (`wait`). Sums of cores, replicate groups, and holders of one
 copy a node have communicators of their own, which the same thread uses, in one order too. The average of the dense
 network has its own communicator, as in any program with DistributedDataParallel; both together take a fraction of a
 GPU's multiprocessors.

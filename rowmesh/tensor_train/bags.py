@@ -99,7 +99,7 @@ def bounded(bags: Bags, num_rows: int) -> tuple[Tensor, Tensor]:
     return torch.where(is_used, bags.ids.clamp(0, num_rows - 1), NO_ID), outside
 
 
-class LateCheck:
+class LateBagCheck:
     """Whether the ids and offsets of a look-up on a device were right, which the host learns later.
 
     Args:

@@ -23,7 +23,7 @@ from rowmesh.tables.initializer import Initializer, Normal
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.tensor_train import TensorTrainShape
 from rowmesh.tensor_train import bags as arguments
-from rowmesh.tensor_train.bags import MODES, LateCheck, check_arguments, check_ids
+from rowmesh.tensor_train.bags import MODES, LateBagCheck, check_arguments, check_ids
 from rowmesh.tensor_train.decompose import tt_svd
 from rowmesh.tensor_train.functions import LookedUp, Pending
 
@@ -132,7 +132,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         self.cores = nn.ParameterList(nn.Parameter(core.to(device)) for core in cores)
         self._pending: Pending | None = None
         self._workspace = Workspace()
-        self._unread: LateCheck | None = None
+        self._unread: LateBagCheck | None = None
         self.gate = Gate()  # look-ups of several threads, and updates that this library makes
 
     def reset_parameters(self) -> None:
@@ -240,9 +240,9 @@ class TensorTrainEmbeddingBag(nn.Module):
         bags, disorder = arguments.device_bags_of(*given)
         bags = arguments.padding_last(bags, self.padding_idx)
         ids, outside = arguments.bounded(bags, self.num_embeddings)
-        return bags, self._sorted(ids, LateCheck(bags.ids, outside, disorder, self.num_embeddings))
+        return bags, self._sorted(ids, LateBagCheck(bags.ids, outside, disorder, self.num_embeddings))
 
-    def _sorted(self, ids: Tensor, late_check: LateCheck | None = None) -> Lookup:
+    def _sorted(self, ids: Tensor, late_check: LateBagCheck | None = None) -> Lookup:
         """The distinct ids: on a device with a check, which first raises what was wrong with the look-up before."""
         workspace = self._workspace
         if late_check is not None:
@@ -303,7 +303,7 @@ class TensorTrainEmbeddingBag(nn.Module):
         self._check_usable(cores)
         if not is_on_device(cores[0]):
             return self._sorted(ids)
-        late_check = LateCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
+        late_check = LateBagCheck(ids, (ids < 0) | (ids >= num_rows), None, num_rows)
         return self._sorted(ids.clamp(0, num_rows - 1), late_check)
 
     def _check_usable(self, cores: Sequence[Tensor]) -> None:

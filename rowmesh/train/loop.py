@@ -90,7 +90,7 @@ class Trainer:
                     self._log(log, interval, steps.record())
                     interval = Interval(waited_s=-self._loader.waited_s)
                 if self.config.train.eval_every and self._is_due(self.config.train.eval_every):
-                    steps.settle()
+                    steps.wait()
                     interval.loss += self._losses.rest()
                     interval.started_s += self._validate(log)
             steps.finish(run.trace)

@@ -47,7 +47,7 @@ class Steps(Protocol):
         """Trains on so many batches; gives each with the sum of the losses of this rank that became known by it."""
         ...
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until rows may be looked up otherwise."""
         ...
 
@@ -71,7 +71,7 @@ class PlainSteps:
         for batch in islice(batches, count):
             yield batch, self._trainer.train_step(batch)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Nothing is under way between steps."""
 
     def record(self) -> dict[str, float]:
@@ -110,7 +110,7 @@ class PipelinedSteps:
                 yield from self._run(in_turn, batches, count)
                 return
             yield from self._run(in_turn, batches, WARM_UP_STEPS)
-            in_turn.recorder.settle()
+            in_turn.recorder.flush()
             in_turn.recorder.take()
             yield from self._run(in_turn, batches, MEASURED_STEPS)
             left -= first_steps
@@ -121,10 +121,10 @@ class PipelinedSteps:
         self._log(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
         yield from self._run(pipeline, batches, left)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the steps so far are done."""
         if self._pipeline is not None:
-            self._pipeline.settle()
+            self._pipeline.wait()
 
     def record(self) -> dict[str, float]:
         """The share of the time that computation waited for rows."""
@@ -189,7 +189,7 @@ class PipelinedSteps:
         """The configuration with what the measured steps advise; the same on all ranks."""
         assert self._pipeline
         pipeline = self._pipeline
-        pipeline.recorder.settle()
+        pipeline.recorder.flush()
         mine = _per_step(pipeline.recorder.take(), MEASURED_STEPS)
         everyone = gather_objects(self._job.mesh, mine, "comparing measured stages")
         stages, cpu = ({name: max(rank[k].get(name, 0.0) for rank in everyone) for name in mine[k]} for k in (0, 1))

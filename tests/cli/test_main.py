@@ -101,6 +101,7 @@ class Freed:
         time.sleep(0)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_is_not_lost_while_an_object_is_freed(capsys, monkeypatch):
     def interrupted(*_, **__):
         Freed()

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.copies import Copies
-from rowmesh.exchange.counters import CommonCounters, GroupCounters
+from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.merge_update import Merger
 from rowmesh.optim import SGD
 from rowmesh.optim.rules import Update
@@ -65,7 +65,7 @@ def test_sums_of_all_members_are_applied_and_passed_on():
     expected = torch.zeros(40, DIM)
     expected[[30, 2]], expected[[5, 39]] = -0.5 * gradients[1:], -0.5 * theirs
     assert torch.equal(exchange.arena.rows, expected)
-    assert [sums.count for sums in received] == [2, 2]
+    assert [len(slots) for _, slots in received] == [8, 8]
 
     said = []
 
@@ -86,7 +86,7 @@ def test_nothing_to_share():
     replicas = Copies(exchange, CommonCounters())
     merger = merged([7], torch.ones(1, DIM))
     received = replicas.share(merger, (1, 1), Channel(torch.tensor([0])), Update(1.0, 1.0, 1))
-    assert [sums.count for sums in received] == [0, 0]
+    assert [len(slots) for _, slots in received] == [0, 0]
     assert not exchange.arena.rows.any()
 
 

@@ -1,4 +1,4 @@
-"""What `tests/test_tensor_train_tables.py` holds of CorePart for whole collections; here, what it keeps and counts."""
+"""What tensor-train tables keep and count; whole collections are tested in `tests/test_tensor_train_tables.py`."""
 
 import torch
 

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from rowmesh.exchange.migration import Movements, Places, windows
+from rowmesh.exchange.migration import windows
 from rowmesh.placement import AddressMap
 from rowmesh.tables import TableSpec
 from tests.support.plans import RULES, random_plans

@@ -104,6 +104,7 @@ def test_all_ranks_wait_where_one_finds_no_room(config_file, tmp_path, ranks, ra
     assert RunFolder(tmp_path / "run").is_whole
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_terminal_ends_the_wait(config_file, capsys):
     with (
         arm("checkpoint.prepare=ENOSPC"),

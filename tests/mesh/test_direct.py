@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rowmesh.errors import PeerError
-from rowmesh.exchange.counters import CommonCounters
 from rowmesh.mesh.channel import Channel
+from rowmesh.observe.exchange_counters import CommonCounters
 from tests.support.ranks import RankPool
 
 

@@ -45,6 +45,7 @@ def test_results_and_errors_of_a_call():
         patiently(lambda: 1 // 0)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_signal_ends_the_waiting():
     """As SIGTERM does, which a command answers by an exception."""
     started, never = threading.Event(), threading.Event()

@@ -27,8 +27,8 @@ def mapped():
 def test_two_mappings_of_one_memory(num_bytes):
     buffer = SharedBuffer.create(num_bytes)
     other = SharedBuffer.attach(os.getpid(), buffer.descriptor, buffer.num_bytes, rank=0)
-    buffer.settle()
-    other.settle()
+    buffer.use_huge_pages()
+    other.use_huge_pages()
     assert buffer.num_bytes >= max(num_bytes, 64)
     assert other.address != buffer.address
     assert buffer.address % (HUGE_PAGE if num_bytes >= HUGE_PAGE else 64) == 0

@@ -207,7 +207,7 @@ def test_streams_meet_before_the_program_looks_rows_up_and_after():
             for part in window:
                 part.embeddings.values.sum().backward()
             optimizer.step()
-            if window.batch == 1:
+            if window.number == 1:
                 collection(SparseBatch.from_bags({"a": [[4]]}))
                 noted.append("look-up")
     assert noted.count("meet") == 2 + 1 + 1  # at both ends; before the look-up, and after

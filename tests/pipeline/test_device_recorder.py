@@ -203,10 +203,10 @@ def test_settling_waits_for_all_and_then_no_more():
     device = Device()
     device.note("rows", device.compute, 5.0)
     device.may_wait = True
-    device.recorder.settle()
+    device.recorder.flush()
     assert device.recorder.take().stages == pytest.approx({"rows": 5.0})
     before = device.seconds
-    device.recorder.settle()
+    device.recorder.flush()
     assert device.seconds == before, "an idle device is not asked again"
 
 

@@ -125,7 +125,7 @@ def leave(mesh):
             assert len(next(iter(window)).embeddings.values) == most
             break
     with torch.no_grad():
-        return collection(second).values.shape, window.batch
+        return collection(second).values.shape, window.number
 
 
 def test_a_loop_that_is_left_gives_tiered_rows_up(ranks):

@@ -179,7 +179,7 @@ def test_nothing_is_read_within_a_window(read):
                 with pytest.raises(RowmeshError, match=f"batch {number} of the pipeline is half way"):
                     read(collection)
             with pytest.raises(RowmeshError, match="half way"):
-                pipeline.settle()
+                pipeline.wait()
             optimizer.step()
 
 

@@ -17,7 +17,7 @@ BATCH = Batch(torch.zeros(2, 0), SparseBatch.from_bags({"a": [[1], [2]]}), torch
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_task_is_noted_once(overlap):
-    """Also where the program settles amid a turn, to look rows up."""
+    """Also where the program waits amid a turn, to look rows up."""
     embeddings = EmbeddingCollection([TableSpec(name="a", num_rows=9, dim=3)])
     optimizer = EmbeddingOptimizer(embeddings)
     with Pipeline(embeddings, micro_batches=2, overlap=overlap) as pipeline:

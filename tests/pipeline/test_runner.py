@@ -1,7 +1,6 @@
 """Runner: does a schedule in threads: in order, no sooner than the driver lets it, and with an end."""
 
 import logging
-import signal
 import threading
 import time
 
@@ -97,7 +96,7 @@ def test_everything_is_done_in_order(depth, num_parts, final, tiered, threads, s
 
     runner = make(schedule, log, threads=threads, disturb=disturb)
     drive(runner, schedule, 6, log)
-    runner.settle()
+    runner.wait_for_all()
     runner.close()
     check_order(schedule, log, 6)
 
@@ -110,7 +109,7 @@ def test_a_resource_that_lags_is_waited_for(depth):
     lag = {"write back", "gradients"}
     runner = make(schedule, log, disturb=lambda task: time.sleep(0.004) if task.stage in lag else None)
     drive(runner, schedule, 12, log)
-    runner.settle()
+    runner.wait_for_all()
     runner.close()
     check_order(schedule, log, 12)
 
@@ -124,7 +123,7 @@ def test_nothing_of_a_turn_is_begun_before_it_is_entered():
         runner.enter(turn)
         if turn >= 0:
             compute(runner, schedule, turn)
-        runner.settle()
+        runner.wait_for_all()
         expected = {
             task
             for resource in schedule.resources
@@ -141,7 +140,7 @@ def test_each_resource_has_a_thread_of_its_own():
     log = Log()
     runner = make(schedule, log)
     drive(runner, schedule, 3)
-    runner.settle()
+    runner.wait_for_all()
     runner.close()
     assert log.threads["read"] == log.threads["route"] == {"rowmesh worker"}
     assert log.threads["open"] == log.threads["rows"] == log.threads["final"] == {"rowmesh rows"}
@@ -190,7 +189,7 @@ def test_an_error_ends_the_driver_and_is_named(stage, error, kind, threads):
         drive(runner, schedule, 6)
     assert caught.value.__cause__ is error
     with pytest.raises(kind, match="in stage"):
-        runner.settle()
+        runner.wait_for_all()
     runner.close()
     assert runner.cancelled.is_set()
 
@@ -222,7 +221,7 @@ def test_the_first_error_is_the_one_that_is_told():
         drive(runner, schedule, 4)
     runner.close()
     with pytest.raises(DataError, match="bad line"):
-        runner.settle()
+        runner.wait_for_all()
 
 
 def test_closing_does_what_was_begun():
@@ -286,6 +285,7 @@ def test_a_driver_that_is_interrupted_leaves_no_thread():
     assert left_threads() == []
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_driver_that_waits_hears_a_signal():
     """A thread that waits for a lock without a limit would not."""
     import _thread
@@ -294,13 +294,11 @@ def test_a_driver_that_waits_hears_a_signal():
     schedule = make_schedule(1, 1)
     runner = make(schedule, Log({Task("read", 1): release.wait}))
     timer = threading.Timer(0.3, _thread.interrupt_main)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             drive(runner, schedule, 4)
     finally:
-        signal.signal(signal.SIGINT, before)
         release.set()
         timer.join()
         runner.close()

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.tables import TableSpec
 
 RULES = ("cyclic", "node", "replicated", "fixed")
 
@@ -70,3 +71,11 @@ def in_groups(scenario, replicas, together="shards", mode="exact"):
     per_node = scenario.ranks_per_node or scenario.world_size
     plan = Plan.cyclic(shapes, scenario.world_size, per_node, replicas=replicas, together=together)
     return replace(scenario, plan=plan, synchronization=Synchronization(mode=mode))
+
+
+@st.composite
+def pairs_of_plans(draw):
+    """Two plans of the same tables for the same ranks."""
+    per_node, nodes = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (4, 1)]))
+    tables = [TableSpec(name=name, num_rows=draw(st.integers(1, 60)), dim=4) for name in "ab"]
+    return [draw(random_plans(tables, per_node * nodes, per_node)) for _ in range(2)]

@@ -186,7 +186,7 @@ def drive_all(schedule, run, compute, num_batches):
         runner.enter(turn)
         if turn >= 0:
             compute(runner, turn)
-    runner.settle()
+    runner.wait_for_all()
     runner.close()
 
 

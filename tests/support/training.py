@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings, LocalRows
-from rowmesh.exchange.counters import CommonCounters, GroupCounters
 from rowmesh.mesh import Mesh
+from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.pipeline import BatchInFlight, Pipeline
@@ -164,7 +164,7 @@ class _Job:
                 for window in pipeline.windows(self._items(step)):
                     self._train_window(window)
                     if scenario.evaluates:
-                        pipeline.settle()
+                        pipeline.wait()
                     self._evaluate(step)
                     step += 1
                     if step in scenario.breaks or step in scenario.plain:

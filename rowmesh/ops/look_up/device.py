@@ -8,7 +8,7 @@ brings them, those of the other ranks, and the counts of ids outside their table
 tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
 of what owners send: how many rows they merged, which is copied to the host since the look-up; so does what replicas
 send each other, of which ranks that read each other's rows learn only then. Tiered tables are read from their store by
-the host, and on several ranks it waits for what is asked of this one: see `rowmesh.exchange.tiered`.
+the host, and on several ranks it waits for what is asked of this one (`GroupExchange.pin_requested`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class DeviceLookUp:
         order: int32 `[num_unique]`: which unique id each fetched row is of; None where they stand in their order.
         filed: the cells that every row went into, for the backward.
         gradients: `[num_unique, D]` of the rows, in the order in which they were asked for; None before the backward.
+        gradient_dtype: of gradients.
         wanted: uint32 `[U]`: slots, where the host finds them (tiered tables on one rank).
     """
 
@@ -58,7 +59,7 @@ class DeviceLookUp:
     def __init__(
         self, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed | None, dtype: torch.dtype
     ) -> None:
-        self.layout, self.bags, self.unique, self.routed, self._dtype = layout, bags, unique, routed, dtype
+        self.layout, self.bags, self.unique, self.routed, self.gradient_dtype = layout, bags, unique, routed, dtype
         self.num_unique, self.recover = layout.num_ids, unique.inverse
         self.num_found: int | None = None
         self.slots: Tensor | None = None
@@ -98,7 +99,7 @@ class DeviceLookUp:
 
         if self.filed is None:
             assert self.bags is not None
-            self.filed = cuda.file_cells(self.recover, self.bags, self.num_unique, self._dtype)
+            self.filed = cuda.file_cells(self.recover, self.bags, self.num_unique, self.gradient_dtype)
 
     def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
         """Writes the group's columns of the output; `bags` has the weights."""
@@ -113,7 +114,9 @@ class DeviceLookUp:
 
         self.compress(layout)
         assert self.filed is not None
-        self.gradients = torch.empty(self.num_unique, self.source.shape[1], dtype=self._dtype, device=grad.device)
+        self.gradients = torch.empty(
+            self.num_unique, self.source.shape[1], dtype=self.gradient_dtype, device=grad.device
+        )
         cuda.backward(grad, self.filed, self.gradients, self.unique.num_unique)
         self.filed = None
 

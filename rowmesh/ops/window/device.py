@@ -7,19 +7,44 @@ read them. See [Note: streams] in `rowmesh.pipeline.streams`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.ops.look_up.device import DeviceLookUp, descriptors
 from rowmesh.ops.merge_update import DeviceMerged
+from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.transfer import upload
 from rowmesh.ops.window.cpu import FINAL
 from rowmesh.ops.window.order import Order
 
 if TYPE_CHECKING:
     from rowmesh.ops.pool.cuda import Bags, FiledCells
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMicroBatch:
+    """One micro-batch of one group, as pooling sees it.
+
+    Attributes:
+        bags: how ids, which stand together, form bags.
+        recover: int32 `[n]`: the unique id that each id is.
+        window: knows what is read.
+    """
+
+    bags: Bags
+    recover: Tensor
+    window: DeviceWindow
+
+    def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
+        """Writes the group's columns of the output; `bags` has the weights."""
+        from rowmesh.ops.pool.cuda import pool
+
+        pool(self.window.source, self.recover, self.bags, output, self.window.slots)
 
 
 class DeviceWindow:
@@ -54,26 +79,34 @@ class DeviceWindow:
         self._gradients: Tensor | None = None
 
     def cut(
-        self,
-        inverse: Tensor,
-        num_found: Tensor,
-        num_unique: int,
-        dtype: torch.dtype,
-        parts: Sequence[tuple[Tensor, Bags]],
-    ) -> None:
+        self, batch: DeviceLookUp, layouts: Sequence[GroupLayout], first_bags: Sequence[np.ndarray]
+    ) -> list[DeviceMicroBatch]:
         """Files the cells of every micro-batch, on the stream that routes: that which computes only pools and sums.
 
-        Args:
-            inverse: int32 `[ids]`: the unique id that each id is.
-            num_found: `[1]`: how many unique ids there are.
-            num_unique: how many there could be.
-            dtype: of gradients.
-            parts: of each micro-batch, the unique id that each of its ids is, and its bags.
-        """
-        self._inverse, self._num_found, self.num_unique = inverse, num_found, num_unique
-        self.filed = [self._pool.file_cells(recover, bags, num_unique, dtype) for recover, bags in parts]
+        Ids of each micro-batch are put together, feature after feature.
 
-    def note_uses(self, begins: Sequence[Sequence[int]]) -> None:
+        Args:
+            batch: the look-up of the whole batch.
+            layouts: of each micro-batch.
+            first_bags: of each, int64 `[F]`: where the bounds of a feature's bags begin among those of the batch.
+        """
+        unique, bags = batch.unique, batch.bags
+        assert bags is not None
+        self._inverse, self._num_found, self.num_unique = unique.inverse, unique.num_unique, batch.num_unique
+        begin, parts = batch.layout.features[0, 0], [DeviceMicroBatch(bags, unique.inverse, self)]
+        ids = [(layout.features[:, :2] - begin).tolist() for layout in layouts]
+        if len(layouts) > 1:
+            parts = [
+                DeviceMicroBatch(_cut_bags(bags, layout, first, mine), _joined(unique.inverse, mine), self)
+                for layout, first, mine in zip(layouts, first_bags, ids, strict=True)
+            ]
+        file_cells, size, dtype = self._pool.file_cells, self.num_unique, batch.gradient_dtype
+        self.filed = [file_cells(part.recover, part.bags, size, dtype) for part in parts]
+        if len(layouts) > 1:
+            self._note_uses([[first for first, _ in mine] for mine in ids])
+        return parts
+
+    def _note_uses(self, begins: Sequence[Sequence[int]]) -> None:
         """Finds when each unique id is used first and last.
 
         Args:
@@ -245,6 +278,21 @@ class DeviceWindow:
     def drop_came(self) -> None:
         """Gradients that came are applied, and not needed any more."""
         del self._came
+
+
+def _cut_bags(bags: Bags, layout: GroupLayout, first_bags: np.ndarray, ids: Sequence[Sequence[int]]) -> Bags:
+    """The bags of some samples, whose ids then stand together."""
+    weights = None if bags.weights is None else _joined(bags.weights, ids)
+    return bags.describe(descriptors(layout, first_bags), bags.features.device, bags.offsets, weights)
+
+
+def _joined(tensor: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Some pieces of a tensor, one after the other.
+
+    >>> _joined(torch.tensor([5, 6, 7, 8]), [(0, 1), (2, 4)]).tolist()
+    [5, 7, 8]
+    """
+    return torch.cat([tensor[begin:end] for begin, end in pieces])
 
 
 def _sorted(phases: Tensor, sizes: Sequence[int], num_phases: int) -> tuple[Tensor, Tensor]:

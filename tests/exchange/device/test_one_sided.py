@@ -120,7 +120,7 @@ def test_barriers_stand_where_memory_changes_hands(ranks):
 
 
 @pytest.mark.parametrize(("mode", "synchronized"), [("exact", []), ("average", ["_receive"])])
-def test_a_barrier_follows_when_replicas_settle(ranks, mode, synchronized):
+def test_a_barrier_follows_when_replicas_flush(ranks, mode, synchronized):
     """It stands behind the message by which hosts know that all come."""
     step = ["fetch", "_open", "put", "barrier", "update", "barrier", "_receive"]
     after = ["_open", "barrier"]

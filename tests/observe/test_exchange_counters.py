@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rowmesh.exchange.counters import GroupCounters
+from rowmesh.observe.exchange_counters import GroupCounters
 
 
 def test_tables_are_counted_by_name():

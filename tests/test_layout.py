@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.exchange.layout import Layouts
+from rowmesh.layout import Layouts
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, fuse
 

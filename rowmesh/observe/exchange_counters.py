@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
-from rowmesh.ops.merge_update import DeviceMerged
-from rowmesh.placement import AddressMap
 
 
 @dataclass
@@ -118,36 +113,3 @@ class GroupCounters:
     def add_distinct(self, distinct: np.ndarray) -> None:
         """Adds distinct rows among them, by segment."""
         self._distinct += distinct.reshape(-1, len(self.tables)).sum(0)
-
-
-class SlotTables:
-    """The table of each slot of a rank.
-
-    Args:
-        address_map: of the group.
-        device: of this rank.
-        without: kinds of rows that are not counted here.
-    """
-
-    def __init__(self, address_map: AddressMap, device: torch.device, without: Container[str] = ()) -> None:
-        from rowmesh.ops.merge_update.cuda import NO_KIND, count_by_range
-
-        self._num_tables, self._count = address_map.num_tables, count_by_range
-        bounds = [(0, NO_KIND)]  # where ranges begin, in the order of the slots, and of which table they are
-        for table in range(self._num_tables):
-            for piece in address_map.held(table, without):
-                if len(piece.slots):
-                    bounds += [(piece.slots.start, table), (piece.slots.stop, NO_KIND)]
-        bounds.sort()
-        self._starts, self._tables = np.array(bounds, np.int64).T.copy()
-        ends = np.append(self._starts, address_map.num_slots[address_map.rank])
-        self._on_device = torch.from_numpy(ends).to(device), torch.from_numpy(self._tables).to(device)
-
-    def count(self, merged: DeviceMerged, counters: GroupCounters) -> None:
-        """Counts merged slots."""
-        self._count(merged, *self._on_device, counters.distinct)
-
-    def count_here(self, slots: NDArray[np.uint32], counters: GroupCounters) -> None:
-        """Counts distinct slots that the host knows."""
-        tables = self._tables[np.searchsorted(self._starts, slots, "right") - 1]
-        counters.add_distinct(np.bincount(tables[tables >= 0], minlength=self._num_tables))

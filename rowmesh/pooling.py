@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.route import RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.ops.tensor_pool import TensorPool
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
@@ -36,7 +36,7 @@ class Pooling:
         """Memory of the outputs, of those that users keep as well; on a device torch has it."""
         return 0 if self._outputs is None else self._outputs.num_bytes
 
-    def compress(self, group: RouteGroup) -> None:
+    def compress(self, group: AnyRouteGroup) -> None:
         """Sorts the output cells by row (CSR), for the backward; may run while rows travel."""
         group.look_up.compress(group.layout)
 
@@ -45,7 +45,7 @@ class Pooling:
             return torch.empty(num_rows, dim, dtype=self.dtype, device=self.device)
         return self._outputs.take(self.dtype, num_rows, dim)
 
-    def forward(self, groups: Sequence[RouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
+    def forward(self, groups: Sequence[AnyRouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
 
         Args:
@@ -60,12 +60,12 @@ class Pooling:
             group.look_up.pool(group.layout, batch.weights, outputs[-1 if is_sequence else 0])
         return tuple(outputs)
 
-    def backward(self, groups: Sequence[RouteGroup], gradients: Sequence[Tensor]) -> None:
+    def backward(self, groups: Sequence[AnyRouteGroup], gradients: Sequence[Tensor]) -> None:
         """Sums the gradients of equal ids, for push to send."""
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
             group.look_up.backward(group.layout, grad)
 
-    def is_finite(self, groups: Sequence[RouteGroup]) -> bool:
+    def is_finite(self, groups: Sequence[AnyRouteGroup]) -> bool:
         """Whether all summed gradients are finite."""
         found = [group.look_up.is_finite() for group in groups]
         return bool(torch.stack(found).all())  # a device is waited for once
@@ -77,28 +77,29 @@ class Pooling:
         return [next(sequences) if is_sequence else contiguous[0] for is_sequence in self._is_sequence]
 
 
-class LookUp(Protocol):
-    """Rows that were fetched, and the way of their gradients."""
-
-    def pool(self) -> tuple[Tensor, ...]:
-        """Their vectors."""
-        ...
-
-    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of the vectors by row."""
-        ...
-
-
 class PoolFunction(torch.autograd.Function):
-    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from."""
+    """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from.
+
+    Args:
+        anchor: gives the vectors a place in the graph.
+        pooling: makes them.
+        looked_up: arguments of `Pooling.forward`.
+        take_gradients: sums the gradients of the vectors by row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> tuple[Tensor, ...]:
-        ctx.look_up = look_up
-        return look_up.pool()
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        pooling: Pooling,
+        looked_up: tuple[Sequence[AnyRouteGroup], SparseBatch, int],
+        take_gradients: Callable[[Sequence[Tensor]], None],
+    ) -> tuple[Tensor, ...]:
+        ctx.take_gradients = take_gradients
+        return pooling.forward(*looked_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         if torch.is_grad_enabled():  # so it is under create_graph=True only
             raise RowmeshError(
                 "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
@@ -106,8 +107,8 @@ class PoolFunction(torch.autograd.Function):
                 "create_graph=True), add what it gives to the loss, and call backward() on that"
             )
         # The graph may live as long as a loss that the program keeps; the buffers of what was looked up must not.
-        look_up, ctx.look_up = ctx.look_up, None
-        if look_up is None:
+        take_gradients, ctx.take_gradients = ctx.take_gradients, None
+        if take_gradients is None:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
-        look_up.take_gradients(grads)
-        return None, None
+        take_gradients(grads)
+        return None, None, None, None
