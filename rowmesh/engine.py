@@ -467,5 +467,5 @@ def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
     return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
 
 
-def _nothing(group: RouteGroup) -> None:
+def _nothing(group: AnyRouteGroup) -> None:
     """Work that an evaluation does while rows are sent."""

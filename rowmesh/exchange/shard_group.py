@@ -98,7 +98,7 @@ class ShardGroup:
         self.averages = replicas > 1 and options.synchronization.mode == "average"
         self.scaling = 1.0 / (self.mesh.world_size if self.averages else mesh.world_size)
         self._is_whole = self.device is None and len(indices) == len(groups)
-        self._second: Any = None
+        self._second: dist.ProcessGroup | None = None
         if self.device is None and replicas == 2 and len(grid.replicate_groups) > 1:
             # Process groups are known by the order in which their ranks are named.
             self._second = mesh.subgroup([ranks[::-1] for ranks in grid.replicate_groups])

@@ -35,7 +35,7 @@ class Places:
         self._start, self._shift, self._modulus, self._rank, self._divisor, self._base = described[:, :6].T.copy()
         self._origin = described[:, 8].copy()
         # A rank holds a row where it differs from the owner by a multiple of this.
-        spacing = {"replicated": 1, "node": plan.ranks_per_node, "dealt": plan.world_size, "fixed": plan.world_size}
+        spacing = {"replicated": 1, "node": plan.ranks_per_node, "cyclic": plan.world_size, "fixed": plan.world_size}
         self._spacing = np.array([spacing[part.rule] for part in self.parts], np.int64)
 
     def __call__(self, rows: Ints) -> Located:
