@@ -17,7 +17,7 @@ def test_places_are_those_of_the_rules(plans):
         located = Places(maps[0], number)(rows)
         for row in rows.tolist():
             part = table.range_of(row)
-            assert located.owner[row] == part.home(row, plan.world_size)
+            assert located.owner[row] == part.owner(row, plan.world_size)
             holders = part.holders(row, plan.world_size, plan.ranks_per_node)
             assert tuple(rank for rank in range(plan.world_size) if located.held_by(rank)[row]) == holders
         for address_map in maps:
