@@ -79,7 +79,7 @@ class Variant(Protocol):
 
 
 class Owners:
-    """rowmesh: gradients to the owners, which merge and sum; sums to all. Two hops where hosts have several ranks."""
+    """rowmesh: gradients to owners, which merge and sum; sums to all. In two hops where hosts have several ranks."""
 
     def __init__(self, num_rows: int, workload: Workload, mesh: Mesh) -> None:
         table = TableSpec(name="hot", num_rows=num_rows, dim=workload.dim, optimizer=SGD(lr=workload.lr))

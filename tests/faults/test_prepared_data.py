@@ -218,7 +218,7 @@ def test_a_file_that_is_written_to_is_verified_again(folder):
     unverified = Prepared.open(folder, verify=False)
     Loader(unverified, "train", batch_size=1)
     os.utime(path)
-    with pytest.raises(DamagedFileError, match="was written to after it was opened, and nothing tells"):
+    with pytest.raises(DamagedFileError, match="was written to after it was opened, and nothing shows"):
         Loader(unverified, "train", batch_size=1)
 
 
