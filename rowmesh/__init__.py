@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rowmesh.averaged_rows import AveragedRows
     from rowmesh.collection import EmbeddingCollection
     from rowmesh.embeddings import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
+    from rowmesh.saving import load, save
+    from rowmesh.sharded_state import ShardedState
     from rowmesh.sparse import SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _EXPORTS = {
+    "rowmesh.averaged_rows": ("AveragedRows",),
     "rowmesh.collection": ("EmbeddingCollection",),
     "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
@@ -30,6 +34,8 @@ _EXPORTS = {
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
+    "rowmesh.saving": ("load", "save"),
+    "rowmesh.sharded_state": ("ShardedState",),
     "rowmesh.sparse": ("SparseBatch",),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
@@ -40,6 +46,7 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AveragedRows",
     "Constant",
     "EmbeddingCollection",
     "EmbeddingOptimizer",
@@ -52,6 +59,7 @@ __all__ = [
     "Plan",
     "RowWiseAdaGrad",
     "RowmeshError",
+    "ShardedState",
     "SparseBatch",
     "Synchronization",
     "TableSpec",
@@ -60,6 +68,8 @@ __all__ = [
     "TensorTrainOptimizer",
     "Tiers",
     "Uniform",
+    "load",
+    "save",
 ]
 
 

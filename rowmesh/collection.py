@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
@@ -22,6 +21,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.module_hooks import TableModule, frozen_or_not
 from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
@@ -34,11 +34,11 @@ from rowmesh.tables.cores import Cores
 from rowmesh.tables.spec import check_tables, with_moment_scale
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(TableModule):
     """Embedding tables, their rows spread over the ranks, or computed on every rank from cores (`TableSpec.storage`).
 
     Its rows are not `nn.Parameter`s: `EmbeddingOptimizer` updates them in place, and DistributedDataParallel leaves
-    them alone. Nor are they in `state_dict()`: `rowmesh.checkpoint` saves them, by table and row. Every rank must
+    them alone. On one rank `state_dict()` has copies of them; `rowmesh.save` writes them on any number. Every rank must
     construct it, and call `forward`, `backward` and the optimizer's `step`, equally often. As with `nn.EmbeddingBag`,
     `eval()` changes nothing; `torch.no_grad()` does.
 
@@ -151,6 +151,7 @@ class EmbeddingCollection(nn.Module):
         return self.engine.num_bytes
 
     @untraced
+    @frozen_or_not
     def forward(self, batch: SparseBatch) -> Embeddings:
         """Looks a batch up; collective, each rank passes its own samples.
 
@@ -159,14 +160,17 @@ class EmbeddingCollection(nn.Module):
         """
         return self.engine.look_up(batch)
 
+    @frozen_or_not
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
         return self.engine.route(batch)
 
+    @frozen_or_not
     def fetch(self, route: Route) -> Rows:
         """Makes the rows of a route readable; collective."""
         return self.engine.fetch(route)
 
+    @frozen_or_not
     def pool(self, rows: Rows) -> Embeddings:
         """The vectors of the batch; differentiable, without communication.
 

@@ -32,6 +32,7 @@ from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.gate import Gate
+from rowmesh.gradient_norm import gradient_norm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.optim.rules import Rate
@@ -271,6 +272,21 @@ class Engine:
         if not is_finite:
             self.pending.refuse()
         return is_finite
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradients that wait for a push, as `rowmesh.gradient_norm` has it. Collective."""
+        if self._driver is not None:
+            raise self._is_driven("gradients are clipped, which a pipeline sends before the step")
+        if any(each.averages for each in self._stored):
+            raise ConfigurationError(
+                "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
+                "dense parameters alone, or take exact synchronization"
+            )
+        return gradient_norm(self.mesh, self.exchanges, self.pending.routes)
+
+    def agree(self, value: float) -> list[float]:
+        """The values of all ranks. Collective."""
+        return gather_objects(self.mesh, value, "clipping gradients")
 
     def discard_pending(self) -> None:
         """Forgets gradients that were not pushed."""

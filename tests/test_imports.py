@@ -10,15 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rowmesh"
 # What is further down may import what is above it, or what stands beside it as long as there is no cycle.
 LAYERS = [
-    {"errors", "suggest", "faults", "gate"},
+    {"errors", "suggest", "faults", "gate", "state_form"},
     {"files", "ops", "sparse", "models"},
     {"observe"},
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train", "layout"},
     {"exchange"},
-    {"embeddings", "pooling", "pending", "engine"},
+    {"embeddings", "pooling", "pending", "gradient_norm", "engine", "row_state", "module_hooks"},
     {"collection"},
-    {"pipeline"},
+    {"pipeline", "averaged_rows", "parts", "saving", "sharded_state"},
     {"train"},
     {"report"},
     {"cli"},

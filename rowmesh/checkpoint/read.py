@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from rowmesh.checkpoint.files import UNVERIFIABLE, SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import MANIFEST, CoresEntry, Manifest, Part, TableEntry, as_numpy, dtype_name
 from rowmesh.checkpoint.write import CHUNK_ROWS, Cores, LocalRows, RowHolder
 from rowmesh.errors import CheckpointError
+from rowmesh.ops.ranges import intersect
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -100,7 +100,7 @@ def fill_piece(
     """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
     found, before = 0, 0
     for bounds in part.ranges:
-        common = _intersect(range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride), numbers)
+        common = intersect(range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride), numbers)
         if common is not None:
             saved, wanted = common
             for kind, target in targets.items():
@@ -111,35 +111,6 @@ def fill_piece(
             found += len(saved)
         before += bounds.count
     return found
-
-
-def _intersect(saved: range, wanted: range) -> tuple[range, range] | None:
-    """Where the numbers that two ranges share stand in each, or None.
-
-    >>> _intersect(range(1, 20, 2), range(0, 16, 3))
-    (range(1, 8, 3), range(1, 6, 2))
-    >>> [range(1, 20, 2)[i] for i in range(1, 8, 3)], [range(0, 16, 3)[i] for i in range(1, 6, 2)]
-    ([3, 9, 15], [3, 9, 15])
-    """
-    if not saved or not wanted or saved[-1] < wanted.start or wanted[-1] < saved.start:
-        return None
-    divisor = math.gcd(saved.step, wanted.step)
-    ahead, rest = divmod(wanted.start - saved.start, divisor)
-    if rest:
-        return None
-    saved_step, wanted_step = wanted.step // divisor, saved.step // divisor
-    first = ahead * pow(wanted_step, -1, saved_step) % saved_step  # of those at or after the start of `saved`
-    short = wanted.start - saved[first] if first < len(saved) else 0
-    if short > 0:
-        first += -(-short // (saved_step * saved.step)) * saved_step
-    if first >= len(saved) or saved[first] > wanted[-1]:
-        return None
-    other = (saved[first] - wanted.start) // wanted.step
-    count = min((len(saved) - 1 - first) // saved_step, (len(wanted) - 1 - other) // wanted_step) + 1
-    return (
-        range(first, first + (count - 1) * saved_step + 1, saved_step),
-        range(other, other + (count - 1) * wanted_step + 1, wanted_step),
-    )
 
 
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import CheckpointError, RowmeshError
 from rowmesh.optim.rules import Rate
 from rowmesh.optim.scaling import Placeholder, RowGradients
+from rowmesh.state_form import state_form
+
+_NORM_TOLERANCE = 1e-4  # of an all-reduce all ranks get the same bits; their kernels may add in another order
+_BACKWARD_AFTER = (
+    "backward ran after the gradients of rows were unscaled or clipped, and added some that are not; unscale and clip "
+    "when all are there, or zero_grad()"
+)
 
 
 class _Group(Protocol):
@@ -28,6 +36,10 @@ class _Engine(Protocol):
     @property
     def num_backwards(self) -> int: ...
 
+    def gradient_norm(self) -> float: ...
+
+    def agree(self, value: float) -> list[float]: ...
+
     def discard_pending(self) -> None: ...
 
     def wait(self) -> None: ...
@@ -39,12 +51,16 @@ class _Collection(Protocol):
     @property
     def engine(self) -> _Engine: ...
 
+    def save_state(self, kind: Literal["optimizer"]) -> dict[str, Tensor]: ...
+
+    def load_state(self, kind: Literal["optimizer"], tensors: Mapping[str, Tensor]) -> None: ...
+
 
 class _Unscaled(NamedTuple):
-    """What a GradScaler did.
+    """What a GradScaler did, or who clipped.
 
     Attributes:
-        factor: what it multiplied gradients by.
+        factor: what gradients were multiplied by.
         is_finite: whether they were.
         num_backwards: backward passes until then.
     """
@@ -63,8 +79,9 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
 
     A `torch.amp.GradScaler` works on it as on any optimizer, and decides for all ranks together: `scaler.step(it)` in
     the place of `it.step()`. `rowmesh.JointOptimizer` makes it decide for the dense network too. Where a loss was
-    scaled, `it.step()` alone takes the scaled gradients: nothing here can see that. Gradients of rows cannot be
-    clipped: `clip_grad_norm_` over these parameter groups raises RowmeshError.
+    scaled, `it.step()` alone takes the scaled gradients: nothing here can see that. The method `clip_grad_norm_` clips
+    the gradients of rows and of the dense network together; that of torch, given these parameter groups, raises
+    RowmeshError.
 
     Args:
         collection: the EmbeddingCollection.
@@ -104,6 +121,60 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         self._engine.push_pending(rates)
         return loss
 
+    def clip_grad_norm_(
+        self, max_norm: float, dense_parameters: Iterable[Tensor] = (), *, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        """Clips the gradients of rows and of dense parameters by the norm of all of them together.
+
+        As `torch.nn.utils.clip_grad_norm_` over all of a dense model: the gradient of a row is the mean over ranks of
+        its sums over all ids that name it. Call it after the last backward of a step, and after `scaler.unscale_`.
+        Collective and blocking; it moves the gradients of rows once more, and returns the same norm on all ranks.
+
+        Args:
+            max_norm: what the norm may be.
+            dense_parameters: those of the dense network, whose gradients are averaged over the ranks already.
+            error_if_nonfinite: raise where the norm is no finite number; after `scaler.unscale_` a GradScaler sees to
+                that, and none is raised.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RowmeshError: the norm is not finite; or dense gradients differ between ranks; or a pipeline runs.
+            ConfigurationError: tensor-train tables, tables on a device or averaged replicas have no norm here.
+
+        Example:
+            >>> from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
+            >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=5, dim=4)])
+            >>> optimizer = EmbeddingOptimizer(embeddings)
+            >>> embeddings(SparseBatch.from_bags({"item": [[1], [1, 2]]})).values.sum().backward()
+            >>> optimizer.clip_grad_norm_(1.0)  # 2 of each element of row 1, 1 of row 2: √(4 · 4 + 4 · 1)
+            tensor(4.4721)
+        """
+        dense = [parameter for parameter in dense_parameters if not isinstance(parameter, Placeholder)]
+        gradients = [parameter.grad for parameter in dense if parameter.grad is not None]
+        norms = self._engine.agree(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
+        if any(abs(norm - norms[0]) > _NORM_TOLERANCE * norms[0] for norm in norms):
+            raise RowmeshError(
+                f"dense gradients differ between ranks, whose norms are {norms}: average them before they are clipped "
+                "(DistributedDataParallel does so in backward)"
+            )
+        before, now = self._unscaled, self._engine.num_backwards
+        if before is not None and before.num_backwards != now:
+            raise RowmeshError(_BACKWARD_AFTER)
+        factor, is_finite = (1.0, True) if before is None else before[:2]
+        total = torch.tensor(math.hypot(norms[0], factor * self._engine.gradient_norm()))
+        if not is_finite:
+            return total  # the scaler leaves this step out
+        if error_if_nonfinite and not total.isfinite():
+            raise RowmeshError(
+                f"the norm of all gradients is {float(total)} and cannot be clipped; zero_grad() drops them, a "
+                "torch.amp.GradScaler leaves such steps out"
+            )
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total)
+        self._unscaled = _Unscaled(factor * min(1.0, max_norm / (float(total) + 1e-6)), True, now)
+        return total
+
     def _unscale(self, factor: float) -> bool:
         """Notes what gradients are to be multiplied by; returns whether they are finite on all ranks. Collective."""
         is_finite = self._engine.check_pending()
@@ -114,10 +185,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         """What gradients are to be multiplied by."""
         has_more = unscaled.num_backwards != self._engine.num_backwards
         if unscaled.is_finite and has_more:
-            raise RowmeshError(
-                "backward ran after the gradients of rows were unscaled, and added some that are not; unscale when all "
-                "are there, or zero_grad()"
-            )
+            raise RowmeshError(_BACKWARD_AFTER)
         if not unscaled.is_finite and not has_more:
             raise RowmeshError(
                 "gradients of rows are not finite, on this rank or another; scaler.step(optimizer) leaves such a step "
@@ -131,14 +199,33 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         self._engine.discard_pending()
 
     def state_dict(self) -> dict[str, Any]:
-        """Learning rates and the step count; the rows' state belongs to the collection's checkpoint."""
+        """Learning rates, the step count, and under "rows" copies of the optimizer states of all rows, by name.
+
+        Raises:
+            CheckpointError: rows are spread over several ranks, or in tiers; `rowmesh.save` writes their states.
+        """
         self._engine.wait()
-        return super().state_dict() | {"step_count": self._engine.step_count}
+        found = super().state_dict() | {"step_count": self._engine.step_count}
+        if state_form() != "elsewhere":
+            found["rows"] = self.collection.save_state("optimizer")
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned.
+
+        Raises:
+            CheckpointError: optimizer states of rows are missing, of other tables, or of another optimizer.
+        """
         state = dict(state_dict)
-        self._engine.step_count = state.pop("step_count")
+        rows, step_count = state.pop("rows", None), state.pop("step_count")
+        if state_form() != "elsewhere":
+            if rows is None:
+                raise CheckpointError(
+                    "this state dictionary of an EmbeddingOptimizer has no optimizer states of rows; it is part of a "
+                    "checkpoint that has them beside it: rowmesh.load reads both"
+                )
+            self.collection.load_state("optimizer", rows)
+        self._engine.step_count = step_count
         super().load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

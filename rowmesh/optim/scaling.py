@@ -52,8 +52,8 @@ class RowGradients(Tensor):
         if name != "__get__":
             raise RowmeshError(
                 f"{name.strip('_')} cannot be computed of the gradients of rows, which are in no parameter: they wait "
-                "with each rank until the step sends them to the owners of the rows. Clip the gradients of the dense "
-                "parameters alone, and bound a step of the rows by their learning rate; a torch.amp.GradScaler works"
+                "with each rank until the step sends them to the owners of the rows. To clip by the norm, call "
+                "EmbeddingOptimizer.clip_grad_norm_(max_norm, dense_parameters); a torch.amp.GradScaler works"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})

@@ -107,7 +107,7 @@ class Pipeline(Generic[T]):
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, exchange)
-        self._engine, self._overlap, self._disturb = embeddings.engine, overlap, disturb
+        self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.engine, overlap, disturb
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
@@ -172,6 +172,11 @@ class Pipeline(Generic[T]):
                 self._stop()
 
     def _begin(self, items: Iterable[T]) -> Runner:
+        if self._embeddings.is_frozen:
+            raise RowmeshError(
+                "these tables are frozen, and a pipeline waits for their gradients; look them up in a plain loop, or "
+                "call requires_grad_(True)"
+            )
         reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
         self._engine.take_over(Driver(self._step, self.wait, cancelled))
         try:

@@ -17,6 +17,7 @@ from rowmesh.observe import MemoryGauge
 from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
+from rowmesh.state_form import in_form
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig
 from rowmesh.train.drift import configured_drift
@@ -161,12 +162,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, object]:
         """The dense network and the optimizers' own state, for a checkpoint beside the rows."""
-        return {
-            "network": self.job.network.state_dict(),
-            "dense_optimizer": self._dense_optimizer.state_dict(),
-            "embedding_optimizer": self._embedding_optimizer.state_dict(),
-            "step": self.step,
-        }
+        with in_form("elsewhere"):
+            return {
+                "network": self.job.network.state_dict(),
+                "dense_optimizer": self._dense_optimizer.state_dict(),
+                "embedding_optimizer": self._embedding_optimizer.state_dict(),
+                "step": self.step,
+            }
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch."""

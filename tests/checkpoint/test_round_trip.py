@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import given
 
 from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
-from rowmesh.checkpoint.read import _intersect
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.embeddings import LocalRows
 from rowmesh.files.checksums import checksums_of
+from rowmesh.ops.ranges import intersect
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
 from tests.support.prepared import forget_own_sum
@@ -353,7 +353,7 @@ RANGES = st.builds(lambda a, n, s: range(a, a + n * s, s), st.integers(0, 40), s
 @given(saved=RANGES, wanted=RANGES)
 def test_what_two_ranges_share(saved, wanted):
     expected = sorted(set(saved) & set(wanted))
-    common = _intersect(saved, wanted)
+    common = intersect(saved, wanted)
     if common is None:
         assert not expected
         return

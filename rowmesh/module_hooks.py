@@ -1,0 +1,139 @@
+"""What torch does to modules, done to tables, or refused: state dictionaries, casts and moves, copies, freezing.
+
+Rows are neither parameters nor buffers, so `nn.Module` would pass over them in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
+from rowmesh.row_state import Holder, Kind, entries, load_rows, save_rows
+from rowmesh.state_form import state_form
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NO_COPY = (
+    "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with the same "
+    "tables, and give it the rows by load_state_dict(embeddings.state_dict()), or by rowmesh.save and rowmesh.load; "
+    "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
+)
+
+
+def frozen_or_not(method: F) -> F:
+    """A method that looks rows up, without gradients where its tables are frozen."""
+
+    @functools.wraps(method)
+    def call(self: TableModule, *args: Any, **kwargs: Any) -> Any:
+        if self.is_frozen:
+            with torch.no_grad():
+                return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+class TableModule(nn.Module):
+    """Base of `EmbeddingCollection`: the methods of `nn.Module` that must know of rows."""
+
+    device: torch.device
+    is_frozen = False
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freezes all tables, or lets them train again: frozen ones are looked up as under `torch.no_grad()`.
+
+        Frozen tables send no gradients, and a step changes nothing of them. Every rank must call it. To freeze some
+        tables, put them into a collection of their own. `requires_grad_` of a module around this one does not come
+        here: torch calls it for parameters alone.
+
+        Example:
+            >>> from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
+            >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)]).requires_grad_(False)
+            >>> embeddings(SparseBatch.from_bags({"item": [[7]]})).values.requires_grad
+            False
+        """
+        self.is_frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As `to`, `half`, `cuda` and others call it.
+
+        Raises:
+            ConfigurationError: it would cast or move tables.
+        """
+        for table in cast("Holder", self).tables:
+            before = torch.empty(0, dtype=table.dtype, device=self.device)
+            after = fn(before)
+            if after.dtype != before.dtype:
+                raise ConfigurationError(
+                    f"table {table.name!r} has rows of {before.dtype}, which cannot become {after.dtype}: give "
+                    "TableSpec(…, dtype=…) when it is made, and cast the other modules by themselves"
+                )
+            if after.device != before.device:
+                raise ConfigurationError(
+                    f"tables stay on the device that they were made on, {before.device}, and cannot move to "
+                    f"{after.device}: give EmbeddingCollection(…, device=…), and move the other modules by themselves"
+                )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused."""
+        raise RowmeshError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refused."""
+        raise RowmeshError(_NO_COPY)
+
+    def save_state(self, kind: Kind) -> dict[str, Tensor]:
+        """The rows of all tables by name, or the optimizer states of all rows; see `rowmesh.row_state`.
+
+        Raises:
+            CheckpointError: they are spread over several ranks, or in tiers.
+        """
+        return save_rows(cast("Holder", self), kind)
+
+    def load_state(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+        """Sets what `save_state` returned.
+
+        Raises:
+            CheckpointError: it is of other tables, or of another optimizer.
+        """
+        holder = cast("Holder", self)
+        wanted = set(entries(holder, kind))
+        if wanted != set(tensors):
+            raise CheckpointError(
+                f"the state dictionary lacks {sorted(wanted - set(tensors)) or 'nothing'} and has "
+                f"{sorted(set(tensors) - wanted) or 'nothing'} besides; use the tables and optimizers it was saved with"
+            )
+        if problems := load_rows(holder, kind, tensors):
+            raise CheckpointError("; ".join(problems))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": rows for name, rows in self.save_state("rows").items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As torch calls it: sets the rows that are there, and notes what is missing, unknown or of another shape."""
+        if state_form() == "elsewhere":
+            return
+        holder = cast("Holder", self)
+        wanted = entries(holder, "rows")
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        missing_keys += [f"{prefix}{name}" for name in wanted if name not in given]
+        if strict:
+            unexpected_keys += [f"{prefix}{name}" for name in given if name not in wanted]
+        error_msgs += load_rows(holder, "rows", {name: value for name, value in given.items() if name in wanted})

@@ -1,0 +1,122 @@
+"""`rowmesh.save` and `rowmesh.load`: a model and its optimizers in a folder, which any layout reads.
+
+The rows are as `rowmesh.checkpoint` writes them, by table and row; the other state dictionaries are beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rowmesh import checkpoint
+from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.errors import CheckpointError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.parts import Parts, check_plain
+
+logger = logging.getLogger("rowmesh")
+
+
+def save(
+    folder: str | Path,
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a model, its optimizers and where training stands to a folder.
+
+    Collective and blocking: every rank calls it with the same names, and all must see the same file system. No rows
+    travel; every rank writes its own, and rank 0 all else. What was in the folder before stays until all is on disk.
+
+    Args:
+        folder: where; made if need be.
+        state: name → a module, an optimizer, a schedule, a GradScaler, a loader, or anything else that has `state_dict`
+            and `load_state_dict`; or a plain value (numbers, text, tensors, lists and dictionaries of them). Its
+            modules have all `EmbeddingCollection`s to write. Optimizer states of rows are written in any case.
+        overwrite: replace a checkpoint that is in the folder.
+        metadata: JSON values, which `rowmesh.checkpoint.read_manifest` returns.
+
+    Raises:
+        CheckpointError: on every rank: there is a checkpoint in the folder, or a value that could not be read again, or
+            a rank cannot write; names it.
+        ConfigurationError: no module has tables, or two have tables of the same name.
+
+    Example:
+        >>> import tempfile
+        >>> from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec, load
+        >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
+        >>> state = {"embeddings": embeddings, "optimizer": EmbeddingOptimizer(embeddings), "step": 7}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/model", state)
+        ...     load(f"{folder}/model", state)["step"]
+        7
+    """
+    folder, parts = Path(folder), Parts(state)
+    mesh = parts.tables.mesh
+    dense: dict[str, Any] = {}
+
+    def prepare() -> None:
+        if not overwrite and mesh.rank == 0 and (folder / MANIFEST).exists():
+            raise CheckpointError(
+                f"there is a model in {folder} already; save to another folder, or give overwrite=True, which replaces "
+                "it when the new one is on disk"
+            )
+        dense.update(parts.state("elsewhere"))
+        for name, value in dense.items():
+            check_plain(value, f"{name!r}")
+
+    _together(mesh, prepare, "saving a model")
+    checkpoint.save(folder, parts.tables, dense, metadata=metadata, group=mesh.group)
+
+
+def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:
+    """Reads what `save` wrote, on any number of ranks, under any plan and transport, on any device.
+
+    Collective and blocking: every rank calls it, and reads the rows that it holds. What `rowmesh train` wrote to its
+    `model` folder can be read too: its parts are "network", "dense_optimizer", "embedding_optimizer" and "step".
+
+    Args:
+        folder: the checkpoint.
+        state: name → what to load into, as for `save`: all tables of the checkpoint, and as many of the other parts as
+            are needed. Optimizer states of rows are loaded where an optimizer of rows is among them. Plain values are
+            not changed.
+        verify: compare what is read with the checksums; False reads damaged files as they are.
+
+    Returns:
+        What else was saved: plain values, and the state dictionaries of what `state` has not.
+
+    Raises:
+        CheckpointError: on every rank: something is missing or damaged, or does not fit; names it. Some of it may be
+            loaded by then.
+        ConfigurationError: as for `save`.
+    """
+    folder, parts = Path(folder), Parts(state)
+    tables, saved = parts.tables, {}
+    tables.barrier()  # no rank looks rows up any more
+
+    def read() -> None:
+        saved.update(checkpoint.load(folder, tables, optimizer_state=parts.has_optimizer, verify=verify))
+        if lacking := [name for name in parts.names if name not in saved]:
+            raise CheckpointError(f"the model in {folder} has no {lacking}; it has the tables and {sorted(saved)}")
+        parts.load(saved, "elsewhere")
+
+    _together(tables.mesh, read, "loading a model")
+    tables.barrier()
+    return {name: value for name, value in saved.items() if name not in parts.stateful}
+
+
+def _together(mesh: Mesh, action: Callable[[], None], doing: str) -> None:
+    """Acts on every rank; CheckpointError on all of them where one failed."""
+    failure = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = str(error)
+        if mesh.group is None:
+            raise
+    if failures := list(dict.fromkeys(filter(None, gather_objects(mesh, failure, doing)))):
+        raise CheckpointError("; ".join(failures))

@@ -1,0 +1,227 @@
+"""Clipping by the norm of all gradients, those of rows too, equals that of a dense model in plain PyTorch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rowmesh import (
+    SGD,
+    AdaGrad,
+    EmbeddingCollection,
+    EmbeddingOptimizer,
+    JointOptimizer,
+    Mesh,
+    RowmeshError,
+    SparseBatch,
+    Synchronization,
+    TableSpec,
+)
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from tests.support.ranks import RankPool
+
+LR = 0.1
+TABLES = (
+    TableSpec(name="a", num_rows=30, dim=3, optimizer=SGD(lr=LR), dtype=torch.float64),
+    TableSpec(name="b", num_rows=9, dim=3, optimizer=SGD(lr=LR), dtype=torch.float64),
+    TableSpec(name="c", num_rows=17, dim=2, optimizer=SGD(lr=LR), dtype=torch.float64),
+)
+NAMES = [table.name for table in TABLES]
+RULES = ("dealt", "replicated", "node", "fixed")
+
+
+def ids_of(step, part):
+    """`[F, 8]`, with many duplicates; 8 samples of all ranks together."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return torch.stack([torch.randint(table.num_rows // 2, (8,), generator=generator) for table in TABLES])
+
+
+def head():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 1, dtype=torch.float64)
+
+
+def plan_of(layout, world_size):
+    if layout == "plain" or world_size == 1:
+        return None
+    tables = []
+    for table in TABLES:
+        n = table.num_rows
+        edges = [n * number // 8 for number in range(5)] + [n]
+        bounds = zip(edges, edges[1:], (*RULES, "dealt"), strict=False)
+        parts = [
+            RowRange(start, stop, rule, two_hop=layout == "hops" and rule != "fixed") for start, stop, rule in bounds
+        ]
+        tables.append(TablePlan(TableShape.of(table), tuple(part for part in parts if len(part))))
+    return Plan(tuple(tables), world_size=world_size, ranks_per_node=2)
+
+
+def train(mesh, layout, max_norm, transport: Any = "auto", replicas=1):
+    """Three steps of two backward passes; norms, this rank's rows by table and number, and the network."""
+    if layout != "plain" and mesh.world_size > 1:
+        mesh = replace(mesh, hosts=tuple(rank // 2 for rank in range(mesh.world_size)))
+    options: dict[str, Any] = {"replicas": replicas} if replicas > 1 else {"plan": plan_of(layout, mesh.world_size)}
+    embeddings = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, **options)
+    dense = head()
+    model = dense if mesh.group is None else DistributedDataParallel(dense, process_group=mesh.group)
+    dense_optimizer, optimizer = torch.optim.SGD(dense.parameters(), lr=LR), EmbeddingOptimizer(embeddings)
+    norms = []
+    for step in range(3):
+        dense_optimizer.zero_grad()
+        for part in range(2):
+            ids = ids_of(step, part)[:, mesh.rank :: mesh.world_size]
+            model(torch.tanh(embeddings(SparseBatch.from_dense(NAMES, ids)).values)).square().mean().backward()
+        norms.append(float(optimizer.clip_grad_norm_(max_norm, dense.parameters())))
+        dense_optimizer.step()
+        optimizer.step()
+    rows = {}
+    for name in NAMES:
+        for piece in embeddings.held_rows(name):
+            rows.update({(name, row): value.clone() for row, value in zip(piece.rows, piece.values, strict=True)})
+    embeddings.close()
+    return norms, rows, dense.weight.detach().clone()
+
+
+def reference(max_norm):
+    """The same with dense parameters and torch's own clipping."""
+    collection = EmbeddingCollection(TABLES)
+    tables = torch.nn.ParameterDict({name: collection.local_rows(name)[0].values.clone() for name in NAMES})
+    dense, norms = head(), []
+    parameters = [*dense.parameters(), *tables.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            ids = ids_of(step, part)
+            vectors = torch.cat([tables[name][each] for name, each in zip(NAMES, ids, strict=True)], dim=1)
+            dense(torch.tanh(vectors)).square().mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+        optimizer.step()
+    rows = {(name, row): value.detach() for name in NAMES for row, value in enumerate(tables[name])}
+    return norms, rows, dense.weight.detach()
+
+
+def compare(found, expected):
+    norms, rows, weight = found
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight, expected[2], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(rows, {key: expected[1][key] for key in rows}, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+def test_one_rank_clips_as_plain_torch(max_norm):
+    compare(train(Mesh(), "plain", max_norm), reference(max_norm))
+
+
+@pytest.mark.parametrize(
+    "world_size, layout, transport, replicas",
+    [
+        (2, "plain", "one_sided", 1),
+        (2, "plain", "collective", 1),
+        (4, "nodes", "collective", 1),
+        (4, "hops", "collective", 1),
+        (2, "nodes", "one_sided", 1),
+        (4, "plain", "auto", 2),
+    ],
+)
+def test_several_ranks_clip_as_plain_torch(ranks: RankPool, world_size, layout, transport, replicas):
+    expected = reference(0.05)
+    assert max(expected[0]) > 0.05
+    parts = ranks.run(train, layout, 0.05, transport, replicas, world_size=world_size)
+    for found in parts:
+        assert found[0] == parts[0][0], "ranks have different norms"
+        compare(found, expected)
+
+
+def backward(embeddings, weight=1.0):
+    (embeddings(SparseBatch.from_bags({"item": [[1], [1, 2]]})).values.sum() * weight).backward()
+
+
+def make(mesh=None, **options: Any):
+    options.setdefault("optimizer", SGD(lr=1.0))
+    table = TableSpec(name="item", num_rows=5, dim=4, **options)
+    embeddings = EmbeddingCollection([table], mesh=mesh)
+    return embeddings, EmbeddingOptimizer(embeddings)
+
+
+def test_clipping_comes_last():
+    embeddings, optimizer = make()
+    backward(embeddings)
+    optimizer.clip_grad_norm_(1.0)
+    backward(embeddings)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RowmeshError, match="backward ran after the gradients of rows were unscaled or clipped"):
+            call()
+
+
+def test_a_norm_that_is_not_finite_is_refused():
+    embeddings, optimizer = make()
+    before = embeddings.state_dict()["item.weight"]
+    backward(embeddings, torch.inf)
+    with pytest.raises(RowmeshError, match=r"norm of all gradients is (nan|inf)"):
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert embeddings.state_dict()["item.weight"].equal(before)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_clipping_under_a_scaler(overflows):
+    embeddings, optimizer = make()
+    before = embeddings.state_dict()["item.weight"]
+    dense = torch.nn.Linear(2, 1)
+    both = JointOptimizer(torch.optim.SGD(dense.parameters(), lr=1.0), optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    values = embeddings(SparseBatch.from_bags({"item": [[1], [1, 2]]})).values
+    scaler.scale(values.sum() * (torch.inf if overflows else 1.0)).backward()
+    scaler.unscale_(both)
+    norm = optimizer.clip_grad_norm_(1.0, dense.parameters())
+    scaler.step(both)
+    change = before - embeddings.state_dict()["item.weight"]
+    if overflows:
+        assert not norm.isfinite()
+        assert not change.any()
+    else:
+        torch.testing.assert_close(norm, torch.tensor(20.0).sqrt())
+        torch.testing.assert_close(change.norm(), torch.tensor(1.0), rtol=1e-5, atol=0)
+    scaler.update()
+    optimizer.zero_grad()
+    backward(embeddings)
+    optimizer.step()  # nothing of the clipping is left
+    again = before - change - embeddings.state_dict()["item.weight"]
+    torch.testing.assert_close(again.norm(), torch.tensor(20.0).sqrt(), rtol=1e-5, atol=0)
+
+
+def clip_what_was_not_averaged(mesh):
+    embeddings, optimizer = make(mesh)
+    backward(embeddings)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), 1.0 + mesh.rank)
+    with pytest.raises(RowmeshError, match=r"dense gradients differ between ranks, whose norms are \[1.0, 2.0\]"):
+        optimizer.clip_grad_norm_(1.0, [parameter])
+    embeddings.close()
+
+
+def clip_averaged_replicas(mesh):
+    table = TableSpec(name="item", num_rows=5, dim=4)
+    mode = Synchronization(mode="average", every=2)
+    embeddings = EmbeddingCollection([table], mesh=mesh, replicas=2, synchronization=mode)
+    backward(embeddings)
+    with pytest.raises(ConfigurationError, match="replicas that are averaged step on gradients of their own"):
+        EmbeddingOptimizer(embeddings).clip_grad_norm_(1.0)
+    embeddings.close()
+
+
+@pytest.mark.parametrize("refused", [clip_what_was_not_averaged, clip_averaged_replicas])
+def test_what_several_ranks_refuse(ranks: RankPool, refused):
+    ranks.run(refused)
+
+
+def test_cores_have_no_norm():
+    embeddings, optimizer = make(storage="tensor_train", optimizer=AdaGrad())
+    backward(embeddings)
+    with pytest.raises(ConfigurationError, match=r"tables \['item'\] are tensor-train tables"):
+        optimizer.clip_grad_norm_(1.0)

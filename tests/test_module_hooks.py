@@ -1,0 +1,234 @@
+"""What torch's tools for modules do to tables: each works, or says what to do."""
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from rowmesh import (
+    SGD,
+    AdaGrad,
+    Adam,
+    AveragedRows,
+    EmbeddingCollection,
+    EmbeddingOptimizer,
+    Mesh,
+    Pipeline,
+    RowmeshError,
+    SparseBatch,
+    Synchronization,
+    TableSpec,
+    Tiers,
+)
+from rowmesh.errors import ConfigurationError
+from rowmesh.models import DLRM
+from tests.support.ranks import RankPool
+
+TABLES = (
+    TableSpec(name="item", num_rows=11, dim=4, optimizer=Adam(lr=0.1)),
+    TableSpec(name="day", num_rows=5, dim=4, optimizer=SGD(lr=0.1)),
+    TableSpec(name="cores", num_rows=30, dim=4, storage="tensor_train", optimizer=AdaGrad(lr=0.1)),
+)
+
+
+def make(mesh=None, tables: Sequence[TableSpec] = TABLES, **options: Any):
+    return EmbeddingCollection(tables, mesh=mesh, **options)
+
+
+def batch(step=0, rank=0, world_size=1, tables=TABLES):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.stack([torch.randint(table.num_rows, (4,), generator=generator) for table in tables])
+    return SparseBatch.from_dense([table.name for table in tables], ids[:, rank::world_size])
+
+
+# Casts and moves
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda each: each.half(),
+        lambda each: each.double(),
+        lambda each: each.to(torch.bfloat16),
+        lambda each: each.type(torch.float64),
+    ],
+)
+def test_tables_are_not_cast(change):
+    model = torch.nn.ModuleList([make()])
+    with pytest.raises(ConfigurationError, match=r"table 'item' has rows of torch.float32, which cannot.*dtype="):
+        change(model)
+
+
+def test_tables_are_not_moved():
+    with pytest.raises(ConfigurationError, match=r"made on, cpu, and cannot move to meta: give .*device="):
+        torch.nn.ModuleList([make()]).to("meta")
+
+
+def test_what_changes_nothing_is_allowed():
+    model = torch.nn.ModuleList([make(), torch.nn.Linear(2, 2)])
+    assert model.to("cpu").float().cpu().to(torch.float32) is model
+    assert model[0].to("cpu") is model[0]
+
+
+# Copies
+
+
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, copy.copy, pickle.dumps, AveragedModel, lambda model: torch.save(model, io.BytesIO())]
+)
+def test_copies_are_refused(make_copy):
+    with pytest.raises(RowmeshError, match=r"cannot be copied or pickled.*load_state_dict.*rowmesh.AveragedRows"):
+        make_copy(torch.nn.Sequential(make()) if make_copy is not copy.copy else make())
+
+
+# Freezing
+
+
+def test_frozen_tables_do_not_change():
+    embeddings = make()
+    optimizer = EmbeddingOptimizer(embeddings)
+    network = torch.nn.Linear(12, 1)
+
+    def step(number):
+        network(embeddings(batch(number)).values).square().mean().backward()
+        optimizer.step()
+
+    step(0)
+    assert embeddings.requires_grad_(False) is embeddings
+    before = (embeddings.state_dict(), optimizer.state_dict()["rows"])
+    assert not embeddings(batch()).values.requires_grad
+    assert not embeddings.pool(embeddings.fetch(embeddings.route(batch()))).values.requires_grad
+    step(1)
+    after = (embeddings.state_dict(), optimizer.state_dict()["rows"])
+    assert all(value.equal(b[name]) for a, b in zip(before, after, strict=True) for name, value in a.items())
+    assert network.weight.grad is not None
+    with pytest.raises(RowmeshError, match="tables are frozen, and a pipeline waits for their gradients"):
+        next(iter(Pipeline(embeddings).windows([Item(batch())])))
+    embeddings.requires_grad_()
+    step(2)
+    assert not embeddings.state_dict()["item.weight"].equal(after[0]["item.weight"])
+
+
+@dataclass
+class Item:
+    """What a pipeline reads."""
+
+    sparse: SparseBatch
+
+
+# Moving averages
+
+
+def train_averaged(mesh, transport="auto"):
+    """Rows, averages as look-ups find them, and rows after that."""
+    embeddings = make(mesh, transport=transport)
+    optimizer, averages = EmbeddingOptimizer(embeddings), AveragedRows(embeddings, decay=0.9)
+    for step in range(4):
+        embeddings(batch(step, mesh.rank, mesh.world_size)).values.square().mean().backward()
+        optimizer.step()
+        averages.update()
+    everything = SparseBatch.from_dense(
+        ["item", "day", "cores"], torch.arange(11).repeat(3, 1) % torch.tensor([[11], [5], [30]])
+    )
+    found = []
+    with torch.no_grad():
+        found.append(embeddings(everything).values.clone())
+        with averages.applied():
+            found.append(embeddings(everything).values.clone())
+        found.append(embeddings(everything).values.clone())
+    embeddings.close()
+    return found
+
+
+def test_averages_are_those_of_torch():
+    embeddings = make()
+    optimizer = EmbeddingOptimizer(embeddings)
+
+    class Rows(torch.nn.Module):
+        """The rows and cores as parameters."""
+
+        def __init__(self):
+            super().__init__()
+            state = embeddings.state_dict()
+            self.names = list(state)
+            self.rows = torch.nn.ParameterList([torch.nn.Parameter(state[name].clone()) for name in state])
+
+        def take(self):
+            with torch.no_grad():
+                for parameter, value in zip(self.rows, embeddings.state_dict().values(), strict=True):
+                    parameter.copy_(value)
+            return self
+
+    rows = Rows()
+    expected, averages = (
+        AveragedModel(rows, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        AveragedRows(embeddings, decay=0.9),
+    )
+    for step in range(5):
+        embeddings(batch(step)).values.square().mean().backward()
+        optimizer.step()
+        averages.update()
+        expected.update_parameters(rows.take())
+    before = embeddings.state_dict()
+    with averages.applied():
+        found = embeddings.state_dict()
+    averaged: Any = expected.module
+    for name, parameter in zip(rows.names, averaged.rows, strict=True):
+        assert found[name].equal(parameter), name
+        assert embeddings.state_dict()[name].equal(before[name])
+    assert not found["item.weight"].equal(before["item.weight"])
+
+
+@pytest.mark.parametrize("transport", ["one_sided", "collective"])
+def test_averages_on_two_ranks_are_those_of_one(ranks: RankPool, transport):
+    expected = train_averaged(Mesh())
+    assert expected[0].equal(expected[2])
+    assert not expected[0].equal(expected[1])
+    for found in ranks.run(train_averaged, transport):
+        assert found[0].equal(found[2])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_among_averages_is_an_error():
+    embeddings = make()
+    with pytest.raises(RowmeshError, match="a step was taken while averages stood"), AveragedRows(embeddings).applied():
+        EmbeddingOptimizer(embeddings).step()
+
+
+def average_replicas(mesh):
+    mode = Synchronization(mode="average", every=2)
+    embeddings = make(mesh, TABLES[:1], replicas=2, synchronization=mode)
+    with pytest.raises(ConfigurationError, match="replicas that are averaged differ"):
+        AveragedRows(embeddings)
+    embeddings.close()
+
+
+def test_what_has_no_average_is_refused(ranks: RankPool, tmp_path):
+    tables = [TableSpec(name="item", num_rows=64, dim=4, storage="tiered")]
+    with pytest.raises(ConfigurationError, match=r"tiered tables \['item'\]"):
+        AveragedRows(make(tables=tables, tiers=Tiers(fast_share=0.5, folder=tmp_path)))
+    with pytest.raises(ConfigurationError, match="decay must be 0 to 1, got 2"):
+        AveragedRows(make(), decay=2)
+    ranks.run(average_replicas)
+
+
+# Export
+
+
+def test_the_dense_part_can_be_exported():
+    embeddings = make()
+    network = DLRM(num_dense=3, num_features=3, dim=4, bottom=[8, 4], top=[8, 1])
+    vectors, dense = embeddings(batch()).stacked().detach(), torch.rand(4, 3)
+    program = torch.export.export(network, (dense, vectors), dynamic_shapes=({0: torch.export.Dim("B")},) * 2)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    vectors, dense = torch.cat([vectors, vectors]), torch.rand(8, 3)
+    torch.testing.assert_close(loaded(dense, vectors), network(dense, vectors), rtol=0, atol=0)
