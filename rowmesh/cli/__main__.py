@@ -17,6 +17,7 @@ from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
 from rowmesh.cli.launcher import end_with_launcher
 from rowmesh.cli.plan import plan
+from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train
 from rowmesh.errors import RowmeshError, Terminated
@@ -37,6 +38,7 @@ app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data set
 app.command(plan)
 app.command(train)
 app.command(evaluate)
+app.command(report)
 app.command(export)
 app.command(env)
 

@@ -18,7 +18,7 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a finished run, on any number of ranks.
 
-    Prints the metrics and writes them to evaluation/SPLIT.json in the run's folder.
+    Prints the metrics and writes them to evaluation/SPLIT.json in the run's folder, and the page report.html anew.
 
     Parameters
     ----------
@@ -33,6 +33,7 @@ def evaluate(
     verify
         Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
     """
+    from rowmesh.cli.report import write_page
     from rowmesh.train.commands import run_evaluation
 
-    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify)
+    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify, at_end=write_page)

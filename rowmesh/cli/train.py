@@ -15,7 +15,7 @@ def train(
     overwrite: Annotated[bool, Parameter(negative="")] = False,
     verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
 ) -> None:
-    """Train a model, evaluate it on the test split and write it to the run's folder.
+    """Train a model, evaluate it on the test split and write it to the run's folder, with a page about it.
 
     Alone it is one process; `torchrun --standalone --nproc-per-node 2 -m rowmesh.cli train …` makes it two.
 
@@ -30,7 +30,8 @@ def train(
     verify
         Compare the data with the checksums written beside them (the default); --no-verify reads damaged files too.
     """
+    from rowmesh.cli.report import write_page
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
-    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify)
+    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify, at_end=write_page)

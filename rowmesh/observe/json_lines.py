@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +48,16 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def utc_text(moment: datetime | None = None) -> str:
+    """A moment (now) as ISO 8601 in UTC, to the millisecond.
+
+    >>> utc_text(datetime(2026, 3, 1, 12, 30, 5, 250_000, tzinfo=UTC))
+    '2026-03-01T12:30:05.250Z'
+    """
+    moment = (moment or datetime.now(UTC)).astimezone(UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _json_value(value: Any) -> Any:

@@ -20,6 +20,9 @@ from rich.progress import Progress as Bars
 
 PLAIN_INTERVAL_S = 5.0
 BAR_INTERVAL_S = 0.1
+_WIDE = 100  # columns of a terminal from which on there is room for a longer bar
+_TIME_LEFT = len("10:00:00 left")
+_GAPS = 5
 
 
 class _Display:
@@ -113,9 +116,9 @@ class Progress(_Display):
         stream: TextIO | None = None,
         interval_s: float = PLAIN_INTERVAL_S,
     ) -> None:
-        self._total, self._title, self._facts = total, title, ""
+        self._total, self._title, self._facts = total, title, list[str]()
         console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
-        super().__init__(console, *_columns(), interval_s=interval_s)
+        super().__init__(console, *_columns(console.width), interval_s=interval_s)
         self._started_s = time.perf_counter()
         if self._is_live:
             self._show_step(0)
@@ -129,9 +132,9 @@ class Progress(_Display):
         self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float, exposed_share: float | None = None
     ) -> None:
         """Like `advance`, with new facts about the last interval, which are shown until the next."""
-        self._facts = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, {memory_bytes / 1e9:.2f} GB"
+        self._facts = [f"loss {loss:.4f}", f"{samples_per_s:,.0f} samples/s", f"{memory_bytes / 1e9:.2f} GB"]
         if exposed_share is not None:
-            self._facts += f", {exposed_share:.0%} exposed"
+            self._facts.append(f"{exposed_share:.0%} exposed")
         if self._is_live or self._is_due or step == self._total:
             self._show_step(step)
 
@@ -140,18 +143,32 @@ class Progress(_Display):
         self._console.print(text, markup=False)
 
     def _show_step(self, step: int) -> None:
-        self._show(self._title, step, self._total, self._line(step), facts=self._facts)
+        self._show(self._title, step, self._total, self._line(step), facts=self._fitting())
+
+    def _fitting(self) -> str:
+        """The first facts, as many as there is room for: step and time left stay whole."""
+        others = len(self._title) + _bar_width(self._console.width) + 2 * len(str(self._total)) + 1 + _TIME_LEFT
+        room, text = self._console.width - others - _GAPS, ""
+        for fact in self._facts:
+            longer = f"{text}, {fact}" if text else fact
+            if len(longer) > room:
+                break
+            text = longer
+        return text
 
     def _line(self, step: int) -> str:
         left_s = (time.perf_counter() - self._started_s) / max(step, 1) * (self._total - step)
-        parts = [f"{self._title} step {step}/{self._total}", self._facts, f"{left_s:.0f} s left"]
-        return ", ".join(part for part in parts if part)
+        return ", ".join([f"{self._title} step {step}/{self._total}", *self._facts, f"{left_s:.0f} s left"])
 
 
-def _columns() -> tuple[ProgressColumn, ...]:
+def _bar_width(width: int) -> int:
+    return 24 if width >= _WIDE else 8
+
+
+def _columns(width: int) -> tuple[ProgressColumn, ...]:
     return (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=_bar_width(width)),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
         TimeRemainingColumn(),

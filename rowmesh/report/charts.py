@@ -1,13 +1,8 @@
-"""Charts of the placement report as inline SVG: frequency curves, bars of ranks, heatmaps of links.
-
-Colours are classes and custom properties of the page's style sheet, so that one file serves light and dark.
-"""
+"""Charts of the placement report as inline SVG: frequency curves, bars of ranks, heatmaps of links."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
@@ -16,34 +11,11 @@ import numpy as np
 from rowmesh.placement.plan import TablePlan
 from rowmesh.placement.profile import TableProfile
 from rowmesh.placement.summary import LEVEL_OF, stretches
+from rowmesh.report.drawing import LogAxis, grid, svg
 
 MAX_POINTS = 160
 SHADES = 12
 MAX_RANKS_WITH_TITLES = 16
-_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
-
-
-@dataclass(frozen=True)
-class _LogAxis:
-    """Positions of numbers from `low` to `high` on a logarithmic axis from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        span = math.log(self.high / self.low) or 1.0
-        share = math.log(max(value, self.low) / self.low) / span
-        return self.start + share * (self.end - self.start)
-
-    def decades(self, most: int = 5) -> Iterator[tuple[float, str]]:
-        """Powers of ten in the range, thinned out, with their labels."""
-        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-        step = max(1, -(-(last - first + 1) // most))
-        for power in range(first, last + 1, step):
-            text = f"{10**power:g}" if -2 <= power <= 3 else "10" + str(power).translate(_SUPERSCRIPT)
-            yield self(10.0**power), text
 
 
 def frequency_curve(table: TablePlan, profile: TableProfile, width: int = 320, height: int = 190) -> str:
@@ -53,9 +25,9 @@ def frequency_curve(table: TablePlan, profile: TableProfile, width: int = 320, h
     if not num_read:
         return '<p class="note">not read at all</p>'
     least, most = float(profile.accesses[read].min()), float(profile.accesses.max())
-    x = _LogAxis(1, max(table.shape.num_rows, 2), 34, width - 8)
-    y = _LogAxis(least / 1.3, most * 1.3, height - 22, 8)
-    parts = [_grid(x, y, width, height)]
+    x = LogAxis(1, max(table.shape.num_rows, 2), 34, width - 8)
+    y = LogAxis(least / 1.3, most * 1.3, height - 22, 8)
+    parts = [grid(x, y, width, height)]
     if not _falls(profile):
         parts += _curve_of_sorted_rows(table, profile, x, y, height - 22)
     rare = _is_rare_row_frequent(profile)
@@ -68,7 +40,7 @@ def frequency_curve(table: TablePlan, profile: TableProfile, width: int = 320, h
     if rare and in_order:
         parts.append(_rare_row(table, float(profile.accesses[-1]), x, y))
     title = f"{table.name}: accesses by row, from {most:,.0f} to {least:,.0f}; {num_read:,} rows were read"
-    return _svg(width, height, title, parts)
+    return svg(width, height, title, parts)
 
 
 def _falls(profile: TableProfile) -> bool:
@@ -77,7 +49,7 @@ def _falls(profile: TableProfile) -> bool:
 
 
 def _curve_of_sorted_rows(
-    table: TablePlan, profile: TableProfile, x: _LogAxis, y: _LogAxis, bottom: float
+    table: TablePlan, profile: TableProfile, x: LogAxis, y: LogAxis, bottom: float
 ) -> Iterator[str]:
     """The curve of rows in no order, the most read first, in the colours of those that are drawn."""
     order = np.argsort(-profile.accesses, kind="stable")
@@ -98,7 +70,7 @@ def _is_rare_row_frequent(profile: TableProfile) -> bool:
     return len(profile.accesses) > 1 and profile.lengths[-1] == 1 and profile.accesses[-1] > profile.accesses[-2]
 
 
-def _rare_row(table: TablePlan, accesses: float, x: _LogAxis, y: _LogAxis) -> str:
+def _rare_row(table: TablePlan, accesses: float, x: LogAxis, y: LogAxis) -> str:
     last = table.shape.num_rows - 1
     level = LEVEL_OF[table.range_of(last).rule]
     return (
@@ -107,23 +79,8 @@ def _rare_row(table: TablePlan, accesses: float, x: _LogAxis, y: _LogAxis) -> st
     )
 
 
-def _grid(x: _LogAxis, y: _LogAxis, width: int, height: int) -> str:
-    bottom = height - 22
-    lines = [
-        f'<path class="grid" d="M{at:.1f} 8V{bottom}"/><text class="tick" x="{at:.1f}" y="{height - 8}" '
-        f'text-anchor="middle">{label}</text>'
-        for at, label in x.decades()
-    ]
-    lines += [
-        f'<path class="grid" d="M34 {at:.1f}H{width - 8}"/><text class="tick" x="30" y="{at + 3.5:.1f}" '
-        f'text-anchor="end">{label}</text>'
-        for at, label in y.decades(4)
-    ]
-    return "".join(lines)
-
-
 def _curve_of_level(
-    level: str, start: int, stop: int, profile: TableProfile, x: _LogAxis, y: _LogAxis, bottom: float
+    level: str, start: int, stop: int, profile: TableProfile, x: LogAxis, y: LogAxis, bottom: float
 ) -> str:
     rows = np.unique(np.geomspace(start + 1, stop, MAX_POINTS).round().astype(np.int64)) - 1
     rows = np.append(rows, min(stop, profile.shape.num_rows - 1))  # where the next level begins
@@ -131,7 +88,7 @@ def _curve_of_level(
     return _drawn(level, list(zip(rows.tolist(), accesses.tolist(), strict=True)), x, y, bottom)
 
 
-def _drawn(level: str, rows: Sequence[tuple[int, float]], x: _LogAxis, y: _LogAxis, bottom: float) -> str:
+def _drawn(level: str, rows: Sequence[tuple[int, float]], x: LogAxis, y: LogAxis, bottom: float) -> str:
     """A line through (row, accesses), and the area under it."""
     points = [(x(row + 1), y(count) if count else bottom) for row, count in rows]
     line = "L".join(f"{a:.1f} {b:.1f}" for a, b in _thinned(points))
@@ -167,7 +124,7 @@ def bars(values: Sequence[float], scale: float, texts: Sequence[str], limit: flo
         at = height * (1 - limit / scale)
         parts.append(f'<path class="limit" d="M0 {at:.2f}H{width}"/>')
     parts.append(f'<path class="base" d="M0 {height}H{width}"/>')
-    return _svg(width, height, "", parts, "bars")
+    return svg(width, height, "", parts, "bars")
 
 
 def heatmap(matrix: np.ndarray, scale: float, ranks_per_node: int, text: str) -> str:
@@ -179,7 +136,7 @@ def heatmap(matrix: np.ndarray, scale: float, ranks_per_node: int, text: str) ->
     if ranks_per_node < W:
         cuts = "".join(f"M{n} 0V{W}M0 {n}H{W}" for n in range(ranks_per_node, W, ranks_per_node))
         parts.append(f'<path class="nodes" d="{cuts}"/>')
-    return _svg(W, W, text, parts, "heat")
+    return svg(W, W, text, parts, "heat")
 
 
 def _cells_with_titles(shades: np.ndarray, matrix: np.ndarray) -> Iterator[str]:
@@ -202,9 +159,3 @@ def _cells(shades: np.ndarray) -> Iterator[str]:
     for shade, found in sorted(strips.items()):
         if shade:
             yield f'<path class="cell" fill-opacity="{shade / SHADES:.2f}" d="{"".join(found)}"/>'
-
-
-def _svg(width: int, height: int, title: str, parts: Sequence[str], kind: str = "chart") -> str:
-    label = f' role="img" aria-label="{escape(title)}"' if title else ' aria-hidden="true"'
-    stretch = ' preserveAspectRatio="none"' if kind == "bars" else ""
-    return f'<svg class="{kind}" viewBox="0 0 {width} {height}"{stretch}{label}>{"".join(parts)}</svg>'

@@ -6,10 +6,9 @@ up and receives, the bytes between every two ranks, the frequency curve of each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from rowmesh.placement.profile import TableProfile
 from rowmesh.placement.summary import LEVEL_OF, Level, accesses_before, levels_of, stretches
 from rowmesh.placement.text import bytes_text, rows_text, share_text
 from rowmesh.report.charts import bars, frequency_curve, heatmap
+from rowmesh.report.html import fact_list, measure, page, sentence
 
 MAX_STRETCHES = 400
 FIRST_TABLES = 12
@@ -43,24 +43,12 @@ def write_report(comparison: Comparison, path: Path, title: str) -> None:
 
 def report(comparison: Comparison, title: str) -> str:
     """The report as HTML."""
-    return page(title, [heading(title, comparison.why), *sections(comparison), footer(comparison)])
-
-
-def page(title: str, parts: Iterable[str]) -> str:
-    """An HTML file that needs nothing beside it."""
-    style = (resources.files("rowmesh.report") / "assets" / "report.css").read_text(encoding="utf-8")
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}: placement</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n"
-        "</main>\n</body>\n</html>\n"
-    )
+    return page(f"{title}: placement", [heading(title, comparison.why), *sections(comparison), footer(comparison)])
 
 
 def heading(title: str, why: str) -> str:
     """The problem, and the reason for the chosen plan."""
-    return f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(_sentence(why))}</p>'
+    return f'<h1>{escape(title)}: where every row lives</h1>\n<p class="why">{escape(sentence(why))}</p>'
 
 
 def sections(comparison: Comparison) -> Iterator[str]:
@@ -105,8 +93,7 @@ def _facts(comparison: Comparison) -> str:
         ("Bytes a step", bytes_text(cost.total_bytes), f"{bytes_text(step)} a rank, predicted"),
         (f"Cost, {objective}", comparison.cost_text(comparison.chosen.objective), f"mode {request.mode}"),
     ]
-    items = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd></div>" for a, b, c in facts)
-    return f'<dl class="facts">{"".join(items)}</dl>'
+    return fact_list(facts)
 
 
 def _table_bytes(comparison: Comparison) -> int:
@@ -210,10 +197,10 @@ def _strategy_card(comparison: Comparison, candidate: Candidate, scales: _Scales
     rows = [f"{value:,.0f} rows" for value in cost.lookups]
     most = f"{bytes_text(cost.link_bytes.max())} on the busiest link"
     measures = [
-        _measure("memory", sizes, cost.memory_bytes)
+        measure("memory", sizes, cost.memory_bytes.tolist())
         + bars(cost.memory_bytes.tolist(), scales.memory, sizes, problem.limit_bytes),
-        _measure("look-ups a step", rows, cost.lookups) + bars(cost.lookups.tolist(), scales.lookups, rows),
-        _measure("received a step", got := [bytes_text(value) for value in received], received)
+        measure("look-ups a step", rows, cost.lookups.tolist()) + bars(cost.lookups.tolist(), scales.lookups, rows),
+        measure("received a step", got := [bytes_text(value) for value in received], received.tolist())
         + bars(received.tolist(), scales.received, got),
         f'<div class="measure"><span>bytes between ranks</span><b>{most}</b></div>'
         + heatmap(cost.link_bytes, scales.link, comparison.plan.ranks_per_node, f"{candidate.name}: {most}"),
@@ -221,11 +208,6 @@ def _strategy_card(comparison: Comparison, candidate: Candidate, scales: _Scales
     right = complaint or f"<span>{comparison.cost_text(candidate.objective)} a step</span>"
     head = f'<div class="head"><h3>{escape(candidate.name)}{_badge(chosen)}</h3>{right}</div>'
     return f'<div class="card{" chosen" if chosen else ""}">{head}{"".join(measures)}</div>'
-
-
-def _measure(name: str, texts: Sequence[str], values: np.ndarray) -> str:
-    low, high = texts[int(values.argmin())], texts[int(values.argmax())]
-    return f'<div class="measure"><span>{name}</span><b>{high if low == high else f"{low} to {high}"}</b></div>'
 
 
 def _link_scale_text(comparison: Comparison) -> str:
@@ -302,7 +284,3 @@ def footer(comparison: Comparison) -> str:
         f"{escape(problem.topology.name)}: {escape(problem.topology.source or 'no source given')}</p>"
         f"<p>rowmesh {rowmesh.__version__}</p></footer>"
     )
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."

@@ -10,7 +10,8 @@ from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
 from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate
-from rowmesh.report.plan_page import footer, heading, page, sections
+from rowmesh.report.html import page
+from rowmesh.report.plan_page import footer, heading, sections
 
 HEADS = (
     "replicas",
@@ -40,7 +41,7 @@ def write_replica_report(comparison: ReplicaComparison, path: Path, title: str) 
 def replica_report(comparison: ReplicaComparison, title: str) -> str:
     """The report as HTML."""
     first = next(iter(comparison.parts.values()))
-    return page(title, [heading(title, comparison.why), *_sections(comparison), footer(first)])
+    return page(f"{title}: placement", [heading(title, comparison.why), *_sections(comparison), footer(first)])
 
 
 def _sections(comparison: ReplicaComparison) -> Iterator[str]:

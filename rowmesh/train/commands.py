@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
+from rowmesh.train.about import about_run
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
 from rowmesh.train.device import check_device
@@ -32,14 +34,19 @@ from rowmesh.train.placement import Placement, configured_placement, evaluation_
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
-from rowmesh.train.run_folder import CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
+from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
 from rowmesh.train.splits import check_file, check_same_data, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
 from rowmesh.train.together import on_rank_0
 
+AtEnd = Callable[[RunFolder], str]
+"""Something that rank 0 does with the folder of a run at its end; returns a line about it, and never fails."""
 
-def run_training(config: Config, *, overwrite: bool = False, verify: bool = True) -> Metrics | None:
+
+def run_training(
+    config: Config, *, overwrite: bool = False, verify: bool = True, at_end: AtEnd | None = None
+) -> Metrics | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
     Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process. The data
@@ -49,6 +56,7 @@ def run_training(config: Config, *, overwrite: bool = False, verify: bool = True
         config: what to train on what.
         overwrite: whether a former run in the folder may be removed.
         verify: whether the data are compared with their checksums.
+        at_end: what to do with the finished run.
     """
     if config.train.tensorboard:
         require_tensorboard()
@@ -65,11 +73,14 @@ def run_training(config: Config, *, overwrite: bool = False, verify: bool = True
         trainer = Trainer(job)
         _write(mesh, *describe(job), *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
-        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement), RunFolder)
+        about = about_run(job, trainer.total_steps)
+        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about), RunFolder)
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
-        return _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
+        metrics = _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
+        _end(mesh, run, at_end)
+        return metrics
 
 
 def run_evaluation(
@@ -79,6 +90,7 @@ def run_evaluation(
     *,
     other_vocabulary: bool = False,
     verify: bool = True,
+    at_end: AtEnd | None = None,
 ) -> Metrics:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
@@ -90,6 +102,7 @@ def run_evaluation(
         split: which split.
         other_vocabulary: accept data whose ids have another meaning than those of the training.
         verify: compare what is read of the model with its checksums.
+        at_end: what to do with the evaluated run.
 
     Raises:
         RowmeshError: there is no model, it is damaged, no such data or split, or the data have another vocabulary.
@@ -114,15 +127,18 @@ def run_evaluation(
             _load(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, after {manifest.metadata.get('steps', '?')} steps")
-            return _evaluate(job, run, split)
+            metrics = _evaluate(job, run, split)
+            _end(mesh, run, at_end)
+            return metrics
 
 
-def _begin(claim: Claim, config: Config, placement: Placement) -> RunFolder:
+def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, Any]) -> RunFolder:
     """Leaves what the run is, and returns where it writes. Folders are kept absolute beside what was given."""
     given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
     files = {
         CONFIG: to_toml(anchored(config)),
         ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n",
+        ABOUT: json.dumps(about, indent=1) + "\n",
         PLAN: placement.plan.to_json(),
     }
     return claim.begin(given, files)
@@ -177,10 +193,15 @@ def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
         metrics = evaluate(job, split, progress.advance)
     _write(job.mesh, *results(split, metrics, known))
     record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
-    record["planted_optimum"] = known.optimum
+    record |= {"planted_optimum": known.optimum, "score_bins": asdict(metrics.score_bins)}
     doing = f"writing the metrics of {split}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(split), record))
     return metrics
+
+
+def _end(mesh: Mesh, run: RunFolder, at_end: AtEnd | None) -> None:
+    if at_end is not None and mesh.rank == 0:
+        _write(mesh, at_end(run))
 
 
 def _write_metrics(path: Path, record: dict[str, Any]) -> None:

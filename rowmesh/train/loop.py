@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
+from rowmesh.observe.step_clock import StepClock
 from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
@@ -66,7 +67,7 @@ class Trainer:
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
         self._losses = Losses(job.embeddings.device)
-        self._memory = MemoryGauge()
+        self._memory, self._clock = MemoryGauge(), StepClock()
         self._lrs: dict[str, float] = {}
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
@@ -79,6 +80,7 @@ class Trainer:
         ):
             steps = self._make_steps(drift is not None, log)
             interval = Interval()
+            self._clock.begin()
             for batch, loss in steps(self._batches(), self.total_steps - self.step):
                 interval.loss += loss
                 interval.samples += len(batch.labels)
@@ -94,6 +96,7 @@ class Trainer:
                     steps.wait()
                     interval.loss += self._losses.rest()
                     interval.started_s += self._validate(log)
+                self._clock.begin()
             steps.finish(run.trace)
 
     def train_step(self, batch: Batch) -> float:
@@ -103,7 +106,9 @@ class Trainer:
         """
         self._begin_step(batch)
         vectors = self.job.embeddings(batch.sparse).stacked()
+        self._clock.lap("rows")
         total = self._backward(self.job.predict(batch.dense, vectors, self._network), batch.labels)
+        self._clock.lap("network")
         self._end_step()
         return total
 
@@ -113,8 +118,10 @@ class Trainer:
         self._begin_step(batch)
         for part in window:
             vectors = part.embeddings.stacked()
+            self._clock.lap("rows")
             logits = self.job.predict(batch.dense[part.samples], vectors, self._network)
             total += self._backward(logits, batch.labels[part.samples])
+            self._clock.lap("network")
         self._end_step()
         return total
 
@@ -123,9 +130,11 @@ class Trainer:
         return f"step {self.step + 1} on rank {self.job.mesh.rank}"
 
     def _begin_step(self, batch: Batch) -> None:
+        self._clock.lap("data")
         check_batch(batch, self.job.data.schema.dense, self._where)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
+        self._clock.lap("other")
 
     def _backward(self, logits: Tensor, labels: Tensor) -> float:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
@@ -139,10 +148,13 @@ class Trainer:
         """Updates rows and network; rows first: under a pipeline they do so beside the rest."""
         self._lrs = self._current_lrs()
         self._embedding_optimizer.step()
+        self._clock.lap("update")
         self._gradients.average()
+        self._clock.lap("all_reduce")
         self._dense_optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
+        self._clock.lap("optimizer")
         self.step += 1
 
     def _make_steps(self, can_migrate: bool, log: RunLog) -> Steps:
@@ -182,6 +194,7 @@ class Trainer:
         """Sums an interval over ranks, takes the mean of what else is recorded, and writes it."""
         elapsed_s = time.perf_counter() - interval.started_s
         waited_s = interval.waited_s + self._loader.waited_s
+        record = record | self._clock.take(elapsed_s, steps=interval.steps)
         own = (interval.loss, interval.samples, self._memory.read(), waited_s, *record.values())
         everyone = gather_objects(self.job.mesh, own, "summing the losses of all ranks")
         loss, samples, memory_bytes, all_waited_s, *recorded = map(sum, zip(*everyone, strict=True))
@@ -191,6 +204,7 @@ class Trainer:
             samples_per_s=samples / elapsed_s,
             memory_bytes=int(memory_bytes),
             waited_for_data_share=all_waited_s / (self.job.mesh.world_size * elapsed_s),
+            memory_bytes_by_rank=[int(theirs[2]) for theirs in everyone],
             **self._lrs,
             **{name: value / self.job.mesh.world_size for name, value in zip(record, recorded, strict=True)},
         )

@@ -8,7 +8,7 @@ Terabyte. A histogram would need less and be inexact.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -20,10 +20,8 @@ from torch import Tensor
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete, gather_objects
+from rowmesh.train.score_bins import Keys, Labels, Logits, ScoreBins, sorted_keys
 from rowmesh.train.together import on_rank_0
-
-Logits = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,7 @@ class Metrics:
         normalized_entropy: log_loss over that of always predicting the base rate (He et al., ADKDD'14);
             NaN where one of the classes is absent.
         calibration: sum of predictions over sum of labels; NaN without positives.
+        score_bins: samples and positives by score, for curves.
     """
 
     samples: int
@@ -47,10 +46,12 @@ class Metrics:
     log_loss: float
     normalized_entropy: float
     calibration: float
+    score_bins: ScoreBins = field(repr=False)
 
     def as_record(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: what is undefined becomes null."""
-        return {key: None if value != value else value for key, value in asdict(self).items()}
+        """The numbers, for JSON, which has no NaN: what is undefined becomes null."""
+        numbers = {key: value for key, value in asdict(self).items() if key != "score_bins"}
+        return {key: None if value != value else value for key, value in numbers.items()}
 
     def to_plain(self) -> dict[str, Any]:
         """To be sent to other ranks."""
@@ -58,8 +59,8 @@ class Metrics:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """From what another rank sent."""
-        return cls(**values)
+        """What another rank sent."""
+        return cls(**dict(values, score_bins=ScoreBins.from_plain(values["score_bins"])))
 
 
 class Predictions:
@@ -121,6 +122,7 @@ def compute(logits: Logits, labels: Labels) -> Metrics:
     """
     if len(logits) == 0:
         raise DataError("no samples to evaluate: the split is empty")
+    keys = sorted_keys(logits, labels)
     positives, samples = int(labels.sum(dtype=np.int64)), len(labels)
     predicted, loss = _sums(logits, labels)
     base_rate, log_loss = positives / samples, loss / samples
@@ -128,29 +130,27 @@ def compute(logits: Logits, labels: Labels) -> Metrics:
     return Metrics(
         samples=samples,
         base_rate=base_rate,
-        auc=area_under_roc(logits, labels),
+        auc=area_under_roc(keys, positives),
         log_loss=log_loss,
         normalized_entropy=log_loss / entropy if entropy > 0 else math.nan,
         calibration=predicted / positives if positives else math.nan,
+        score_bins=ScoreBins.of(keys),
     )
 
 
-def area_under_roc(scores: Logits, labels: Labels) -> float:
-    """The exact area under the ROC curve of float32 scores; ties count half.
+def area_under_roc(keys: Keys, positives: int) -> float:
+    """The exact area under the ROC curve; ties count half.
 
-    One sort of 8-byte keys, each a score's bits in an order-preserving form with its label below.
+    Args:
+        keys: of the samples, as `sorted_keys` gives them.
+        positives: how many labels are 1.
 
-    >>> area_under_roc(np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1]))
+    >>> area_under_roc(sorted_keys(np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1])), 2)
     0.875
     """
-    positives = int(labels.sum(dtype=np.int64))
-    negatives = len(labels) - positives
+    negatives = len(keys) - positives
     if positives == 0 or negatives == 0:
         return math.nan
-    keys = _ordered_bits(scores).astype(np.uint64)
-    keys <<= np.uint64(1)
-    keys |= labels
-    keys.sort()
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] >> 1 != keys[:-1] >> 1]))
     positives_up_to = np.cumsum(keys & np.uint64(1), dtype=np.int64)
     ends = np.append(starts[1:], len(keys)) - 1
@@ -196,13 +196,6 @@ def _sums(logits: Logits, labels: Labels, chunk: int = 1 << 20) -> tuple[float, 
         predicted += float(np.exp(z - softplus).sum())
         loss += float((softplus - y * z).sum())
     return predicted, loss
-
-
-def _ordered_bits(scores: Logits) -> npt.NDArray[np.uint32]:
-    """uint32 with the order of the floats: flips the sign bit of positives, every bit of negatives."""
-    bits = (scores + np.float32(0.0)).view(np.uint32)  # −0.0 + 0.0 is 0.0, its equal
-    sign = np.uint32(1 << 31)
-    return np.where(bits & sign, ~bits, bits | sign)
 
 
 def _gather(values: npt.NDArray[Any], mesh: Mesh, doing: str) -> npt.NDArray[Any]:

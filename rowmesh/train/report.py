@@ -22,7 +22,7 @@ from rowmesh.train.metrics import Metrics, binary_entropy
 
 def describe(job: Job) -> list[str]:
     """Lines on device, data, placement, tables, transport, network and memory. Collective: every rank calls it."""
-    memory = _memory_of_every_rank(job)
+    memory = memory_of_every_rank(job)
     facts = [
         ("ranks", _ranks(job)),
         ("device", _device(job)),
@@ -172,7 +172,8 @@ def _sizes(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {num_bytes / 1e6:,.1f} MB" for name, num_bytes in sizes.items())
 
 
-def _memory_of_every_rank(job: Job) -> list[dict[str, int]]:
+def memory_of_every_rank(job: Job) -> list[dict[str, int]]:
+    """Bytes by use: rows, optimizer state, buffers, network. Collective: every rank calls it."""
     network = sum(parameter.nbytes for parameter in job.network.parameters())
     own = {**job.embeddings.memory_bytes, "network": network}
     return gather_objects(job.mesh, own, SETTING_UP)

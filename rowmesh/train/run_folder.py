@@ -23,6 +23,7 @@ from rowmesh.files.lock import exclusive
 from rowmesh.files.manifest import MANIFEST, Manifest
 
 CONFIG, ENVIRONMENT, LOCK, KIND = "config.toml", "environment.json", ".lock", "run"
+ABOUT, REPORT, COMPARED = "about.json", "report.html", "comparison.html"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
 TRACE = "trace.json"
 UNFINISHED = "unfinished"
@@ -32,7 +33,8 @@ WHOLE, FORMER = "whole.json", ".former"
 _PARTIAL = r"\..*\.partial"
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
-    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, PLAN, FIRST_PLAN, "metrics.jsonl", "counters.jsonl", TRACE), ""),
+    **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, TRACE, REPORT, COMPARED), ""),
+    **dict.fromkeys(("metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     "model": rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}",
     "tensorboard": r"events\.out\..*",
@@ -44,6 +46,9 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        about: what the run is made of that follows from neither configuration nor plan.
+        report: the page of the run.
+        compared: the page of this run beside another.
         plan: the plan that the model was trained with, in the end.
         trace: what every thread did in the last steps, where that was asked for.
         first_plan: where drift replaced it, the plan that the training began with.
@@ -55,11 +60,12 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = self._at(CONFIG)
+        self.config, self.environment, self.about = self._at(CONFIG), self._at(ENVIRONMENT), self._at(ABOUT)
         self.plan, self.first_plan = self._at(PLAN), self._at(FIRST_PLAN)
         self.metrics = path / "metrics.jsonl"
         self.counters = path / "counters.jsonl"
         self.trace = path / TRACE
+        self.report, self.compared = path / REPORT, path / COMPARED
         self.tensorboard = path / "tensorboard"
         self.model = self._at("model")
 

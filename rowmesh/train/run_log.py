@@ -9,6 +9,7 @@ from typing import Any, Self
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.observe import CounterLog, JsonLines, Progress
 from rowmesh.observe.counters import Source
+from rowmesh.observe.json_lines import utc_text
 from rowmesh.observe.tensorboard import TensorBoard
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
@@ -53,7 +54,10 @@ class RunLog:
         self.progress.advance(step)
 
     def interval(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: int, **record: Any) -> None:
-        """Writes the means of an interval that ends with `step`. Collective: every rank calls it."""
+        """Writes the means of an interval that ends with `step`. Collective: every rank calls it.
+
+        What is a list goes into `metrics.jsonl` alone.
+        """
         self._counters.flush()
         facts = {"loss": loss, "samples_per_s": samples_per_s, "memory_bytes": memory_bytes}
         self._write("train", step, {**facts, **record})
@@ -65,9 +69,11 @@ class RunLog:
         self._write(split, step, record)
 
     def _write(self, kind: str, step: int, record: dict[str, Any]) -> None:
-        self._metrics.write(kind=kind, step=step, **record)
+        self._metrics.write(time=utc_text(), kind=kind, step=step, **record)
         if self._board is not None:
-            self._board.write(kind, step, record)
+            self._board.write(
+                kind, step, {name: value for name, value in record.items() if not isinstance(value, list)}
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from rowmesh.observe import PartsProgress, Progress
@@ -41,6 +42,21 @@ def test_a_bar_on_a_terminal(monkeypatch):
         progress.update(2, loss=0.25, samples_per_s=1000.0, memory_bytes=1e9)
     assert "2/2" in stream.getvalue()
     assert "loss 0.2500, 1,000 samples/s" in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns, facts", [(60, 1), (80, 3), (120, 4)])
+def test_step_and_time_left_are_whole_however_narrow_the_terminal(monkeypatch, columns, facts):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("rowmesh.observe.progress.BAR_INTERVAL_S", 1000.0)
+    stream = Terminal()
+    with Progress(20_000, stream=stream) as progress:
+        progress.update(12_345, loss=0.45123, samples_per_s=91_234.0, memory_bytes=2.31e9, exposed_share=0.12)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = [line for line in re.split(r"[\r\n]+", shown) if line.strip()][-1]
+    assert len(last) <= columns
+    names = ["loss 0.4512", "91,234 samples/s", "2.31 GB", "12% exposed"]
+    assert re.fullmatch(rf"train \S+ 12345/20000 {', '.join(names[:facts])} +\S+ left *", last)
 
 
 def test_every_step_moves_it(monkeypatch):

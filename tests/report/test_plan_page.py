@@ -11,7 +11,7 @@ from rowmesh.placement.topology import Topology
 from rowmesh.report.plan_page import report, write_report
 from tests.placement.problems import problem
 
-VOID = {"meta", "br", "link", "img", "input"}
+VOID = {"meta", "br", "link", "img", "input", "wbr"}
 
 
 class Page(HTMLParser):

@@ -16,6 +16,7 @@ from rowmesh import EmbeddingCollection, checkpoint
 from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.observe import Progress
+from rowmesh.observe.step_clock import STAGES
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.losses import Losses
 from rowmesh.train.resolve import resolve
@@ -46,6 +47,7 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
     metrics = run_training(resolve(config_file, ["train.eval_every=8"]))
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "about.json",
         "config.toml",
         "counters.jsonl",
         "environment.json",
@@ -61,6 +63,13 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
         *[("train", 16), ("validation", 16)],
     ]
     assert {"loss", "samples_per_s", "lr", "memory_bytes"} <= lines[0].keys()
+    assert lines[0]["memory_bytes_by_rank"] == [lines[0]["memory_bytes"]]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
+    step_ms = {name: value for name, value in lines[-2].items() if name.startswith("step_ms/")}
+    assert step_ms.keys() == {f"step_ms/{stage}" for stage in STAGES}
+    assert min(step_ms["step_ms/rows"], step_ms["step_ms/network"], step_ms["step_ms/update"]) > 0
+    about = json.loads((folder / "about.json").read_text())
+    assert (about["ranks"], about["total_steps"], about["transport"]) == (1, 16, "local")
     counters = records(folder / "counters.jsonl")
     assert [line["step"] for line in counters] == list(range(1, 17))
     assert [line["ids"] > 0 and line["unique_ids"] <= line["ids"] for line in counters] == [True] * 16
@@ -69,6 +78,7 @@ def test_a_run_leaves_everything_that_describes_it(config_file, tmp_path, capsys
     report = json.loads((folder / "evaluation" / "test.json").read_text())
     assert report["auc"] == metrics.auc
     assert report["planted_optimum"]["auc"] > metrics.auc
+    assert sum(report["score_bins"]["samples"]) == report["samples"]
     out = capsys.readouterr().out
     assert "transport local: there is one rank" in out
     assert "planted optimum" in out

@@ -1,0 +1,261 @@
+"""What the folder of a run tells of it, for its page. What is not there, or cannot be read, is named."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rowmesh.errors import RowmeshError
+from rowmesh.observe.step_clock import STAGES
+from rowmesh.report.timeline import Timeline, read_timeline
+from rowmesh.report.traffic import Traffic, read_traffic
+from rowmesh.train.run_folder import RunFolder
+from rowmesh.train.score_bins import ScoreBins
+
+Record = Mapping[str, Any]
+"""A JSON object that a run wrote."""
+Points = list[tuple[float, float]]
+WARM_UP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of a split at the end.
+
+    Attributes:
+        split: its name.
+        numbers: by name.
+        optimum: the best that can be reached, where the data were planted.
+        score_bins: None where an earlier version evaluated.
+    """
+
+    split: str
+    numbers: Mapping[str, float]
+    optimum: Mapping[str, float]
+    score_bins: ScoreBins | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        name: of its folder.
+        folder: where it is.
+        config: the resolved configuration.
+        environment: of its start.
+        about: what it is made of.
+        train: lines of `metrics.jsonl` about training, in order.
+        evaluations: split → lines about it.
+        results: of the evaluated splits, the test split first.
+        traffic: what the counters add up to.
+        timeline: what threads did in the last steps; None where that was not asked for.
+        missing: what is missing and why, in sentences.
+    """
+
+    name: str
+    folder: RunFolder
+    config: Record = field(default_factory=dict)
+    environment: Record = field(default_factory=dict)
+    about: Record = field(default_factory=dict)
+    train: Sequence[Record] = ()
+    evaluations: Mapping[str, Sequence[Record]] = field(default_factory=dict)
+    results: Sequence[Result] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    timeline: Timeline | None = None
+    missing: Sequence[str] = ()
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A key of the configuration, as in `train.epochs`."""
+        values: Any = self.config
+        for part in key.split("."):
+            if not isinstance(values, Mapping) or part not in values:
+                return default
+            values = values[part]
+        return values
+
+    def series(self, name: str, split: str | None = None) -> Points:
+        """(step, value) of a number, of training or of a split; lines without it are left out."""
+        lines = self.train if split is None else self.evaluations.get(split, ())
+        return [(line["step"], line[name]) for line in lines if _is_number(line.get(name))]
+
+    @property
+    def steady(self) -> Sequence[Record]:
+        """Lines of training without the first tenth, in which kernels are compiled and buffers grow."""
+        skipped = int(len(self.train) * WARM_UP_SHARE + 0.999) if len(self.train) > 2 else 0
+        return self.train[skipped:]
+
+    def mean(self, name: str) -> float | None:
+        """Of a number of training, of the steady lines, each for its steps; None where it was not recorded."""
+        before = {line["step"]: previous["step"] for previous, line in pairwise(self.train)}
+        weighed = [
+            (line[name], line["step"] - before.get(line["step"], 0))
+            for line in self.steady
+            if _is_number(line.get(name))
+        ]
+        total = sum(weight for _, weight in weighed)
+        return sum(value * weight for value, weight in weighed) / total if total else None
+
+    @property
+    def step_ms(self) -> dict[str, float]:
+        """Milliseconds of a step by stage; empty where they were not recorded."""
+        means = {stage: self.mean(f"step_ms/{stage}") for stage in STAGES}
+        return {stage: value for stage, value in means.items() if value is not None}
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return max((line["step"] for line in self.train), default=0)
+
+    @property
+    def ranks(self) -> int | None:
+        """How many trained it."""
+        found = self.about.get("ranks")
+        return found if isinstance(found, int) else None
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """From the first record to the last; None where lines have no time."""
+        stamps = [line["time"] for line in self.train if isinstance(line.get("time"), str)]
+        start = self.about.get("started", stamps[0] if stamps else None)
+        return (_moment(stamps[-1]) - _moment(start)).total_seconds() if stamps and start else None
+
+    @property
+    def memory_by_rank(self) -> list[float]:
+        """Bytes that each rank used at last; empty where that was not recorded."""
+        found = [line["memory_bytes_by_rank"] for line in self.train if line.get("memory_bytes_by_rank")]
+        return list(found[-1]) if found else []
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads what there is of a run, finished or not, of this version or an earlier one.
+
+    Raises:
+        RowmeshError: it is no run.
+    """
+    run, missing = RunFolder(folder), list[str]()
+    if not run.config.exists() and not run.metrics.exists():
+        raise RowmeshError(f"{folder} is no run: it has neither config.toml nor metrics.jsonl; give a run's folder")
+    lines = list(_lines(run.metrics, missing))
+    train = [line for line in lines if line.get("kind") == "train"]
+    config = _read(run.config, tomllib.loads, missing)
+    evaluations: dict[str, list[Record]] = {}
+    for line in lines:
+        if line.get("kind") != "train":
+            evaluations.setdefault(str(line.get("kind")), []).append(line)
+    results = _results(run, str(config.get("data", {}).get("test", "test")), missing)
+    record = RunRecord(
+        name=folder.resolve().name,
+        folder=run,
+        config=config,
+        environment=_read(run.environment, json.loads, missing),
+        about=_read(run.about, json.loads, missing) if run.about.exists() else {},
+        train=train,
+        evaluations=evaluations,
+        results=results,
+        traffic=read_traffic(_lines(run.counters, missing)),
+        timeline=read_timeline(run.trace, missing),
+        missing=missing,
+    )
+    missing += _absent(record)
+    return record
+
+
+def _absent(record: RunRecord) -> Iterator[str]:
+    """What a page would show, had it been recorded."""
+    if not record.about:
+        yield "about.json: an earlier version made this run; ranks, transport and memory by use are not known"
+    if record.train and not record.step_ms:
+        yield "metrics.jsonl has no times of stages: an earlier version made this run"
+    if not record.train:
+        yield "metrics.jsonl has no line about training: the run ended before train.log_every steps, or has just begun"
+    if not record.results:
+        yield "there is no evaluation: rowmesh evaluate makes one, and curves of it"
+    elif any(result.score_bins is None for result in record.results):
+        old = ", ".join(result.split for result in record.results if result.score_bins is None)
+        yield f"evaluation of {old}: no score bins; rowmesh evaluate stores them, for ROC and calibration"
+
+
+def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
+    paths = sorted((run.path / "evaluation").glob("*.json"), key=lambda path: (path.stem != first, path.stem))
+    found = []
+    for path in paths:
+        values = _read(path, json.loads, missing)
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
+        if numbers:
+            optimum = {k: v for k, v in (values.get("planted_optimum") or {}).items() if _is_number(v)}
+            found.append(Result(path.stem, numbers, optimum, _score_bins(path, values, missing)))
+    return found
+
+
+def _score_bins(path: Path, values: Record, missing: list[str]) -> ScoreBins | None:
+    try:
+        return ScoreBins.from_plain(values["score_bins"]) if values.get("score_bins") else None
+    except (ValueError, KeyError, TypeError) as error:
+        missing.append(f"{path.name}: score bins that cannot be read ({error}); evaluate the run again")
+        return None
+
+
+def _read(path: Path, parse: Any, missing: list[str]) -> dict[str, Any]:
+    """A file that is one object; empty where it is not."""
+    try:
+        values = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing.append(f"{path.name} is not there")
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name} cannot be read: {error}")
+    else:
+        if isinstance(values, dict):
+            return values
+        missing.append(f"{path.name} cannot be read: it is no object")
+    return {}
+
+
+def _lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines, one after the other; what is no record is counted."""
+    bad = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    record = json.loads(text)
+                except ValueError:
+                    record = None
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield record
+                else:
+                    bad += 1
+    except FileNotFoundError:
+        missing.append(f"{path.name} is not there")
+    except OSError as error:
+        missing.append(f"{path.name} cannot be read: {error}")
+    if bad:
+        missing.append(f"{path.name}: {bad:,} line(s) are no records and were left out")
+
+
+def thinned(points: Points, most: int = 240) -> Points:
+    """At most so many points: means of neighbours.
+
+    >>> thinned([(1, 2.0), (2, 4.0), (3, 6.0), (4, 8.0)], most=2)
+    [(1.5, 3.0), (3.5, 7.0)]
+    """
+    if len(points) <= most:
+        return points
+    bounds = [len(points) * i // most for i in range(most + 1)]
+    parts = [points[low:high] for low, high in pairwise(bounds)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _moment(text: str) -> datetime:
+    return datetime.fromisoformat(text)

@@ -1,0 +1,110 @@
+"""Tables of a run: what they are, how many rows have copies, how much goes to rare ids, and what the plan predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rowmesh.data import Prepared
+from rowmesh.errors import RowmeshError
+from rowmesh.placement import Plan
+from rowmesh.placement.cost import cost_of
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
+from rowmesh.placement.summary import levels_of
+from rowmesh.report.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """A table of a run; None is not known.
+
+    Attributes:
+        name: of the table.
+        rows: how many it has.
+        dim: their length.
+        storage: how they are kept.
+        copied_rows: rows with a copy on every rank or node.
+        copied_share: of the accesses of training, how many such rows get.
+        rare_share: split → of its ids, how many went to the row of rare ids.
+    """
+
+    name: str
+    rows: int
+    dim: int | None = None
+    storage: str | None = None
+    copied_rows: int | None = None
+    copied_share: float | None = None
+    rare_share: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All tables, and what their plan predicts.
+
+    Attributes:
+        tables: in the order of the plan; those without one after it.
+        predicted_bytes: between all ranks in a step; None where nothing is predicted.
+        why_not: the reason then.
+    """
+
+    tables: Sequence[TableFacts]
+    predicted_bytes: float | None
+    why_not: str = ""
+
+
+def tables_of(record: RunRecord) -> Tables:
+    """Reads the plan, and the counts of the data where they still are."""
+    plan, why_not = _plan(record)
+    if plan is None:
+        return Tables(list(_facts(record, None, None)), None, why_not)
+    try:
+        profile = _profile(record, plan)
+    except (RowmeshError, OSError, ValueError, KeyError) as error:
+        return Tables(list(_facts(record, plan, None)), None, f"the counts of the data cannot be read: {error}")
+    if plan.is_replicated:
+        return Tables(list(_facts(record, plan, profile)), None, "a step with replicas is predicted by rowmesh plan")
+    if plan.world_size == 1:
+        return Tables(list(_facts(record, plan, profile)), None, "there is one rank")
+    request = Request(batch_size=-(-int(record.setting("data.batch_size", 4096)) // plan.world_size))
+    return Tables(list(_facts(record, plan, profile)), cost_of(plan, profile, request).total_bytes)
+
+
+def _plan(record: RunRecord) -> tuple[Plan | None, str]:
+    try:
+        return Plan.load(record.folder.plan), ""
+    except (RowmeshError, OSError) as error:
+        return None, str(error)
+
+
+def _profile(record: RunRecord, plan: Plan) -> Profile:
+    data = Prepared.open(Path(str(record.setting("data.folder", ""))), verify=False)
+    return Profile.from_prepared(data, [table.shape for table in plan.tables])
+
+
+def _facts(record: RunRecord, plan: Plan | None, profile: Profile | None) -> Iterator[TableFacts]:
+    """Of all tables: those of the plan, and those that a run has beside them."""
+    about = record.about.get("tables") or {}
+    rare = record.about.get("rare_share") or {}
+    counts = {table.name: table for table in profile.tables} if profile is not None else {}
+    for table in plan.tables if plan is not None else ():
+        copied, share = None, None
+        if table.name in counts:
+            levels = levels_of(table, counts[table.name])
+            copied = levels["hot"].rows + levels["warm"].rows
+            share = levels["hot"].share + levels["warm"].share
+        known = about.get(table.name, {})
+        yield TableFacts(
+            table.name,
+            table.shape.num_rows,
+            known.get("dim"),
+            known.get("storage"),
+            copied,
+            share,
+            rare.get(table.name, {}),
+        )
+    planned = {table.name for table in plan.tables} if plan is not None else set()
+    for name, known in about.items():
+        if name not in planned:
+            yield TableFacts(name, known["rows"], known["dim"], known["storage"], None, None, rare.get(name, {}))
