@@ -21,6 +21,7 @@ from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.threads import warn_of_threads
 from rowmesh.module_hooks import TableModule, frozen_or_not
 from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.untraced import untraced
@@ -78,6 +79,8 @@ class EmbeddingCollection(TableModule):
         torch.Size([2, 2, 4])
         >>> out.values.sum().backward()
         >>> optimizer.step()
+        >>> embeddings
+        EmbeddingCollection(dim4_row_wise_adagrad: 2 tables, 15 rows; local on 1 ranks, cpu)
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class EmbeddingCollection(TableModule):
             plan = Plan.cyclic(shapes, size, per_node, replicas=replicas)
         elif replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
+        warn_of_threads(self.mesh)
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
         plan.check_fits(shapes, size, per_node)
         averaged = plan.replicas if self.synchronization.mode == "average" else {}
@@ -296,5 +300,6 @@ class EmbeddingCollection(TableModule):
 
     def extra_repr(self) -> str:
         """Groups and transport."""
-        groups = ", ".join(f"{group.name}: {len(group.tables)} tables" for group in self.groups)
-        return f"{groups}; {self.transport} on {self.mesh.world_size} ranks"
+        counts = {group.name: sum(table.num_rows for table in group.tables) for group in self.groups}
+        groups = [f"{each.name}: {len(each.tables)} tables, {counts[each.name]:,} rows" for each in self.groups]
+        return f"{', '.join(groups)}; {self.transport} on {self.mesh.world_size} ranks, {self.device or 'cpu'}"

@@ -26,7 +26,7 @@ STORED_ROWS = 65_536
 """Rows that are copied at a time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JaggedRows:
     """What a feature with pooling "none" returns: one vector an id.
 
@@ -37,6 +37,9 @@ class JaggedRows:
 
     values: Tensor
     offsets: Tensor
+
+    def __repr__(self) -> str:
+        return f"JaggedRows({len(self.offsets) - 1:,} samples, rows {list(self.values.shape)}, {self.values.dtype})"
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class Embeddings:
             return self._parts[feature]
         except KeyError:
             raise KeyError(f"no feature {feature!r}; there are {[*self.features, *self._sequences]}") from None
+
+    def __repr__(self) -> str:
+        columns = [f"{name} {dim}" for name, dim in zip(self.features, self.dims, strict=True)]
+        columns += [f"{name} {rows!r}" for name, rows in self._sequences.items()]
+        return f"Embeddings(values {list(self.values.shape)}: {', '.join(columns)})"
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.features, *self._sequences))

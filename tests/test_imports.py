@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rowmesh"
 # What is further down may import what is above it, or what stands beside it as long as there is no cycle.
 LAYERS = [
-    {"errors", "suggest", "faults", "gate", "state_form"},
+    {"errors", "suggest", "extras", "faults", "gate", "state_form"},
     {"files", "ops", "sparse", "models"},
     {"observe"},
     {"tables", "optim", "data"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"embeddings", "pooling", "pending", "gradient_norm", "engine", "row_state", "module_hooks"},
     {"collection"},
     {"pipeline", "averaged_rows", "parts", "saving", "sharded_state"},
-    {"train"},
+    {"train", "doctor"},
     {"report"},
     {"cli"},
     {"__main__"},
@@ -96,6 +96,23 @@ def test_models_know_nothing_of_ranks():
 def test_importing_rowmesh_does_not_import_torch():
     code = "import sys, rowmesh; assert 'torch' not in sys.modules; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_tables_do_not_need_is_not_imported():
+    """Of what takes a while: what data, commands and solvers need."""
+    code = "import sys; from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Pipeline; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    late = {"pyarrow", "pydantic", "scipy.sparse", "scipy.optimize", "sknetwork", "rich", "cyclopts", "filelock"}
+    assert not loaded & (late | {"triton", "tensorboard", "torch._dynamo", "torch._inductor", "rowmesh.data"})
+
+
+def test_public_names_are_listed():
+    import rowmesh
+    import rowmesh.placement
+
+    assert set(rowmesh.__all__) <= set(dir(rowmesh))
+    assert set(rowmesh.placement.__all__) <= set(dir(rowmesh.placement))
 
 
 def test_every_public_name_can_be_imported():

@@ -1,1 +1,1 @@
-"""The command line: `rowmesh data | plan | train | evaluate | export | env`."""
+"""The command line: `rowmesh data | plan | train | evaluate | export | env | doctor`."""

@@ -12,6 +12,7 @@ from typing import Any
 import cyclopts
 
 import rowmesh
+from rowmesh.cli.doctor import doctor
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
@@ -41,6 +42,7 @@ app.command(evaluate)
 app.command(report)
 app.command(export)
 app.command(env)
+app.command(doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,10 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     global _is_leaving
     _is_leaving = False
     lasting_streams()
-    before = signal.signal(signal.SIGTERM, _terminate)
-    hung_up = signal.getsignal(signal.SIGHUP)
-    if hung_up is not signal.SIG_IGN:  # as under nohup
-        signal.signal(signal.SIGHUP, _terminate)
+    before = {number: signal.getsignal(number) for number in _endings()}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN or number == signal.SIGTERM:  # hang-ups are ignored under nohup
+            signal.signal(number, _terminate)
     end_with_launcher(_complain)
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
@@ -92,8 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     finally:
         sys.unraisablehook = hook
-        signal.signal(signal.SIGTERM, before)  # there is nothing more to clean up
-        signal.signal(signal.SIGHUP, hung_up)
+        for number, handler in before.items():  # there is nothing more to clean up
+            signal.signal(number, handler)
 
 
 def _interrupt_again(ignored: Any) -> None:
@@ -108,7 +110,20 @@ def _interrupt_again(ignored: Any) -> None:
         sys.__unraisablehook__(ignored)
     else:
         _is_leaving = False
-        threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
+        threading.Timer(0.01, _deliver, [number]).start()
+
+
+def _endings() -> list[signal.Signals]:
+    """The signals that end a command; Windows has no SIGHUP."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _deliver(number: int) -> None:
+    """Sends a signal to the main thread, wherever it waits; on Windows only the process can be named."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        signal.raise_signal(number)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -36,4 +36,12 @@ def evaluate(
     from rowmesh.cli.report import write_page
     from rowmesh.train.commands import run_evaluation
 
-    run_evaluation(run, overrides, split, other_vocabulary=other_vocabulary, verify=verify, at_end=write_page)
+    run_evaluation(
+        run,
+        overrides,
+        split,
+        other_vocabulary=other_vocabulary,
+        verify=verify,
+        fits_threads=True,
+        at_end=write_page,
+    )

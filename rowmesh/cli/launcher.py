@@ -29,7 +29,7 @@ def end_with_launcher(complain: Callable[[str], None]) -> None:
     Args:
         complain: prints the reason.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not hasattr(signal, "pthread_kill"):  # as on Windows
         return
     reach("launcher.watch")
     threading.Thread(target=_watch, args=(os.getppid(), complain), name="rowmesh launcher", daemon=True).start()

@@ -34,4 +34,4 @@ def train(
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
-    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify, at_end=write_page)
+    run_training(resolve(config, overrides), overwrite=overwrite, verify=verify, fits_threads=True, at_end=write_page)

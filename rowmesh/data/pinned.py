@@ -21,6 +21,7 @@ from rowmesh.files.manifest import MANIFEST, Manifest
 from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "copy the folder again, or prepare the data again"
+_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 _State = tuple[int, int, int]
 
 
@@ -41,9 +42,10 @@ class PinnedFolder:
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         self.path, self.is_verified = path, False
-        flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-        self._directory = os.open(path, flags)
-        weakref.finalize(self, os.close, self._directory)
+        self._directory: int | None = None
+        if os.open in os.supports_dir_fd:  # on Windows a folder cannot be opened, and files are found by their path
+            self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._directory)
         self._states: dict[str, _State] = {}
         self._verified: dict[str, _State] = {}
         self._kept: dict[str, VerifiedFile] = {}
@@ -66,7 +68,7 @@ class PinnedFolder:
                 self._kept[name] = self._open(name, self._expected(name))
         for name in others:
             with contextlib.suppress(OSError):
-                self._states[name] = _state(os.stat(name, dir_fd=self._directory))
+                self._states[name] = _state(os.stat(self._place(name), dir_fd=self._directory))
 
     def open(self, name: str) -> VerifiedFile:
         """A file, verified where it is read.
@@ -143,6 +145,10 @@ class PinnedFolder:
             raise DataError(f"{path}: holds {len(values):,} values, not {length:,}; {ADVICE}")
         return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies even one
 
+    def _place(self, name: str) -> str | Path:
+        """Where a file is from the open folder, or from anywhere."""
+        return self.path / name if self._directory is None else name
+
     def _expected(self, name: str) -> Checksums | None:
         return self.checksums.get(name) if self.is_verified else None
 
@@ -156,7 +162,7 @@ class PinnedFolder:
             raise DataError(f"{self.path / name}: cannot be opened ({reason}); {ADVICE}") from error
 
     def _open_as_pinned(self, name: str, expected: Checksums | None) -> VerifiedFile:
-        path, descriptor = self.path / name, os.open(name, os.O_RDONLY, dir_fd=self._directory)
+        path, descriptor = self.path / name, os.open(self._place(name), _FLAGS, dir_fd=self._directory)
         state = _state(os.fstat(descriptor))
         if expected is None and self._states.get(name, state) != state:
             os.close(descriptor)

@@ -89,7 +89,7 @@ def write_text(path: Path, text: str) -> None:
 
 def sync_file(path: Path) -> None:
     """Waits until a file's content is on disk."""
-    _sync(path, os.O_RDONLY)
+    _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only what may be written
 
 
 def sync_folder(path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from rowmesh.errors import RowmeshError
 
@@ -22,18 +23,19 @@ def exclusive(path: Path, refusal: str) -> Iterator[None]:
     Raises:
         RowmeshError: another process holds the lock.
     """
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last owner may have removed the file since it was opened here: then it locks nothing.
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise RowmeshError(refusal) from error
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise RowmeshError(refusal) from error
+    try:
+        held = path.stat()
         try:
             yield
         finally:
-            # The folder may have been removed and made again, with the lock of somebody else in it.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows removes no file that is open
+                # The folder may have been removed and made again, with the lock of another process in it.
+                if os.path.samestat(held, path.stat()):
                     path.unlink()
+    finally:
+        lock.release()

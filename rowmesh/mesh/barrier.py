@@ -65,7 +65,7 @@ _EVERYONE = 2**31 - 1
 _usleep = c_function("usleep", types.int32, types.int64)
 _clock_gettime = c_function("clock_gettime", types.int32, types.int64, types.int64)
 _syscall = c_function("syscall", types.int64, *[types.int64] * 7)
-_MONOTONIC = time.CLOCK_MONOTONIC
+_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)  # Windows has none, and no barrier in shared memory
 
 
 def _find_futex() -> int:

@@ -149,7 +149,7 @@ def host_identity() -> str:
     The network namespace counts although memory could be shared across it: containers that have networks of their own
     talk to each other through links that placement must see.
     """
-    parts = [socket.gethostname(), str(os.getuid())]
+    parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net"):
         try:
             parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text().strip())

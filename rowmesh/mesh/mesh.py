@@ -66,9 +66,10 @@ class Mesh:
     whole: Mesh | None = field(default=None, repr=False)
     members: tuple[int, ...] = ()
     cancellation: Cancellation = field(default_factory=Cancellation, repr=False)
-    _parts: tuple[tuple[int, ...], ...] = ()  # of the whole, all that were made along with this one
-    _ranks_per_node: int | None = None
-    _owns_group: bool = False
+    # Of the whole, all parts that were made along with this one.
+    _parts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    _ranks_per_node: int | None = field(default=None, repr=False)
+    _owns_group: bool = field(default=False, repr=False)
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
     _claims: Claims = field(default_factory=Claims, repr=False)
     _lost: Event = field(default_factory=Event, repr=False)  # set when a collective failed or was abandoned

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 State = Literal["alive", "stopped", "gone"]
 
@@ -15,26 +16,17 @@ def state_of(pid: int) -> State:
     Where there is no /proc, a stopped process looks alive.
 
     Example:
+        >>> import os
         >>> state_of(os.getpid())
         'alive'
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return "gone" if Path("/proc/self/stat").exists() or not _can_be_signalled(pid) else "alive"
+        return "gone" if Path("/proc/self/stat").exists() or not psutil.pid_exists(pid) else "alive"
     except ProcessLookupError:  # it ended while it was read
         return "gone"
     except OSError:
         return "alive"
     letter = stat.rpartition(")")[2].split()[0]
     return "gone" if letter in "ZX" else "stopped" if letter in "Tt" else "alive"
-
-
-def _can_be_signalled(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

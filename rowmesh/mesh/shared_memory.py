@@ -21,17 +21,18 @@ from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import HUGE_PAGE, Memory, advise_huge_pages, collapse_huge_pages, round_up
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if sys.platform != "win32":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 
 

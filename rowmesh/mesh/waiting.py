@@ -54,6 +54,7 @@ class Waiting:
         reach("mesh.wait_long")
         while True:
             watch.read()
+            reach("mesh.look")
             is_over = work.is_completed()  # asked first: an error that follows is then the collective's own
             try:
                 work.wait(self._soon)

@@ -1,4 +1,4 @@
-"""Limits on memory that the system puts on groups of processes: those of containers, batch systems and systemd.
+"""Limits on memory and processors of groups of processes: those of containers, batch systems and systemd.
 
 A process is in one group of each hierarchy: version 2 has one hierarchy, version 1 one for every kind of resource. Each
 group above it limits it too. What a process sees of them depends on its namespaces and mounts, so both are read:
@@ -38,8 +38,32 @@ def control_groups(root: Path = Path("/")) -> list[ControlGroup]:
     Args:
         root: of the file system that has `proc` and the mounts; another one in tests.
     """
-    found = (_read(folder, version) for folder, version in _folders(root))
+    found = (_read(folder, version) for folder, version in _folders(root, "memory"))
     return [group for group in found if group is not None]
+
+
+def processor_limit(root: Path = Path("/")) -> float | None:
+    """How many cores' time the groups of this process let it use; None where nothing limits it.
+
+    A container that may use 2 of 64 cores sees all 64, and is stopped for the rest of each period once it has used the
+    time of 2.
+
+    Args:
+        root: as for `control_groups`.
+    """
+    limits = [_processor_limit(folder, version) for folder, version in _folders(root, "cpu")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _processor_limit(folder: Path, version: int) -> float | None:
+    try:
+        if version == 2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
 
 
 def _read(folder: Path, version: int) -> ControlGroup | None:
@@ -65,10 +89,10 @@ def _number(path: Path) -> int:
     return _NO_LIMIT if text == "max" else int(text)
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, int]]:
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Every folder of a group of this process, with the version."""
-    own = dict(_own_paths(root))
-    for version, top, shown in _mounts(root):
+    own = dict(_own_paths(root, controller))
+    for version, top, shown in _mounts(root, controller):
         if version in own:
             path = PurePosixPath(own[version])
             inside = path.relative_to(shown) if path.is_relative_to(shown) and ".." not in path.parts else "."
@@ -80,25 +104,25 @@ def _folders(root: Path) -> Iterator[tuple[Path, int]]:
                 yield above, version
 
 
-def _own_paths(root: Path) -> Iterator[tuple[int, str]]:
-    """Version → path in its hierarchy of memory."""
+def _own_paths(root: Path, controller: str) -> Iterator[tuple[int, str]]:
+    """Version → path in its hierarchy of a controller."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             yield 2, path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             yield 1, path
 
 
-def _mounts(root: Path) -> Iterator[tuple[int, Path, str]]:
-    """Version, folder, and which group of the hierarchy is there, of all hierarchies that may limit memory."""
+def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, str]]:
+    """Version, folder, and which group of the hierarchy is there, of all hierarchies that a controller may be in."""
     for line in _lines(root / "proc/self/mountinfo"):
         here, _, kind = line.partition(" - ")
         place, kinds = [_unescaped(field) for field in here.split()], kind.split()
         if len(place) < 5 or len(kinds) < 3:
             continue
-        version = {"cgroup2": 2, "cgroup": 1 if "memory" in kinds[2].split(",") else 0}.get(kinds[0], 0)
+        version = {"cgroup2": 2, "cgroup": 1 if controller in kinds[2].split(",") else 0}.get(kinds[0], 0)
         if version:
             yield version, root / place[4].lstrip("/"), place[3]
 

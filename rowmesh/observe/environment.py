@@ -14,7 +14,7 @@ import psutil
 from rowmesh.observe.control_groups import control_groups
 from rowmesh.observe.memory import available_bytes
 
-PACKAGES = ("rowmesh", "torch", "numpy", "numba", "pyarrow", "pydantic")
+PACKAGES = ("rowmesh", "torch", "numpy", "numba", "triton", "pyarrow", "pydantic")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from rowmesh.faults import reach
 
 _logger = logging.getLogger("rowmesh")
+# Windows has no O_CLOEXEC, and without O_BINARY writes line ends of its own.
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class RecordFile:
@@ -32,7 +34,7 @@ class RecordFile:
 
     def __init__(self, path: Path, log: Callable[[str], None] = _logger.warning) -> None:
         self._path, self._log = path, log
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, _FLAGS, 0o666)
         self._end = 0  # of the last whole record
         self.lost = self._lost_since = 0
         self._is_open = True
@@ -66,7 +68,7 @@ class RecordFile:
             self._log(f"{self._path}: the last {self._lost_since:,} records could not be written and are lost")
 
     def _write(self, record: bytes) -> None:
-        rest, position = memoryview(record), self._end
+        rest = memoryview(record)
+        os.lseek(self._descriptor, self._end, os.SEEK_SET)
         while rest:  # a nearly full disk takes a part
-            written = os.pwrite(self._descriptor, rest, position)
-            rest, position = rest[written:], position + written
+            rest = rest[os.write(self._descriptor, rest) :]

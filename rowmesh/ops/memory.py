@@ -21,8 +21,8 @@ Kinds = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # of tensors with equally
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
-_libc = ctypes.CDLL(None, use_errno=True)
-if sys.platform == "linux":
+if sys.platform == "linux":  # as where it is used
+    _libc = ctypes.CDLL(None, use_errno=True)
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -93,14 +93,19 @@ class Buffer(Memory):
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, 64)
         alignment = HUGE_PAGE if self.num_bytes >= HUGE_PAGE else 64
-        # The default would be shared memory, which gets no huge pages and which a forked process writes into.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, round_up(self.num_bytes, mmap.PAGESIZE) + alignment, flags=flags)
+        self._map = _private_map(round_up(self.num_bytes, mmap.PAGESIZE) + alignment)
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % alignment
         self.bytes = whole[start : start + self.num_bytes]
         self.address: int = self.bytes.ctypes.data
         advise_huge_pages(self.address, self.num_bytes)
+
+
+def _private_map(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone; shared memory, the usual default, gets no huge pages and outlives a fork."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Scratch:

@@ -92,6 +92,8 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
         >>> [(group["name"], group["lr"]) for group in optimizer.param_groups]
         [('dim4_row_wise_adagrad', 0.01)]
+        >>> optimizer
+        EmbeddingOptimizer(dim4_row_wise_adagrad: lr 0.01; 0 steps)
     """
 
     def __init__(self, collection: _Collection) -> None:
@@ -105,6 +107,10 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         ]
         self._unscaled: _Unscaled | None = None
         super().__init__(groups, {})
+
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{group['name']}: lr {float(group['lr']):g}" for group in self.param_groups)
+        return f"EmbeddingOptimizer({groups}; {self._engine.step_count} steps)"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes gradients to the owners of rows, which update them; every rank must call it."""

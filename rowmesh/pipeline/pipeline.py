@@ -88,6 +88,8 @@ class Pipeline(Generic[T]):
         ...         for part in window:
         ...             part.embeddings.values.sum().backward()
         ...         optimizer.step()
+        >>> pipeline
+        Pipeline(depth 1, 2 micro-batches; delta: rows travel whole)
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Pipeline(Generic[T]):
     ) -> None:
         _check(depth, micro_batches, exchange)
         self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.engine, overlap, disturb
+        self._exchange = exchange
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
@@ -133,6 +136,11 @@ class Pipeline(Generic[T]):
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
         self._first = FIRST  # the number of its first window
+
+    def __repr__(self) -> str:
+        sizes = f"depth {self.schedule.depth}, {self.schedule.num_parts} micro-batches"
+        how = "by micro-batch" if self.can_split else "whole"
+        return f"Pipeline({sizes}; {self._exchange}: rows travel {how})"
 
     @property
     def reasons(self) -> list[str]:

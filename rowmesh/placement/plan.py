@@ -209,7 +209,7 @@ class _Unfilled:
     shift: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A placement of all tables on all ranks.
 
@@ -224,6 +224,8 @@ class Plan:
     Example:
         >>> shape = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
         >>> plan = Plan.cyclic([shape], world_size=4)
+        >>> plan
+        Plan(1 tables, 10 rows, 4 ranks on 1 nodes, strategy 'cyclic')
         >>> plan.check()
         >>> plan.memory_bytes
         (204, 204, 204, 204)
@@ -269,6 +271,13 @@ class Plan:
             size = Grid(world_size, count).shards
             tables.append(TablePlan(shape, (RowRange(0, shape.num_rows, shift=index % size),), count))
         return Plan(tuple(tables), world_size, ranks_per_node or world_size, together=together)
+
+    def __repr__(self) -> str:
+        rows = sum(table.shape.num_rows for table in self.tables)
+        counts = f"{len(self.tables)} tables, {rows:,} rows"
+        replicas = f", replicas {', '.join(map(str, self.replica_counts))}" if self.is_replicated else ""
+        ranks = f"{self.world_size} ranks on {self.num_nodes} nodes"
+        return f"Plan({counts}, {ranks}, strategy {self.strategy!r}{replicas})"
 
     @property
     def num_nodes(self) -> int:

@@ -20,16 +20,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rowmesh.data import Loader, Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
+
+if TYPE_CHECKING:
+    from rowmesh.data import Prepared
 
 FORMAT = 1
 CHUNK_ROWS = 1 << 22
@@ -230,6 +232,8 @@ class Profile:
             ConfigurationError: a table has another number of rows than the data.
             DataError: not a prepared folder, or it has no such feature.
         """
+        from rowmesh.data import Loader, Prepared  # with pyarrow, which a plan without data does not need
+
         prepared = data if isinstance(data, Prepared) else Prepared.open(data)
         tables = [
             TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))

@@ -13,7 +13,7 @@ from rowmesh.errors import DataError
 from rowmesh.ops.copy_offsets import check_offsets, copy_offsets
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SparseBatch:
     """The ids of B samples for F features, one bag of ids for each (feature, sample).
 
@@ -42,6 +42,8 @@ class SparseBatch:
         >>> batch = SparseBatch.from_bags({"user": [[7], [], [7, 9]], "item": [[3], [3], [5]]})
         >>> batch.ids.tolist(), batch.offsets.tolist()
         ([7, 7, 9, 3, 3, 5], [0, 1, 1, 3, 4, 5, 6])
+        >>> batch
+        SparseBatch(3 samples, 6 ids, features: user, item)
     """
 
     features: tuple[str, ...]
@@ -84,6 +86,12 @@ class SparseBatch:
             tensor = getattr(self, name)
             if tensor is not None and not tensor.is_contiguous():
                 object.__setattr__(self, name, tensor.contiguous())
+
+    def __repr__(self) -> str:
+        per_bag = "" if self.bag_size is None else f" ({self.bag_size} a bag)"
+        weighted = ", weighted" if self.weights is not None else ""
+        ids = f"{self.ids.numel():,} ids{per_bag}{weighted}"
+        return f"SparseBatch({self.batch_size:,} samples, {ids}, features: {', '.join(self.features)})"
 
     @property
     def num_features(self) -> int:

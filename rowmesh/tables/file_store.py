@@ -101,6 +101,11 @@ class FileStore:
     ) -> None:
         if num_threads < 1:
             raise ConfigurationError(f"file store {path}: num_threads must be 1 or more, got {num_threads}")
+        if not hasattr(os, "pread"):
+            raise ConfigurationError(
+                f"file store {path}: this system cannot read files at a position (Linux and macOS can); keep rows of "
+                "tiered tables in memory, which is the default of `tiers.folder`"
+            )
         self.path, self.num_threads = Path(path), num_threads
         self.num_bytes = 0
         self._num_records = num_records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MAX_DIM = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TableSpec:
     """One embedding table.
 
@@ -114,6 +114,18 @@ class TableSpec:
                 "or adam, or storage='dense'"
             )
         _ = self.tensor_train_shape
+
+    def __repr__(self) -> str:
+        """What is not as by default.
+
+        >>> TableSpec(name="item", num_rows=5, dim=4, features=("item",), pooling="mean")
+        TableSpec(name='item', num_rows=5, dim=4, pooling='mean')
+        """
+        given = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        usual = {each.name: each.default for each in fields(self)}
+        usual |= {each.name: each.default_factory() for each in fields(self) if each.default_factory is not MISSING}
+        usual["features"] = (self.name,)
+        return f"TableSpec({', '.join(f'{name}={value!r}' for name, value in given if value != usual[name])})"
 
     @property
     def tensor_train_shape(self) -> TensorTrainShape:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
@@ -17,6 +19,7 @@ from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.threads import fit_threads
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.tensorboard import require_tensorboard
@@ -45,7 +48,12 @@ AtEnd = Callable[[RunFolder], str]
 
 
 def run_training(
-    config: Config, *, overwrite: bool = False, verify: bool = True, at_end: AtEnd | None = None
+    config: Config,
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    fits_threads: bool = False,
+    at_end: AtEnd | None = None,
 ) -> Metrics | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
@@ -56,6 +64,7 @@ def run_training(
         config: what to train on what.
         overwrite: whether a former run in the folder may be removed.
         verify: whether the data are compared with their checksums.
+        fits_threads: whether torch's threads may be lowered to this rank's share of the cores.
         at_end: what to do with the finished run.
     """
     if config.train.tensorboard:
@@ -67,6 +76,7 @@ def run_training(
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
+        _threads(mesh, fits_threads),
         _claimed(mesh, run, overwrite) as claim,
         _job(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
     ):
@@ -90,6 +100,7 @@ def run_evaluation(
     *,
     other_vocabulary: bool = False,
     verify: bool = True,
+    fits_threads: bool = False,
     at_end: AtEnd | None = None,
 ) -> Metrics:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
@@ -102,6 +113,7 @@ def run_evaluation(
         split: which split.
         other_vocabulary: accept data whose ids have another meaning than those of the training.
         verify: compare what is read of the model with its checksums.
+        fits_threads: as for `run_training`.
         at_end: what to do with the evaluated run.
 
     Raises:
@@ -115,7 +127,11 @@ def run_evaluation(
     data = Prepared.open(config.data.folder, verify=verify)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
     check_file(data, split)
-    with Mesh.connect(config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
+    with (
+        Mesh.connect(config.parallel.timeout_s) as mesh,
+        naming_lost_peers(mesh, SETTING_UP),
+        _threads(mesh, fits_threads),
+    ):
         _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
         trained = resolve(run.config)
         changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
@@ -216,6 +232,18 @@ def _write_metrics(path: Path, record: dict[str, Any]) -> None:
 def _write(mesh: Mesh, *lines: str) -> None:
     if mesh.rank == 0 and lines:
         print(*lines, sep="\n", flush=True)  # noqa: T201
+
+
+@contextmanager
+def _threads(mesh: Mesh, fits: bool) -> Iterator[None]:
+    """Gives this rank its share of the cores for the time of a block, and says so."""
+    before = torch.get_num_threads()
+    if fits and (said := fit_threads(mesh)):
+        _write(mesh, f"threads   {said}")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write_mapped(job: Job) -> None:

@@ -139,7 +139,7 @@ class Claim:
         self._path, self._overwrite, self.log, self._has_begun = folder.path, overwrite, log, False
         self._held = ExitStack()
         self._target = folder.path
-        self._known: dict[Path, int] = {}
+        self._known: dict[Path, os.stat_result] = {}
         self._elsewhere: Path | None = None
         self._description = Description({}, {})
 
@@ -245,14 +245,14 @@ class Claim:
 
     def _keep(self, folder: Path) -> None:
         """Remembers which folder it is that has this name now."""
-        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        self._held.callback(os.close, descriptor)
-        self._known[folder] = descriptor
+        if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+            self._held.callback(os.close, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # its number stays its own
+        self._known[folder] = folder.stat()
 
     def _is_same(self, folder: Path) -> bool:
         """Whether a folder still has the name that it had."""
         try:
-            return os.path.samestat(os.fstat(self._known[folder]), folder.stat())
+            return os.path.samestat(self._known[folder], folder.stat())
         except OSError:
             return False
 

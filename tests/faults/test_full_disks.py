@@ -1,5 +1,6 @@
 """Disks that are full, or folders that are gone, while a run trains: nothing trained is lost."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,14 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rowmesh.checkpoint import CheckpointError
+from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
 from rowmesh.cli.__main__ import main
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import arm
+from rowmesh.train import saving
 from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.config import RunConfig
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
 from tests.support.commands import run_command
@@ -95,13 +99,33 @@ def train_with_faults(mesh, arguments, faults):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_wait_where_one_finds_no_room(config_file, tmp_path, ranks, rank):
-    arguments = ["train", str(config_file), "train.steps=4", "parallel.timeout_s=1"]
+    arguments = ["train", str(config_file), "train.steps=4"]
     faults = {rank: "checkpoint.write_rows@2=ENOSPC; checkpoint.write_rows@3=EDQUOT"}
     ends = ranks.run(train_with_faults, arguments, faults, world_size=2)
     assert [end.status for end in ends] == [0, 0], ends
     assert f"rank {rank} cannot write the checkpoint" in ends[0].out
     assert run_evaluation(tmp_path / "run").samples == 501
     assert RunFolder(tmp_path / "run").is_whole
+
+
+def test_rank_0_looks_for_room_more_often_than_the_others_lose_patience(monkeypatch):
+    """They wait in a collective meanwhile, for `timeout_s`."""
+    clock, sleeps = [0.0], []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    patience = saving._Patience(RunConfig(retry_s=60.0), lambda text: None, timeout_s=2.0)
+    reasons = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/model")]
+    while clock[0] < 60.0:
+        patience.wait(reasons)
+    with pytest.raises(CheckpointWriteError, match=r"tried for 60 s .*No space left"):
+        patience.wait(reasons)
+    assert sleeps[:3] == [0.1, 0.2, 0.4]
+    assert max(sleeps) == 0.5
+    assert sum(sleeps) == pytest.approx(60.0)
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")

@@ -13,7 +13,7 @@ from tests.support.scenario import Scenario
 from tests.support.tables import table
 
 TABLES = (table("user", 60, 3, "adam"), table("item", 200, 16, "row_wise_adagrad"))
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,9 @@ def test_after_a_rank_came_too_late_the_next_pipeline_runs(pool, tmp_path, world
     scenario = Scenario(tables=TABLES, batch_sizes=(4,) * world_size, num_steps=4, pipeline=options)
     found = pool.run(starving.begin_again, scenario, tmp_path, TIMEOUT_S, world_size=world_size)
     for rank, (first, second, threads, is_same) in enumerate(found):
-        who = (
-            r"rank 0 \(process \d+, alive\).* stopped waiting"
-            if rank == starving.LATE
-            else "waited in vain for rank 1 "
-        )
+        who = r"rank 0 \(process \d+, alive\).* stopped waiting"
+        if rank != starving.LATE:  # or another one lost patience first, and says so
+            who = r"(waited in vain for|.* stopped waiting; its own output says why;) .*rank 1 \("
         assert re.search(rf"rank {rank}( in stage 'update' of batch 1: rank {rank})?: {who}", first), first
         assert "make their EmbeddingCollection anew and load a checkpoint" in second, second
         assert threads == []
@@ -57,12 +55,13 @@ def test_ranks_outnumber_the_cores(num_ranks, cores):
 
 
 LOOKS = """
-import multiprocessing, os, sys, time
+import multiprocessing, os, resource, sys
 import numpy as np
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh import Mesh
 
-def be_busy():
+def be_busy(begun):
+    begun.set()
     while os.getppid() == parent:
         sum(range(100_000))
 
@@ -73,13 +72,16 @@ flags = np.array([line.ctypes.data for line in board], np.int64)
 barrier = Barrier(Mesh(0, 2, (0, 0), (os.getpid(), os.getpid())), flags.ctypes.data)
 barrier._generation = 1
 barrier._missing()  # compiled
-busy = [multiprocessing.get_context("fork").Process(target=be_busy, daemon=True) for _ in range(4)]
-for process in busy:
+fork = multiprocessing.get_context("fork")
+begun = [fork.Event() for _ in range(4)]
+busy = [fork.Process(target=be_busy, args=(each,), daemon=True) for each in begun]
+for process, each in zip(busy, begun):
     process.start()
-time.sleep(1.0)
-began = time.monotonic()
+    each.wait()
+before = resource.getrusage(resource.RUSAGE_THREAD)
 assert barrier._missing() == 1
-sys.stdout.write(str(time.monotonic() - began))
+after = resource.getrusage(resource.RUSAGE_THREAD)
+sys.stdout.write(str(after.ru_nivcsw - before.ru_nivcsw))
 for process in busy:
     process.kill()
     process.join()
@@ -88,9 +90,11 @@ for process in busy:
 
 @pytest.mark.slow
 def test_who_waits_looks_up_however_busy_the_core_is():
-    """Whether peers died, time is up, or something else failed: after 0.1 s; with yields that are counted, minutes.
+    """Whether peers died, time is up, or something else failed.
 
-    Busy programs of the same session: a yield then gives the core to one of them for a whole time slice.
+    Busy programs of the same session: a yield then gives the core to one of them for a whole time slice, so that a few
+    use up the time in which a rank yields. 20,000 of them, as there once were, took minutes. What is counted is how
+    often the core went to another program although this one wanted it.
     """
     ended = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, check=True)
-    assert float(ended.stdout) < 20.0
+    assert int(ended.stdout) < 2000

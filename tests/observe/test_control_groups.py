@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rowmesh.observe import memory
-from rowmesh.observe.control_groups import control_groups
+from rowmesh.observe.control_groups import control_groups, processor_limit
 
 GB = 1 << 30
 NONE_V1 = 9223372036854771712  # the largest whole number of pages
@@ -134,3 +134,38 @@ def test_this_machine_as_it_is():
     rooms = memory.rooms()
     assert memory.available_bytes() == pytest.approx(min(rooms.values()), rel=0.5)
     assert all(0 <= left < 1 << 62 for left in rooms.values())
+
+
+@pytest.mark.parametrize(
+    "files, limit",
+    [
+        ({"": "max 100000", "pod": "250000 100000", "pod/box": "400000 100000"}, 2.5),
+        ({"pod/box": "50000 100000"}, 0.5),
+        ({"pod": "max 100000"}, None),
+        ({"pod": "what"}, None),
+        ({}, None),
+    ],
+)
+def test_processors_of_version_2(tmp_path, files, limit):
+    """The strictest of the groups."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/box\n")
+    (tmp_path / "proc/self/mountinfo").write_text(V2_MOUNTS.format(root="/", point="/sys/fs/cgroup"))
+    for folder, text in files.items():
+        place = tmp_path / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.max").write_text(f"{text}\n")
+    assert processor_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize("quota, limit", [(150_000, 1.5), (-1, None)])
+def test_processors_of_version_1(tmp_path, quota, limit):
+    """In a hierarchy of their own."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(V1_OWN.format(path="/a"))
+    (tmp_path / "proc/self/mountinfo").write_text(V1_MOUNTS.format(root="/"))
+    place = tmp_path / "sys/fs/cgroup/cpu,cpuacct/elsewhere"
+    place.mkdir(parents=True)
+    (place / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (place / "cpu.cfs_period_us").write_text("100000\n")
+    assert processor_limit(tmp_path) == limit

@@ -104,7 +104,7 @@ def test_programs_end(stage, transport):
     """With what was raised, and not by an abort while messages are under way; the peer learns it from the kernel."""
     before, port = shared_files(), free_port()
     processes = [start(rank, port, stage, transport) for rank in range(2)]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], errors
     assert f"DataError: rank 1 in stage '{stage}' of batch 2: made to fail" in errors[1]
     assert re.search(r"PeerError: rank 0 in stage '\w+' of batch \d+: rank 0: rank 1 \(process \d+\) died", errors[0])
@@ -136,5 +136,5 @@ def test_programs_that_close_nothing_end(leaves):
     """With a loop half way or done, a pipeline and a mesh that are not closed."""
     port = free_port()
     processes = [start(rank, port, leaves, "closes nothing") for rank in range(2)]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors

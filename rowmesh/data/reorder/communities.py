@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.errors import ConfigurationError
+from rowmesh import extras
 
 
 def load_louvain() -> Any:
@@ -17,13 +16,7 @@ def load_louvain() -> Any:
     Raises:
         ConfigurationError: scikit-network is not installed.
     """
-    try:
-        return importlib.import_module("sknetwork.clustering").Louvain
-    except ImportError as error:
-        raise ConfigurationError(
-            "reordering finds communities with scikit-network, which cannot be imported "
-            f"({error}); run: pip install 'rowmesh[reorder]'"
-        ) from error
+    return extras.load("sknetwork.clustering", "reorder", "reordering finds communities").Louvain
 
 
 class Graph:
@@ -41,8 +34,6 @@ class Graph:
     """
 
     def __init__(self, edges: NDArray[np.int32], num_vertices: int) -> None:
-        from scipy.sparse import coo_matrix
-
         self.num_vertices = num_vertices
         is_linked = np.zeros(num_vertices, bool)
         is_linked[edges] = True
@@ -50,7 +41,8 @@ class Graph:
         number = (is_linked.cumsum(dtype=np.int32) - 1)[edges]
         size = len(self._linked)
         weights = np.ones(len(edges), np.float32)
-        half = coo_matrix((weights, (number[:, 0], number[:, 1])), (size, size)).tocsr()
+        sparse = extras.load("scipy.sparse", "reorder", "reordering makes graphs")
+        half = sparse.coo_matrix((weights, (number[:, 0], number[:, 1])), (size, size)).tocsr()
         self._adjacency = (half + half.T).tocsr()
 
     def communities(self, resolution: float) -> NDArray[np.int64]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from rowmesh import extras
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
@@ -124,21 +124,21 @@ def _deviations(
     at most all, within the bytes that are left. The rows are None where time ran out, or the solver's tolerance hides
     that they do not fit.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix, vstack
-
+    optimize = extras.load("scipy.optimize", "exact", "strategy 'exact' solves integer programs")
+    sparse = extras.load("scipy.sparse", "exact", "strategy 'exact' solves integer programs")
     _, first, place = np.unique(run, return_index=True, return_inverse=True)
     # The solver's tolerances are absolute: what decides should be about 1.
     unit = float(np.abs(extra_bytes[extra_bytes != 0]).min(initial=np.inf))
     unit = unit if np.isfinite(unit) else 1.0
-    of_run = csr_matrix((np.ones(len(run)), (place, np.arange(len(run)))))
-    limits: Any = np.concatenate([[budget_bytes / unit], num_rows[first]])
-    upper: Any = most
-    result: Any = milp(
+    of_run = sparse.csr_matrix((np.ones(len(run)), (place, np.arange(len(run)))))
+    limits = np.concatenate([[budget_bytes / unit], num_rows[first]])
+    result = optimize.milp(
         seconds / scale,
         integrality=np.ones(len(run)),
-        bounds=Bounds(0, upper),
-        constraints=LinearConstraint(vstack([csr_matrix(extra_bytes / unit), of_run]).tocsc(), ub=limits),
+        bounds=optimize.Bounds(0, most),
+        constraints=optimize.LinearConstraint(
+            sparse.vstack([sparse.csr_matrix(extra_bytes / unit), of_run]).tocsc(), ub=limits
+        ),
         options={"time_limit": time_limit_s, "mip_rel_gap": SOLVER_GAP},
     )
     bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rowmesh import extras
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.baselines.partitioned import judge
 from rowmesh.placement.baselines.partitions import Partitions
@@ -24,6 +25,7 @@ from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 
 THRESHOLD = 0.02
+_PURPOSE = "strategy 'exact_partitions' solves integer programs"
 WANTED_GAP = 1e-4
 
 
@@ -58,8 +60,7 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
 
 def _solve(problem: Problem, parts: Partitions, threshold: float) -> tuple[np.ndarray, float]:
     """(paths [P, M], bound). Variables: holds [P · M] binary, fetches [P · M · M], the slowest link."""
-    from scipy.optimize import Bounds, milp
-
+    optimize = extras.load("scipy.optimize", "exact", _PURPOSE)
     P, M = len(parts), problem.topology.world_size
     read, stored = parts.read_bytes / parts.read_bytes.sum(), parts.stored_bytes / problem.limit_bytes
     cost = problem.topology.cost.copy()
@@ -72,12 +73,12 @@ def _solve(problem: Problem, parts: Partitions, threshold: float) -> tuple[np.nd
     else:
         objective[P * M : -1] = np.kron(read, link_cost)
     integrality = np.concatenate([np.ones(P * M), np.zeros(P * M * M + 1)])
-    most: Any = np.concatenate([np.ones(P * M + P * M * M), [np.inf]])
-    result: Any = milp(
+    most = np.concatenate([np.ones(P * M + P * M * M), [np.inf]])
+    result = optimize.milp(
         objective,
         integrality=integrality,
         constraints=_constraints(read, stored, link_cost, M),
-        bounds=Bounds(0, most),
+        bounds=optimize.Bounds(0, most),
         options={"time_limit": problem.request.time_limit_s, "mip_rel_gap": WANTED_GAP},
     )
     if result.x is None:
@@ -93,9 +94,9 @@ def _solve(problem: Problem, parts: Partitions, threshold: float) -> tuple[np.nd
 
 def _constraints(read: np.ndarray, stored: np.ndarray, link_cost: np.ndarray, M: int) -> list[Any]:
     """Fetched from holders alone; by every rank, once; within memory; no link slower than the slowest."""
-    from scipy.optimize import LinearConstraint
-    from scipy.sparse import csr_matrix, eye, hstack, kron
-
+    constraint = extras.load("scipy.optimize", "exact", _PURPOSE).LinearConstraint
+    sparse = extras.load("scipy.sparse", "exact", _PURPOSE)
+    csr_matrix, eye, hstack, kron = sparse.csr_matrix, sparse.eye, sparse.hstack, sparse.kron
     P, links = len(read), np.flatnonzero(link_cost)
     seconds = kron(csr_matrix(read), eye(M * M)).tocsr()[links].multiply(link_cost[links][:, None])
     holder = kron(eye(P), kron(np.ones((M, 1)), eye(M)))
@@ -109,8 +110,8 @@ def _constraints(read: np.ndarray, stored: np.ndarray, link_cost: np.ndarray, M:
         return hstack(filled).tocsr()
 
     return [
-        LinearConstraint(row(-holder, eye(P * M * M), None), ub=0),
-        LinearConstraint(row(None, kron(eye(P * M), np.ones((1, M))), None), 1, 1),
-        LinearConstraint(row(kron(csr_matrix(stored), eye(M)), None, None), ub=1),
-        LinearConstraint(row(None, seconds, -slowest), ub=0),
+        constraint(row(-holder, eye(P * M * M), None), ub=0),
+        constraint(row(None, kron(eye(P * M), np.ones((1, M))), None), 1, 1),
+        constraint(row(kron(csr_matrix(stored), eye(M)), None, None), ub=1),
+        constraint(row(None, seconds, -slowest), ub=0),
     ]

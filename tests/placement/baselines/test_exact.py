@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -121,4 +122,13 @@ def test_partitions_know_fetches_alone():
 def test_partitions_that_do_not_fit_are_refused():
     profile, request = power_law((101,)), Request(batch_size=8, mode="infer", extra_memory=0.0)
     with pytest.raises(ConfigurationError, match=re.escape("found no placement of")):
+        exact_partitions.search(profile, Topology.uniform(2), request, 0.3)
+
+
+def test_a_missing_solver_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    counts = {"a": np.arange(30, 0, -1)}
+    profile = Profile.from_counts(counts, [TableShape("a", 30, 64, 64, 4)], 100)
+    request = Request(batch_size=8, mode="infer", memory_limit_bytes=1 << 20)
+    with pytest.raises(ConfigurationError, match=r"'exact_partitions' .* with scipy.*pip install 'rowmesh\[exact\]'"):
         exact_partitions.search(profile, Topology.uniform(2), request, 0.3)

@@ -1,0 +1,212 @@
+"""Findings: what facts and times mean, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rowmesh.doctor.facts import MALLOC, Facts
+from rowmesh.doctor.step import Failed, StepTimes
+from rowmesh.mesh.threads import fair_threads
+
+Level = Literal["ok", "note", "slow", "failed"]
+KEEP_MEMORY = "export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456"
+LEAST_SHM = 1 << 30
+FILES_OF_A_RANK, FILES_OF_A_PROCESS = 32, 256
+BUSY = 0.5  # programs that want to run, for each core
+MANY_FAULTS = 500  # of a step; each costs about half a microsecond
+MUCH_SLOWER = 1.5  # than with one thread: small layers lose a little to many
+LEAST_SCALING = 1.0  # of the speed of one rank
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, and what it came to.
+
+    Attributes:
+        name: what.
+        level: "ok", "note" (good to know), "slow" (costs time) or "failed".
+        text: what was found.
+        advice: what to do; empty where nothing is to be done.
+    """
+
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def findings(facts: Facts, steps: Sequence[StepTimes | Failed]) -> list[Finding]:
+    """All of them, in the order in which they are printed."""
+    times = [step for step in steps if isinstance(step, StepTimes)]
+    ranks = max((step.ranks for step in steps), default=1)
+    failures = [_failure(step) for step in steps if isinstance(step, Failed)]
+    return [
+        *failures,
+        *(_threads(facts, step) for step in times),
+        *_scaling(times),
+        *_cores(facts),
+        _load(facts),
+        _malloc(facts, times),
+        _huge_pages(facts),
+        *_kernels(facts, times),
+        _shared_memory(facts, ranks),
+        _shm(facts),
+        _open_files(facts, ranks),
+        _gpus(facts),
+        _network(facts),
+    ]
+
+
+def _failure(step: Failed) -> Finding:
+    return Finding("1 rank" if step.ranks == 1 else f"{step.ranks} ranks", "failed", step.reason)
+
+
+def share(facts: Facts, ranks: int) -> int:
+    """Threads that each of so many ranks of this machine can use."""
+    mine = range(facts.processors)
+    return fair_threads(mine, [mine] * ranks, threads_per_core=facts.threads_per_core, limit=facts.processor_limit)
+
+
+def _threads(facts: Facts, step: StepTimes) -> Finding:
+    name, fair = "threads", share(facts, step.ranks)
+    on = f"{step.threads} of torch on {'1 rank' if step.ranks == 1 else f'each of {step.ranks} ranks'}"
+    text = f"{on}, for {_cores_text(facts)}"
+    if step.ranks > facts.processors:
+        return Finding(name, "slow", text, f"ranks outnumber processors: use {facts.processors} ranks or fewer")
+    ratio = step.step_s / step.one_thread_s
+    if step.threads > 1 and ratio > MUCH_SLOWER:
+        text = f"{text}; a step takes {ratio:.1f} times as long as with one"
+    if step.threads > fair:
+        return Finding(name, "slow", text, f"ranks slow each other down: export OMP_NUM_THREADS={fair}")
+    if step.threads > 1 and ratio > MUCH_SLOWER:
+        return Finding(name, "slow", text, "other programs use the cores too: export OMP_NUM_THREADS=1")
+    if step.threads < fair:
+        more = "torchrun sets 1 where nothing is set" if "OMP_NUM_THREADS" not in facts.variables else "as it is set"
+        return Finding(name, "note", f"{text}; {more}", f"large networks gain from export OMP_NUM_THREADS={fair}")
+    return Finding(name, "ok", text)
+
+
+def _cores_text(facts: Facts) -> str:
+    processors = f"{facts.processors} processor{'s'[: facts.processors > 1]}"
+    return f"{processors} of which a core has {facts.threads_per_core}" if facts.threads_per_core > 1 else processors
+
+
+def _scaling(times: Sequence[StepTimes]) -> Iterator[Finding]:
+    if len(times) > 1:
+        one, many = times[0], times[-1]
+        ratio = many.samples_per_s / one.samples_per_s
+        text = f"{many.ranks} ranks train {ratio:.2f} times the samples of 1 rank with {one.threads} thread(s)"
+        if ratio < LEAST_SCALING:
+            advice = "a step as small as this one gains little; see the other lines, then try your own model"
+            yield Finding("ranks", "note", text, advice)
+        else:
+            yield Finding("ranks", "ok", text)
+
+
+def _cores(facts: Facts) -> Iterator[Finding]:
+    limit = facts.processor_limit
+    if limit is not None and limit < facts.processors:
+        advice = "processes are stopped once it is used up: raise the limit (docker --cpus, a pod's cpu limit), or use "
+        text = f"the time of {limit:g} of {facts.processors} processors, by a control group"
+        yield Finding("limit", "slow", text, f"{advice}{max(int(limit), 1)} ranks or threads at most")
+    if facts.processors < facts.all_processors:
+        text = f"this process may run on {facts.processors} of {facts.all_processors} processors"
+        yield Finding("affinity", "note", text, "taskset, numactl, srun or a container has bound it")
+
+
+def _load(facts: Facts) -> Finding:
+    if facts.load is None:
+        return Finding("load", "ok", "not known on this system")
+    text = f"{facts.load:.1f} programs wanted to run in the last minute, before this one did"
+    if facts.load > BUSY * facts.all_processors:
+        return Finding("load", "slow", text, "other programs use the cores: times here are worse than those alone")
+    return Finding("load", "ok", text)
+
+
+def _malloc(facts: Facts, times: Sequence[StepTimes]) -> Finding:
+    counts = [step.faults for step in times if step.faults is not None]
+    text = f"{facts.allocator}, {max(counts):,.0f} page faults a step" if counts else facts.allocator
+    is_set = set(MALLOC[:2]) <= set(facts.variables) or "glibc.malloc" in facts.variables.get("GLIBC_TUNABLES", "")
+    if facts.allocator != "glibc" or is_set:
+        return Finding("malloc", "ok", text)
+    level: Level = "slow" if max(counts, default=0) > MANY_FAULTS else "note"
+    return Finding("malloc", level, f"{text}: large buffers go back to the system after each step", KEEP_MEMORY)
+
+
+def _huge_pages(facts: Facts) -> Finding:
+    name = "huge pages"
+    if facts.huge_pages is None:
+        return Finding(name, "ok", "not known on this system")
+    if facts.huge_pages == "never":
+        advice = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        return Finding(name, "slow", "never: look-ups in large tables miss the TLB", advice)
+    return Finding(name, "ok", facts.huge_pages)
+
+
+def _kernels(facts: Facts, times: Sequence[StepTimes]) -> Iterator[Finding]:
+    name, compiled = "kernels", max((step.compiled for step in times), default=0)
+    first_s = max((step.first_s for step in times), default=0.0)
+    if facts.kernel_folder is None:
+        text = f"no folder can be written, so every process compiles them: {first_s:.1f} s for the first step"
+        yield Finding(name, "slow", text, "export NUMBA_CACHE_DIR=… to a folder that can be written")
+    elif compiled:
+        text = f"{compiled} were compiled for the first step, which took {first_s:.1f} s"
+        yield Finding(name, "note", text, f"kept in {facts.kernel_folder}: run this again for the time without")
+    else:
+        yield Finding(name, "ok", f"kept in {facts.kernel_folder}")
+
+
+def _shared_memory(facts: Facts, ranks: int) -> Finding:
+    if facts.shares_memory:
+        return Finding("memory", "ok", "ranks of this host read each other's rows in place (memfd)")
+    level: Level = "slow" if ranks > 1 else "note"
+    return Finding(
+        "memory", level, "ranks of a host exchange rows by messages", "Linux alone has memory that they could share"
+    )
+
+
+def _shm(facts: Facts) -> Finding:
+    if facts.shm_bytes is None:
+        return Finding("/dev/shm", "ok", "none; rowmesh needs none")
+    text = f"{facts.shm_bytes / 2**20:,.0f} MiB; rowmesh needs none"
+    if facts.shm_bytes < LEAST_SHM:
+        advice = "NCCL and workers of torch's DataLoader do: docker run --shm-size=8g"
+        return Finding("/dev/shm", "slow" if facts.gpus else "note", text, advice)
+    return Finding("/dev/shm", "ok", text)
+
+
+def _open_files(facts: Facts, ranks: int) -> Finding:
+    if facts.open_files is None:
+        return Finding("open files", "ok", "no limit")
+    needed = FILES_OF_A_PROCESS + FILES_OF_A_RANK * ranks
+    text = f"{facts.open_files:,} for a process"
+    if facts.open_files < needed:
+        return Finding("open files", "slow", text, f"{ranks} rank(s) may need {needed:,}: ulimit -n {needed}")
+    return Finding("open files", "ok", text)
+
+
+def _gpus(facts: Facts) -> Finding:
+    if not facts.gpus:
+        return Finding("gpu", "ok", "none; rows and networks are on the CPU")
+    text = f"{len(facts.gpus)}: {', '.join(dict.fromkeys(facts.gpus))}"
+    if facts.versions.get("triton") is None:
+        return Finding("gpu", "slow", f"{text}; no triton, so tables cannot be there", "pip install 'rowmesh[gpu]'")
+    if not facts.has_nccl:
+        return Finding("gpu", "slow", f"{text}; torch without NCCL", "install a CUDA build of torch for Linux")
+    return Finding("gpu", "ok", f"{text}; NCCL and triton are there; train.device=cuda uses them")
+
+
+def _network(facts: Facts) -> Finding:
+    chosen, names = facts.variables.get("GLOO_SOCKET_IFNAME"), ", ".join(facts.interfaces) or "none"
+    if chosen is not None:
+        text = f"GLOO_SOCKET_IFNAME={chosen}"
+        if chosen not in (*facts.interfaces, "lo"):
+            return Finding("network", "slow", f"{text}, which is not up", f"choose one of: {names}")
+        return Finding("network", "ok", text)
+    if facts.address is None or facts.address.startswith("127."):
+        found = "not found" if facts.address is None else f"{facts.address}, this host alone"
+        advice = f"ranks on several hosts: export GLOO_SOCKET_IFNAME=… (up are: {names})"
+        return Finding("network", "note", f"the address of this host's name is {found}", advice)
+    return Finding("network", "ok", f"{facts.address}; up are: {names}")
