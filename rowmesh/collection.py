@@ -103,10 +103,9 @@ class EmbeddingCollection(TableModule):
         self.mesh, self.tiers = mesh or Mesh(), tiers or Tiers()
         self.synchronization = synchronization or Synchronization()
         shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
-        if plan is None:
-            plan = Plan.cyclic(shapes, size, per_node, replicas=replicas)
-        elif replicas != 1:
+        if plan is not None and replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
+        plan = plan or Plan.cyclic(shapes, size, per_node, replicas=replicas)
         warn_of_threads(self.mesh)
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
         plan.check_fits(shapes, size, per_node)
@@ -206,8 +205,7 @@ class EmbeddingCollection(TableModule):
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal, for an evaluation or a checkpoint between two averages. Collective.
 
-        Does nothing where they always are: without replicas, and under exact synchronization. Else fetched rows are
-        stale.
+        Without replicas, and under exact synchronization, they always are. Else fetched rows are stale afterwards.
         """
         self.engine.synchronize()
 
@@ -266,8 +264,7 @@ class EmbeddingCollection(TableModule):
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
-        For tables with replicas, and errors, see `local_rows`. To set values, on all replicas alike, call
-        `forget_differences` before.
+        For replicas and errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` before.
         """
         _, exchange, number = self.engine.find_rows(table)
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
@@ -275,7 +272,7 @@ class EmbeddingCollection(TableModule):
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.
 
-        To set values, on all ranks alike, call `forget_differences` before. `Cores.rows` computes rows.
+        To set values, call `forget_differences` before, on all ranks alike. `Cores.rows` computes rows.
 
         Raises:
             KeyError: there is no such table.
@@ -300,6 +297,5 @@ class EmbeddingCollection(TableModule):
 
     def extra_repr(self) -> str:
         """Groups and transport."""
-        counts = {group.name: sum(table.num_rows for table in group.tables) for group in self.groups}
-        groups = [f"{each.name}: {len(each.tables)} tables, {counts[each.name]:,} rows" for each in self.groups]
-        return f"{', '.join(groups)}; {self.transport} on {self.mesh.world_size} ranks, {self.device or 'cpu'}"
+        groups = ", ".join(f"{each.name}: {len(each.tables)} tables, {each.num_rows:,} rows" for each in self.groups)
+        return f"{groups}; {self.transport} on {self.mesh.world_size} ranks, {self.device or 'cpu'}"

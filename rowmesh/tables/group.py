@@ -50,6 +50,11 @@ class TableGroup:
         return self.tables[0].storage
 
     @property
+    def num_rows(self) -> int:
+        """Of all tables together."""
+        return sum(table.num_rows for table in self.tables)
+
+    @property
     def is_sequence(self) -> bool:
         """Whether the group returns one vector an id instead of one a bag."""
         return self.tables[0].pooling == "none"
