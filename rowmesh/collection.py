@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rowmesh.counters import CommonCounters, GroupCounters
 from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
@@ -23,7 +24,6 @@ from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.threads import warn_of_threads
 from rowmesh.module_hooks import TableModule, frozen_or_not
-from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
@@ -203,10 +203,7 @@ class EmbeddingCollection(TableModule):
         self.engine.push_pending([Rate(lr) for lr in lrs])
 
     def synchronize(self) -> None:
-        """Makes all replicas of all rows equal, for an evaluation or a checkpoint between two averages. Collective.
-
-        Without replicas, and under exact synchronization, they always are. Else fetched rows are stale afterwards.
-        """
+        """Makes all replicas of all rows equal where they are averaged now and then; fetched rows are stale. Collective."""
         self.engine.synchronize()
 
     def forget_differences(self) -> None:
@@ -264,7 +261,7 @@ class EmbeddingCollection(TableModule):
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
-        For replicas and errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` before.
+        For replicas and errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` first.
         """
         _, exchange, number = self.engine.find_rows(table)
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]

@@ -1,10 +1,12 @@
 """What a collection counts: the same under every transport, and what owners know of their tables."""
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from rowmesh import Mesh, TableSpec
+from rowmesh.counters import GroupCounters
 from tests.support.scenario import Scenario, ids_by_table
 from tests.support.training import train
 
@@ -129,3 +131,12 @@ def test_slots_of_look_ups_without_an_update(ranks):
             for mine, theirs in zip(collective, one_sided, strict=True)
         ]
         assert all(num_bytes > 0 and num_bytes % 4 == 0 for num_bytes in slots)
+
+
+def test_tables_are_counted_by_name():
+    counters = GroupCounters("g", tables=("a", "b"))
+    assert counters.table_accesses == counters.table_distinct == {"a": 0, "b": 0}
+    counters.count_tables(np.array([5, 0]), np.array([0, 3, 3]))
+    counters.count_tables(np.array([1, 2]), np.array([0, 1, 3]))
+    assert counters.table_accesses == {"a": 6, "b": 2}
+    assert counters.table_distinct == {"a": 4, "b": 2}

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "rowmesh"
 # What is further down may import what is above it, or what stands beside it as long as there is no cycle.
 LAYERS = [
     {"errors", "suggest", "extras", "faults", "gate", "state_form"},
-    {"files", "ops", "sparse", "models"},
+    {"files", "ops", "counters", "sparse", "models"},
     {"observe"},
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train", "layout"},

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from rowmesh.counters import CommonCounters
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
@@ -27,7 +28,6 @@ from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger

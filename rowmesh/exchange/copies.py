@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.mesh.channel import Channel
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels

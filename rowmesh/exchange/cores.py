@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, check_rates
@@ -31,7 +32,6 @@ from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import array_at, round_up
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement import AddressMap, Plan, TableShape

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowmesh.counters import GroupCounters
 from rowmesh.errors import IdRangeError, NoRoomError
 from rowmesh.exchange.route import (
     AnyRouteGroup,
@@ -26,7 +27,6 @@ from rowmesh.exchange.route import (
     table_bounds,
 )
 from rowmesh.faults import reach
-from rowmesh.observe.exchange_counters import GroupCounters
 from rowmesh.ops.look_up import HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds

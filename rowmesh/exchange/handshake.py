@@ -16,12 +16,12 @@ from struct import pack
 import numpy as np
 import torch
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective import Incoming, merged_requests
 from rowmesh.exchange.copies import Copies
@@ -20,7 +21,6 @@ from rowmesh.exchange.device_lanes import Merging, Requests
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.window import FINAL
 from rowmesh.optim.rules import Update

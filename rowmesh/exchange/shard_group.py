@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
@@ -25,7 +26,6 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, Tiers

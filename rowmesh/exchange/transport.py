@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import IdRangeError, PeerError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, Routed
 from rowmesh.mesh import Mesh
-from rowmesh.observe.exchange_counters import CommonCounters
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
 from rowmesh.optim.rules import Update

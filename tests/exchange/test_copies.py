@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from rowmesh.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.copies import Copies
-from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.merge_update import Merger
 from rowmesh.optim import SGD
 from rowmesh.optim.rules import Update

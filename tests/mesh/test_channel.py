@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rowmesh.counters import CommonCounters
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, _without
-from rowmesh.observe.exchange_counters import CommonCounters
 
 DTYPES = [torch.int32, torch.float32, torch.uint8]
 

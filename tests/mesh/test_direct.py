@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rowmesh.counters import CommonCounters
 from rowmesh.errors import PeerError
 from rowmesh.mesh.channel import Channel
-from rowmesh.observe.exchange_counters import CommonCounters
 from tests.support.ranks import RankPool
 
 

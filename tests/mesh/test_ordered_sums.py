@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rowmesh.counters import CommonCounters
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, SharedSums, is_scattered
-from rowmesh.observe.exchange_counters import CommonCounters
 
 COUNTS = {False: 1000, True: 40_000}  # elements of float64, of sums in one round and in two
 

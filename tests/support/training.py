@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.counters import CommonCounters, GroupCounters
 from rowmesh.embeddings import Embeddings, LocalRows
 from rowmesh.mesh import Mesh
-from rowmesh.observe.exchange_counters import CommonCounters, GroupCounters
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.pipeline import BatchInFlight, Pipeline
