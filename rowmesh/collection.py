@@ -203,7 +203,7 @@ class EmbeddingCollection(TableModule):
         self.engine.push_pending([Rate(lr) for lr in lrs])
 
     def synchronize(self) -> None:
-        """Makes all replicas of all rows equal where they are averaged now and then; fetched rows are stale. Collective."""
+        """Makes all replicas of all rows equal where they are averaged; fetched rows are then stale. Collective."""
         self.engine.synchronize()
 
     def forget_differences(self) -> None:
