@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole job: data, training on several ranks, evaluation. `make train` calls it.
+# The whole job: data, training on several ranks, evaluation, a page about the run. `make train` calls it.
 #
 #   PYTHON   the interpreter that has rowmesh installed
 #   RANKS    processes (2)

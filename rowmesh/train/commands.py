@@ -22,7 +22,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.threads import fit_threads
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
-from rowmesh.observe.tensorboard import require_tensorboard
+from rowmesh.observe.trackers import check_trackers
 from rowmesh.train.about import about_run
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
@@ -67,8 +67,7 @@ def run_training(
         fits_threads: whether torch's threads may be lowered to this rank's share of the cores.
         at_end: what to do with the finished run.
     """
-    if config.train.tensorboard:
-        require_tensorboard()
+    check_trackers(config.run.trackers)
     check_device(config)
     data = Prepared.open(config.data.folder, verify=verify)
     check_training_splits(config, data)

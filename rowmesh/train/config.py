@@ -36,11 +36,16 @@ class RunConfig(Section):
         fallback_folder: where the model goes, in a folder of the run's name, if it cannot be written in `folder`; on
             another disk. Empty: nowhere.
         retry_s: how long writing a model that cannot be written is tried again, until there is room; 0: not at all.
+        trackers: where metrics go too: tensorboard, wandb, mlflow (extras), or module:Class, see
+            `rowmesh.observe.trackers`.
+        prometheus_file: where the latest metrics are written for Prometheus. Empty: nowhere.
     """
 
     folder: Folder = ""
     fallback_folder: Folder = ""
     retry_s: Annotated[float, Field(ge=0.0, le=1e7, allow_inf_nan=False)] = 3600.0
+    trackers: list[str] = Field(default=[])
+    prometheus_file: Folder = ""
 
 
 class DataConfig(Section):
@@ -244,7 +249,6 @@ class TrainConfig(Section):
         cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
         eval_every: steps between evaluations on the validation split; 0 means none.
         log_every: steps between lines of `metrics.jsonl`.
-        tensorboard: whether to write TensorBoard events too (needs the `tensorboard` extra).
     """
 
     epochs: Positive = 1
@@ -254,7 +258,6 @@ class TrainConfig(Section):
     cuda_graphs: Literal["off", "on"] = "off"
     eval_every: Count = 0
     log_every: Positive = 50
-    tensorboard: bool = False
 
 
 class ParallelConfig(Section):
@@ -404,6 +407,19 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     pipeline: PipelineConfig = PipelineConfig()
     tiers: TiersConfig = TiersConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_runs(cls, values: Any) -> Any:
+        """Runs of earlier versions have `train.tensorboard`, which is a tracker now."""
+        train = values.get("train") if isinstance(values, dict) else None
+        if not isinstance(train, dict) or not isinstance(train.get("tensorboard"), bool):
+            return values
+        rest = {key: value for key, value in train.items() if key != "tensorboard"}
+        run = dict(values.get("run") or {})
+        if train["tensorboard"]:
+            run["trackers"] = [*run.get("trackers", []), "tensorboard"]
+        return values | {"train": rest, "run": run}
 
 
 def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -54,9 +54,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def anchored(config: Config) -> Config:
     """The same configuration with absolute paths: it means the same wherever it is read."""
     data = config.data.model_copy(update={"folder": str(Path(config.data.folder).absolute())})
-    of_run = {
-        key: str(Path(path).absolute()) for key in ("folder", "fallback_folder") if (path := getattr(config.run, key))
-    }
+    folders = ("folder", "fallback_folder", "prometheus_file")
+    of_run = {key: str(Path(path).absolute()) for key in folders if (path := getattr(config.run, key))}
     run = config.run.model_copy(update=of_run)
     paths = {
         key: str(Path(path).absolute())

@@ -66,7 +66,6 @@ class RunFolder:
         self.counters = path / "counters.jsonl"
         self.trace = path / TRACE
         self.report, self.compared = path / REPORT, path / COMPARED
-        self.tensorboard = path / "tensorboard"
         self.model = self._at("model")
 
     def to_plain(self) -> str:

@@ -1,8 +1,11 @@
-"""Everything a run writes while it trains: metrics, counters, progress, TensorBoard."""
+"""Everything a run writes while it trains: metrics, counters, progress, trackers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +13,8 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.observe import CounterLog, JsonLines, Progress
 from rowmesh.observe.counters import Source
 from rowmesh.observe.json_lines import utc_text
-from rowmesh.observe.tensorboard import TensorBoard
+from rowmesh.observe.trackers import TrackedRun, Trackers
+from rowmesh.observe.trackers.prometheus import PrometheusFile
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
 
@@ -44,9 +48,7 @@ class RunLog:
         self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log))
         lines = self._open.enter_context(JsonLines(run.counters if first else None, log))
         self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
-        self._board = None
-        if first and job.config.train.tensorboard:
-            self._board = self._open.enter_context(closing(TensorBoard(run.tensorboard, log)))
+        self._trackers = self._open.enter_context(closing(_trackers(job, run, log))) if first else None
 
     def step(self, step: int) -> None:
         """Notes the counters of a step, and moves the progress."""
@@ -70,10 +72,11 @@ class RunLog:
 
     def _write(self, kind: str, step: int, record: dict[str, Any]) -> None:
         self._metrics.write(time=utc_text(), kind=kind, step=step, **record)
-        if self._board is not None:
-            self._board.write(
-                kind, step, {name: value for name, value in record.items() if not isinstance(value, list)}
-            )
+        if self._trackers is not None:
+            numbers = {
+                name: value for name, value in record.items() if isinstance(value, int | float) and math.isfinite(value)
+            }
+            self._trackers.write(kind, step, numbers)
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +85,15 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
+
+
+def _trackers(job: Job, run: RunFolder, log: Callable[[str], None]) -> Trackers:
+    """Those that are configured; of the folder's own name, wherever the run writes until it is done."""
+    wanted, named = job.config.run, Path(job.config.run.folder).name
+    more = {}
+    if wanted.prometheus_file:
+        more["prometheus_file"] = lambda run: PrometheusFile(Path(wanted.prometheus_file), run)
+    return Trackers(TrackedRun(run.path, named, job.config.model_dump(), log), wanted.trackers, more)
 
 
 def _sources(embeddings: EmbeddingCollection) -> list[Source]:

@@ -143,7 +143,7 @@ def test_a_terminal_ends_the_wait(config_file, capsys):
 
 def test_lines_that_find_no_room_do_not_end_a_run(config_file, tmp_path, capsys):
     with arm("; ".join(f"observe.write@{number}=ENOSPC" for number in (3, 4, 5))):
-        train(config_file, "train.tensorboard=true")
+        train(config_file, 'run.trackers=["tensorboard"]')
     out = capsys.readouterr().out
     assert "training goes on without" in out
     assert "records before are lost" in out

@@ -359,3 +359,36 @@ def test_commands_fit_threads_to_the_cores_and_say_so(config_file, capsys, monke
     assert len(asked) == 2
     run_evaluation(config_file.parent / "run")
     assert len(asked) == 2
+
+
+def test_metrics_go_to_trackers_and_a_file_for_prometheus(config_file, tmp_path):
+    pytest.importorskip("tensorboard")
+    file = tmp_path / "clicks.prom"
+    options = ["train.steps=6", "train.eval_every=3", f"run.prometheus_file={file}", 'run.trackers=["tensorboard"]']
+    run_training(resolve(config_file, options))
+    text = file.read_text()
+    assert 'rowmesh_train_step{run="run"} 6.0' in text
+    assert 'rowmesh_evaluation_auc{run="run",split="validation"} 0.' in text
+    assert 'of="network"} ' in text
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
+    assert run_evaluation(tmp_path / "run").samples == 501
+
+
+def test_a_configuration_of_an_earlier_version_is_read(config_file):
+    assert resolve(config_file, ["train.tensorboard=true"]).run.trackers == ["tensorboard"]
+    assert resolve(config_file, ["train.tensorboard=false"]).run.trackers == []
+
+
+def test_training_by_the_command_line_writes_a_page(config_file, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", str(config_file), "train.steps=4", "train.log_every=2"])
+    page = tmp_path / "run" / "report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"report    {page}"
+    assert "What to do next" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("rowmesh.report.run_page.run_report", lambda records: 1 / 0)
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", str(config_file), "train.steps=1"])
+    assert "report    could not be written (division by zero)" in capsys.readouterr().out

@@ -6,27 +6,17 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rowmesh.errors import ConfigurationError
 from rowmesh.observe.records import RecordFile
-
-
-def require_tensorboard() -> None:
-    """Raises ConfigurationError where the `tensorboard` package is not installed."""
-    if find_spec("tensorboard") is None:
-        raise ConfigurationError(
-            "train.tensorboard: the package is not installed; pip install 'rowmesh[tensorboard]', or leave it "
-            "off (metrics.jsonl holds the same numbers)"
-        )
+from rowmesh.observe.trackers import TrackedRun, Tracker
 
 
 class TensorBoard:
-    """Writes the numbers of a record as scalars under a prefix, into an event file of a folder.
+    """Writes the numbers of a record as scalars under their kind, into an event file of a folder.
 
     Events that cannot be written are counted and said, see `RecordFile`: the package's own writer ends a thread of its
     own there, and leaves a part of an event at which readers stop.
@@ -45,12 +35,11 @@ class TensorBoard:
         self._file = RecordFile(folder / name, *([log] if log else []))
         self._append(file_version="brain.Event:2")
 
-    def write(self, prefix: str, step: int, record: dict[str, float | int | None]) -> None:
+    def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
         """Writes every number of a record at a step."""
-        for name, value in record.items():
-            if value is not None:
-                scalar = self._summary.Value(tag=f"{prefix}/{name}", simple_value=value)
-                self._append(step=step, summary=self._summary(value=[scalar]))
+        for name, value in numbers.items():
+            scalar = self._summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            self._append(step=step, summary=self._summary(value=[scalar]))
 
     def close(self) -> None:
         """Closes the file."""
@@ -62,3 +51,8 @@ class TensorBoard:
         record = io.BytesIO()
         RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._file.append(record.getvalue())
+
+
+def start(run: TrackedRun) -> Tracker:
+    """Begins to write into the folder `tensorboard` of a run."""
+    return TensorBoard(run.folder / "tensorboard", run.say)
