@@ -36,13 +36,13 @@ class TrackedRun:
         folder: where the run writes.
         name: of that folder.
         config: the resolved configuration, section by section.
-        say: prints a line for the user.
+        log: prints a line for the user.
     """
 
     folder: Path
     name: str
     config: Mapping[str, object]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 class Tracker(Protocol):
@@ -75,7 +75,7 @@ class Trackers:
     def __init__(
         self, run: TrackedRun, names: Sequence[str], more: Mapping[str, Callable[[TrackedRun], Tracker]] | None = None
     ) -> None:
-        self._say = run.say
+        self._log = run.log
         self._open: dict[str, Tracker] = {}
         for name, make in ({name: _maker(name) for name in names} | dict(more or {})).items():
             self._guard(name, lambda name=name, make=make: self._open.update({name: make(run)}))
@@ -97,7 +97,7 @@ class Trackers:
             action()
         except Exception as error:
             self._open.pop(name, None)
-            self._say(f"tracker {name} failed ({type(error).__name__}: {error}); the run goes on without it")
+            self._log(f"tracker {name} failed ({type(error).__name__}: {error}); the run goes on without it")
 
 
 def check_trackers(names: Sequence[str]) -> None:

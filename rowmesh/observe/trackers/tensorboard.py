@@ -55,4 +55,4 @@ class TensorBoard:
 
 def start(run: TrackedRun) -> Tracker:
     """Begins to write into the folder `tensorboard` of a run."""
-    return TensorBoard(run.folder / "tensorboard", run.say)
+    return TensorBoard(run.folder / "tensorboard", run.log)
