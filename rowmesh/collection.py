@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rowmesh.counters import CommonCounters, GroupCounters
-from rowmesh.embeddings import Embeddings, LocalRows, views_of
+from rowmesh.embeddings import Embeddings, LocalRows, look_up_some, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.handshake import agree_on_tables
@@ -28,6 +28,7 @@ from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.convert import KeyedJagged, as_batch
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
@@ -155,18 +156,18 @@ class EmbeddingCollection(TableModule):
 
     @untraced
     @frozen_or_not
-    def forward(self, batch: SparseBatch) -> Embeddings:
-        """Looks a batch up; collective, each rank passes its own samples.
+    def forward(self, batch: SparseBatch | KeyedJagged, features: Sequence[str] | None = None) -> Embeddings:
+        """Looks up a batch, or some features of it, see `look_up_some`; collective, each rank passes its own samples.
 
         Raises:
             DataError: the batch's features are not the tables', or an id is out of range.
         """
-        return self.engine.look_up(batch)
+        return look_up_some(self.engine.look_up, self.tables, as_batch(batch), features)
 
     @frozen_or_not
-    def route(self, batch: SparseBatch) -> Route:
+    def route(self, batch: SparseBatch | KeyedJagged) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
-        return self.engine.route(batch)
+        return self.engine.route(as_batch(batch))
 
     @frozen_or_not
     def fetch(self, route: Route) -> Rows:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.layout import Layouts
@@ -19,6 +19,7 @@ from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.pooling import PoolFunction, Pooling
 from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.convert import with_empty_bags
 from rowmesh.tables import RowStore, TableGroup, TableSpec
 from rowmesh.tables.dense import compute_dtype
 
@@ -37,6 +38,53 @@ class JaggedRows:
 
     values: Tensor
     offsets: Tensor
+
+    def padded(
+        self, max_length: int | None = None, value: float = 0.0, *, keep: Literal["first", "last"] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of each sample, filled up to one length L; differentiable.
+
+        Args:
+            max_length: L; default: that of the longest sample.
+            value: what stands where a sample has no row.
+            keep: which L rows of a longer sample to take; by default longer samples are an error. On a GPU the host
+                waits for the lengths, unless L and this are given.
+
+        Returns:
+            `[B, L, D]`, and a mask: bool `[B, L]`, where rows are.
+
+        Raises:
+            DataError: a sample has more than L rows, and `keep` is not given.
+
+        Example:
+            >>> rows = JaggedRows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 1, 3]))
+            >>> padded, mask = rows.padded()
+            >>> padded.squeeze(2).tolist(), mask.tolist()
+            ([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0]], [[True, False], [False, False], [True, True]])
+        """
+        lengths = self.offsets.diff()
+        length = self._length(lengths, max_length, has_choice=keep is not None)
+        kept = lengths.clamp(max=length)
+        places = torch.arange(length, device=lengths.device)
+        mask = places < kept.unsqueeze(1)
+        if not len(self.values):  # a rank without rows takes part in every backward
+            return self.values.new_full((*mask.shape, self.values.shape[1]), value) + self.values.sum(), mask
+        first = self.offsets[1:] - kept if keep == "last" else self.offsets[:-1]
+        index = torch.where(mask, first.unsqueeze(1) + places, 0)
+        return torch.where(mask.unsqueeze(2), self.values[index], value), mask
+
+    def _length(self, lengths: Tensor, max_length: int | None, *, has_choice: bool) -> int:
+        if max_length is not None and max_length < 0:
+            raise DataError(f"max_length must be 0 or more, got {max_length}")
+        if max_length is not None and has_choice:
+            return max_length
+        longest = int(lengths.max()) if len(lengths) else 0
+        if max_length is not None and longest > max_length:
+            raise DataError(
+                f"sample {int(lengths.argmax())} has {longest} rows, more than max_length={max_length}; give a larger "
+                'one, or keep="first" or keep="last"'
+            )
+        return longest if max_length is None else max_length
 
     def __repr__(self) -> str:
         return f"JaggedRows({len(self.offsets) - 1:,} samples, rows {list(self.values.shape)}, {self.values.dtype})"
@@ -149,12 +197,51 @@ class Embeddings:
     def __iter__(self) -> Iterator[str]:
         return iter((*self.features, *self._sequences))
 
+    def select(self, features: Sequence[str]) -> Embeddings:
+        """Some of the features, in the order given; `values` of pooled ones are copied.
+
+        Raises:
+            KeyError: there is no such feature.
+        """
+        parts = {name: self[name] for name in features}
+        pooled = {name: part for name, part in parts.items() if name not in self._sequences}
+        sequences = {name: part for name, part in parts.items() if name in self._sequences}
+        values = torch.cat(list(pooled.values()), dim=1) if pooled else self.values[:, :0]
+        return Embeddings(values, tuple(pooled), tuple(part.shape[1] for part in pooled.values()), sequences)
+
     def stacked(self) -> Tensor:
         """`[B, F, D]`, a view; all pooled features must have the same dim."""
         if len(set(self.dims)) != 1:
             dims = dict(zip(self.features, self.dims, strict=True))
             raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
         return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
+
+
+def look_up_some(
+    look_up: Callable[[SparseBatch], Embeddings],
+    tables: Sequence[TableSpec],
+    batch: SparseBatch,
+    features: Sequence[str] | None,
+) -> Embeddings:
+    """Looks a batch up, or some features of it, in the order given: `embeddings(batch, features=["user"])`.
+
+    The batch may lack the other features, and may have more. Tables without a feature in the list take part with empty
+    bags: ranks may pass different lists, no row of these tables is read or updated, and the cost of their part of the
+    pooled output remains.
+
+    Args:
+        look_up: of a whole batch.
+        tables: of the collection.
+        batch: what to look up.
+        features: which of its features; None: the batch has exactly those of the tables.
+
+    Raises:
+        DataError: a feature belongs to no table, or is not in the batch.
+    """
+    if features is None:
+        return look_up(batch)
+    known = [name for table in tables for name in table.features]
+    return look_up(with_empty_bags(batch, features, known)).select(features)
 
 
 class Outputs:

@@ -141,7 +141,10 @@ class Layouts:
         if missing := sorted(self._known - present):
             near = nearest(missing[0], batch.features)
             hint = f" (did you mean {near!r} in the batch?)" if near else ""
-            raise DataError(f"the batch lacks features {missing}{hint}; it has {sorted(present)}")
+            raise DataError(
+                f"the batch lacks features {missing}{hint}; it has {sorted(present)}; to look up only what "
+                "it has, give features=[…]"
+            )
         if extra := sorted(present - self._known):
             near = nearest(extra[0], sorted(self._known))
             hint = f" (the nearest is {near!r}, which the batch has too)" if near else ""

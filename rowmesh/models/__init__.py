@@ -1,5 +1,6 @@
 """Models in plain torch: dense features and looked-up embeddings in, one logit a sample out."""
 
 from rowmesh.models.dlrm import DLRM
+from rowmesh.models.protocol import Model, Vectors
 
-__all__ = ["DLRM"]
+__all__ = ["DLRM", "Model", "Vectors"]

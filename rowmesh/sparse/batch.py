@@ -219,11 +219,12 @@ class SparseBatch:
         """
         if getattr(kjt, "variable_stride_per_key", lambda: False)():
             raise DataError("a KeyedJaggedTensor with a variable stride per key has no common batch size")
-        values, offsets = kjt.values(), kjt.offsets()
+        features, values, offsets = tuple(kjt.keys()), kjt.values(), kjt.offsets()
+        stride = getattr(kjt, "stride", lambda: (offsets.numel() - 1) // max(len(features), 1))
         return cls(
-            features=tuple(kjt.keys()),
+            features=features,
             ids=values if values.dtype == torch.int64 else values.long(),
-            batch_size=kjt.stride(),
+            batch_size=stride(),
             jagged_offsets=offsets if offsets.dtype == torch.int64 else offsets.long(),
             weights=kjt.weights_or_none(),
         )

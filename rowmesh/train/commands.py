@@ -36,6 +36,7 @@ from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
 from rowmesh.train.network_memory import network_bytes
+from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, model_text, results, warn_of_space
@@ -71,6 +72,7 @@ def run_training(
         at_end: what to do with the finished run.
     """
     check_trackers(config.run.trackers)
+    check_importable(config.model)
     check_device(config)
     data = Prepared.open(config.data.folder, verify=verify)
     config, choices = choose_defaults(config, data)
@@ -128,8 +130,9 @@ def run_evaluation(
     run = RunFolder(folder)
     if not run.config.exists():
         raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
-    manifest = checkpoint.read_manifest(run.model)
     config = resolve(run.config, overrides)
+    check_importable(config.model, trained_from=run.started_in)
+    manifest = checkpoint.read_manifest(run.model)
     data = Prepared.open(config.data.folder, verify=verify)
     config, _ = choose_defaults(config, data)
     split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)

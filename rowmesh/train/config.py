@@ -31,6 +31,16 @@ def chosen(value: T | Auto) -> T:
     return value
 
 
+def _model_name(name: str) -> str:
+    module, colon, attribute = name.partition(":")
+    is_file = module.endswith(".py")
+    is_module = not is_file and all(part.isidentifier() for part in module.split("."))
+    if name == "dlrm" or (colon and is_module and attribute.isidentifier()):
+        return name
+    form = "'dlrm', or a class of your own as 'package.module:Class'"
+    raise ValueError(f"should be {form}{', without .py' if is_file else ''}, got {name!r}")
+
+
 class Section(BaseModel):
     """A TOML table: unknown keys are errors, values are not converted between types."""
 
@@ -82,14 +92,31 @@ class ModelConfig(Section):
     """The dense network.
 
     Attributes:
-        name: which one.
-        bottom: hidden widths of the MLP over the dense features.
-        top: hidden widths of the MLP over the interactions.
+        name: "dlrm", or `package.module:Class`, a user's own; `rowmesh.models.Model` says what it looks like.
+        bottom: of dlrm: hidden widths of the MLP over the dense features.
+        top: of dlrm: hidden widths of the MLP over the interactions.
+        options: of a user's own: keyword arguments of the class.
     """
 
-    name: Literal["dlrm"] = "dlrm"
+    name: Annotated[str, AfterValidator(_model_name)] = "dlrm"
     bottom: list[Positive] = Field(default=[512, 256, 64])
     top: list[Positive] = Field(default=[512, 256])
+    options: dict[str, object] = Field(default={})
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's class."""
+        return ":" in self.name
+
+    @model_validator(mode="after")
+    def _has_its_own_keys(self) -> Self:
+        if not self.is_own and self.options:
+            raise ValueError(f"options {', '.join(self.options)} are for a class of your own; dlrm has bottom and top")
+        fields = type(self).model_fields
+        given = [key for key in ("bottom", "top") if getattr(self, key) != fields[key].default]
+        if self.is_own and given:
+            raise ValueError(f"{' and '.join(given)}: of dlrm alone; give what {self.name} takes as model.options")
+        return self
 
 
 class UpdateRuleConfig(Section):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rowmesh.train.checks import check_batch, naming_lost_peers
+from rowmesh.train.gradients import share_buffers
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, Predictions
 from rowmesh.train.splits import Part
@@ -32,6 +33,7 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
     was_training = job.network.training
     job.network.eval()
     with torch.no_grad(), naming_lost_peers(job.mesh, doing):
+        share_buffers(job.network, job.mesh, doing)
         for number, batch in enumerate(job.loader(split)):
             check_batch(batch, job.data.schema.dense, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels)

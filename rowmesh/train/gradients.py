@@ -43,7 +43,8 @@ class SharedGradients:
         with torch.no_grad():
             for parameter, part in zip(parameters, self._views(parameters), strict=True):
                 parameter.copy_(part)
-                parameter.grad = part
+                if parameter.requires_grad:  # optimizers leave alone what has none
+                    parameter.grad = part
         self.zero()
 
     def zero(self) -> None:
@@ -77,3 +78,24 @@ class SharedGradients:
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:
+    """Gives all ranks the saved buffers of rank 0, such as running means, which each rank updates by its own samples.
+
+    Collective: every rank calls it; moves nothing where there are none.
+
+    Args:
+        network: the same on every rank.
+        mesh: the ranks.
+        doing: what this is for, for the message of a PeerError.
+    """
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    saved = network.state_dict()
+    buffers = [tensor for name, tensor in saved.items() if name not in parameters and isinstance(tensor, torch.Tensor)]
+    if mesh.group is None or not buffers:
+        return
+    for buffer in buffers:
+        sent = buffer.detach().cpu().contiguous()
+        complete(mesh, lambda sent=sent: dist.broadcast(sent, group=mesh.group, group_src=0, async_op=True), doing)
+        buffer.copy_(sent)

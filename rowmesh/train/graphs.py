@@ -96,6 +96,8 @@ def check_graphs(config: Config) -> None:
         obstacle = "needs a GPU, and torch.cuda.is_available() is false: interpreted kernels cannot be recorded"
     elif not config.pipeline.is_off:
         obstacle = "cannot be combined with a pipeline, whose threads use the GPU while it is recorded"
+    elif config.model.is_own:
+        obstacle = f"records dlrm alone, and model.name is {config.model.name}"
     elif any(table.storage == "tiered" for table in tables):
         obstacle = "cannot be combined with tiered tables, whose threads use the GPU while it is recorded"
     if obstacle:

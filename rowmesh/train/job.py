@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
+from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
@@ -20,6 +22,7 @@ from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config, chosen
 from rowmesh.train.device import use_device
 from rowmesh.train.graphs import Network
+from rowmesh.train.own_model import OwnModel, make_own
 from rowmesh.train.placement import Placement
 from rowmesh.train.splits import Part
 from rowmesh.train.tables import common_dim, table_specs
@@ -36,28 +39,40 @@ class Job:
         embeddings: the tables.
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
+        own: the network as a user's model, where it is one.
     """
 
     config: Config
     mesh: Mesh
     data: Prepared
     embeddings: EmbeddingCollection
-    network: DLRM
+    network: nn.Module
     placement: Placement
+    own: OwnModel | None = None
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
-        return self.predict(batch.dense, self.embeddings(batch.sparse).stacked())
+        return self.predict(batch.dense, self.embeddings(batch.sparse))
 
-    def predict(self, dense: Tensor, vectors: Tensor, network: Network | None = None) -> Tensor:
+    def predict(self, dense: Tensor, embeddings: Embeddings, network: Network | None = None) -> Tensor:
         """Logits `[B]` of samples.
 
         Args:
             dense: `[B, …]`, their dense features.
-            vectors: `[B, F, D]`.
-            network: what computes them in place of the network.
+            embeddings: their vectors.
+            network: what computes them in place of the network, unless that is a user's.
         """
-        return (network or self.network)(upload(dense, vectors.device).to(vectors.dtype), vectors)
+        dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
+        if self.own is not None:
+            return self.own.logits(dense, embeddings)
+        return (network or self.network)(dense, embeddings.stacked())
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of some samples, from `[B]` and `[B]`."""
+        labels = upload(labels, logits.device).to(logits.dtype)
+        if self.own is not None:
+            return self.own.loss(logits, labels)
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
     def loader(self, samples: str | Part, *, shuffle: bool = False) -> Loader:
         """Iterates over what of a split, or of a part of one, belongs to this rank."""
@@ -85,7 +100,9 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
     tables = table_specs(config.tables, data)
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
-    network = make_network(config, data).to(network_dtype(tables))
+    dtype = network_dtype(tables)
+    own = make_own(config.model, tables, data.num_dense, dtype) if config.model.is_own else None
+    network = own.network if own else make_network(config, data).to(dtype)
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
     embeddings = EmbeddingCollection(
@@ -98,11 +115,11 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         tiers=_tiers(config),
         device=device,
     )
-    return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement)
+    return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement, own)
 
 
 def make_network(config: Config, data: Prepared) -> DLRM:
-    """The dense network for a data set, in torch's usual precision."""
+    """DLRM for a data set, in torch's usual precision."""
     tables = table_specs(config.tables, data)
     return DLRM(
         num_dense=data.num_dense,

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
 from rowmesh.observe.step_clock import StepClock
-from rowmesh.ops.transfer import upload
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
 from rowmesh.state_form import in_form
@@ -123,9 +121,9 @@ class Trainer:
         Collective: every rank calls it.
         """
         self._begin_step(batch)
-        vectors = self.job.embeddings(batch.sparse).stacked()
+        embeddings = self.job.embeddings(batch.sparse)
         self._clock.lap("rows")
-        total = self._backward(self.job.predict(batch.dense, vectors, self._network), batch.labels)
+        total = self._backward(self.job.predict(batch.dense, embeddings, self._network), batch.labels)
         self._clock.lap("network")
         self._end_step()
         return total
@@ -135,9 +133,9 @@ class Trainer:
         batch, total = window.item, 0.0
         self._begin_step(batch)
         for part in window:
-            vectors = part.embeddings.stacked()
+            embeddings = part.embeddings
             self._clock.lap("rows")
-            logits = self.job.predict(batch.dense[part.samples], vectors, self._network)
+            logits = self.job.predict(batch.dense[part.samples], embeddings, self._network)
             total += self._backward(logits, batch.labels[part.samples])
             self._clock.lap("network")
         self._end_step()
@@ -156,8 +154,7 @@ class Trainer:
 
     def _backward(self, logits: Tensor, labels: Tensor) -> float:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
-        labels = upload(labels, logits.device).to(logits.dtype)
-        total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        total = self.job.loss(logits, labels)
         known = self._losses.add(total, self._where)
         self.local_loss(total).backward()
         return known

@@ -8,6 +8,7 @@ from rowmesh.data import Prepared
 from rowmesh.models import DLRM
 from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.job import make_network, network_dtype
+from rowmesh.train.own_model import make_own
 from rowmesh.train.tables import table_specs
 
 _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
@@ -17,20 +18,31 @@ _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
 def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bool) -> int:
     """Parameters, gradients and optimizer state, and about what a batch leaves in the network for its gradients.
 
+    A user's model is made to be counted, and what a batch leaves in it is not known.
+
     Args:
         config: of the run.
         data: whose features the network has.
         world_size: ranks that share a batch.
         trains: whether there are gradients and an optimizer, or parameters alone.
     """
-    with torch.device("meta"):  # without memory
-        network = make_network(config, data)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    parameters, outputs = _sizes(config, data)
     itemsize = network_dtype(table_specs(config.tables, data)).itemsize
     if not trains:
         return itemsize * parameters
     samples = -(-chosen(config.data.batch_size) // world_size)
-    return itemsize * ((2 + _states(config.optimizer)) * parameters + samples * _outputs(network))
+    return itemsize * ((2 + _states(config.optimizer)) * parameters + samples * outputs)
+
+
+def _sizes(config: Config, data: Prepared) -> tuple[int, int]:
+    """Parameters, and numbers that a sample makes."""
+    if config.model.is_own:
+        tables = table_specs(config.tables, data)
+        network = make_own(config.model, tables, data.num_dense, network_dtype(tables)).network
+        return sum(parameter.numel() for parameter in network.parameters()), 0
+    with torch.device("meta"):  # without memory
+        network = make_network(config, data)
+    return sum(parameter.numel() for parameter in network.parameters()), _outputs(network)
 
 
 def _states(optimizer: OptimizerConfig) -> int:

@@ -73,7 +73,10 @@ def _network_text(num_bytes: int) -> str:
 
 def _way_out(plan: Plan, limit: int, network_bytes: int, *, is_network: bool) -> str:
     if is_network:
-        return "make model.bottom, model.top or data.batch_size smaller, start fewer ranks a host, or free memory"
+        return (
+            "make model.bottom, model.top (model.options of a model of your own) or data.batch_size smaller, start "
+            "fewer ranks a host, or free memory"
+        )
     limit = max(limit - network_bytes, 0)
     shards = ranks_that_fit([table.shape for table in plan.tables], limit)
     if shards is None:

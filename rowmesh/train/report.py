@@ -13,6 +13,7 @@ import torch
 import rowmesh
 from rowmesh.data.prepared import Split
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.models import DLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
@@ -201,9 +202,15 @@ def _cores(group: Any) -> str:
 
 def _network(job: Job) -> str:
     parameters = sum(parameter.numel() for parameter in job.network.parameters())
-    bottom, top = ("→".join(map(str, w)) for w in (job.network.bottom_widths, job.network.top_widths))
     dtype = str(next(job.network.parameters()).dtype).removeprefix("torch.")
-    return f"{job.config.model.name}: bottom {bottom}, top {top}, {parameters:,} parameters, {dtype}, on every rank"
+    return f"{job.config.model.name}: {_layers(job)}{parameters:,} parameters, {dtype}, on every rank"
+
+
+def _layers(job: Job) -> str:
+    if not isinstance(job.network, DLRM):
+        return "".join(f"{key} {value}, " for key, value in job.config.model.options.items())
+    bottom, top = ("→".join(map(str, w)) for w in (job.network.bottom_widths, job.network.top_widths))
+    return f"bottom {bottom}, top {top}, "
 
 
 def _sizes(sizes: dict[str, int]) -> str:

@@ -90,6 +90,12 @@ class RunFolder:
         """Whether there is a model."""
         return (self.model / MANIFEST).exists()
 
+    @property
+    def started_in(self) -> str:
+        """The folder in which the run was started; "" where that is not known."""
+        manifest = Manifest.read(self.path)
+        return "" if manifest is None else str(manifest.request.get("from", ""))
+
     def _at(self, name: str) -> Path:
         """Where a crash left it that came between a whole new run and the end of the one of before."""
         new = self.path / UNFINISHED / name

@@ -1,0 +1,79 @@
+"""What `rowmesh train` asks of a model, its own or a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Vectors(Protocol):
+    """The vectors of a batch, as `rowmesh.embeddings.Embeddings` has them.
+
+    Attributes:
+        values: `[B, ΣD]`, the vectors of all features side by side.
+        features: their names, in the order of their columns.
+        dims: D of each of them.
+    """
+
+    values: Tensor
+    features: tuple[str, ...]
+    dims: tuple[int, ...]
+
+    def __getitem__(self, feature: str) -> Tensor:
+        """`[B, D]` of one feature."""
+        ...
+
+    def stacked(self) -> Tensor:
+        """`[B, F, D]`; all features must have the same dim."""
+        ...
+
+
+class Model(Protocol):
+    """A user's model, `model.name = "package.module:Class"` in a configuration.
+
+    The class is a `torch.nn.Module` with these two methods. It is made once on every rank, then gets the parameters of
+    rank 0. It has at least one parameter; tables are not among them. A batch that gives a rank no samples is not shown
+    to it.
+
+    It may have a loss of its own: `loss(logits, labels)`, a method or an attribute such as `nn.BCEWithLogitsLoss()`.
+    `labels` are `[B]`, of the dtype of the logits; it returns the losses of the samples `[B]`, or their mean. Without
+    one the loss is the binary cross entropy.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Wide(nn.Module):
+        ...     def __init__(self, *, dims, num_dense, width=8):
+        ...         super().__init__()
+        ...         inputs = num_dense + sum(dims.values())
+        ...         self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1))
+        ...
+        ...     def forward(self, dense, embeddings):
+        ...         return self.layers(torch.cat([dense, embeddings.values], dim=1)).squeeze(1)
+        >>> from rowmesh.embeddings import Embeddings
+        >>> vectors = Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})
+        >>> Wide(dims={"user": 4, "item": 2}, num_dense=13)(torch.zeros(5, 13), vectors).shape
+        torch.Size([5])
+    """
+
+    def __init__(self, *, dims: Mapping[str, int], num_dense: int, **options: object) -> None:
+        """Makes the model.
+
+        Args:
+            dims: D of the vector of every categorical feature, by its name, in the order of the data.
+            num_dense: number of dense features, 0 or more.
+            **options: the keys of `model.options`.
+        """
+        ...
+
+    def __call__(self, dense: Tensor, embeddings: Vectors) -> Tensor:
+        """Logits `[B]`; as in every `nn.Module`, what is written is `forward`.
+
+        Args:
+            dense: `[B, num_dense]`.
+            embeddings: `embeddings["user"]` is `[B, D]`, `.values` are all of them side by side `[B, ΣD]`, and
+                `.stacked()` is `[B, F, D]` where all D are equal.
+        """
+        ...

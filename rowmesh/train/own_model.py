@@ -1,0 +1,239 @@
+"""Own models: a class of the user's as the dense network of a run. `rowmesh.models.Model` says what it looks like."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rowmesh.embeddings import Embeddings
+from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.suggest import hint
+from rowmesh.tables import TableSpec
+from rowmesh.train.config import ModelConfig
+
+TRIAL_SAMPLES = 2
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class ModelError(ConfigurationError):
+    """An own model cannot be imported, made or called, or returns something else than it should: names it."""
+
+
+def find_class(name: str) -> type[nn.Module]:
+    """The class `package.module:Class`, found from the current folder and wherever Python looks.
+
+    Raises:
+        ModelError: there is none, its module fails, or it is no `torch.nn.Module`.
+    """
+    place, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:  # as in `python -m rowmesh`; installed packages come first
+        sys.path.append(here)
+    try:
+        module = import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise _import_failure(name, error) from error
+        raise ModelError(
+            f"model.name = {name!r}: there is no module {error.name!r} in the current folder ({here}), in PYTHONPATH "
+            "or installed; start rowmesh in the folder that has it, or name that folder in PYTHONPATH"
+        ) from None
+    except Exception as error:
+        raise _import_failure(name, error) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ModelError(
+            f"model.name = {name!r}: {module.__file__ or place} has no {attribute}{hint(attribute, classes)}"
+        )
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise ModelError(f"model.name = {name!r} is {_kind(found)}; it must be a class derived from torch.nn.Module")
+    return cast(type[nn.Module], found)
+
+
+def check_importable(config: ModelConfig, trained_from: str = "") -> None:
+    """Raises ModelError where the model is a user's and cannot be found.
+
+    Args:
+        config: which model.
+        trained_from: the folder in which its training was started, where that is over.
+    """
+    if not config.is_own:
+        return
+    try:
+        find_class(config.name)
+    except ModelError as error:
+        where = f"; its training was started in {trained_from}" if trained_from else ""
+        raise ModelError(f"{error}{where}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModel:
+    """A model of the user's and its loss.
+
+    Attributes:
+        name: as the configuration names it.
+        network: the model.
+    """
+
+    name: str
+    network: nn.Module
+
+    def logits(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Logits `[B]`; of no samples without the model, which need not be able to do that.
+
+        Raises:
+            ModelError: the model fails, or returns something else.
+        """
+        count = len(dense)
+        if count == 0:
+            return embeddings.values.sum(1)  # a rank without samples takes part in every backward
+        dims = dict(zip(embeddings.features, embeddings.dims, strict=True))
+        shapes = f"dense {list(dense.shape)} and embeddings {dims}"
+        logits = self._call("forward", self.network, dense, embeddings, shapes=shapes)
+        if not isinstance(logits, Tensor) or logits.shape != (count,) or not logits.is_floating_point():
+            near = "; return logits.squeeze(1)" if _shape(logits) == [count, 1] else ""
+            raise ModelError(f"{self._title}.forward must return logits [B] = [{count}], got {_kind(logits)}{near}")
+        if torch.is_grad_enabled() and not logits.requires_grad:
+            raise ModelError(f"{self._title}.forward returned logits without a gradient: detach nothing in it")
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of some samples.
+
+        Args:
+            logits: `[B]`.
+            labels: `[B]`, of the same dtype.
+
+        Raises:
+            ModelError: the model's own loss fails, or is neither `[B]` nor a mean.
+        """
+        function: LossFunction | None = getattr(self.network, "loss", None)
+        if function is None:
+            return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        count = len(logits)
+        if count == 0:
+            return logits.sum()
+        shapes = f"logits and labels {list(logits.shape)}"
+        loss = self._call("loss", function, logits, labels, shapes=shapes)
+        if not isinstance(loss, Tensor) or loss.shape not in ((), (count,)) or not loss.is_floating_point():
+            raise ModelError(
+                f"{self._title}.loss must return the losses of the samples [B] = [{count}], or their mean, got "
+                f"{_kind(loss)}"
+            )
+        return loss.sum() if loss.dim() else loss * count
+
+    @property
+    def _title(self) -> str:
+        return f"model.name = {self.name!r}: {type(self.network).__name__}"
+
+    def _call(self, what: str, function: Callable[..., object], *arguments: object, shapes: str) -> object:
+        try:
+            return function(*arguments)
+        except (RowmeshError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(f"{self._title}.{what} failed on {shapes}: {_described(error)}") from error
+
+
+def make_own(config: ModelConfig, tables: Sequence[TableSpec], num_dense: int, dtype: torch.dtype) -> OwnModel:
+    """A user's model, made and tried on zeros, on the CPU: mistakes are found before there are tables.
+
+    Args:
+        config: names its class and has its options.
+        tables: whose features it gets.
+        num_dense: number of dense features.
+        dtype: of vectors and parameters.
+
+    Raises:
+        ModelError: the class cannot be imported, made or called as `rowmesh.models.Model` says.
+    """
+    kind = find_class(config.name)
+    dims = {feature: table.dim for table in tables for feature in table.features}
+    arguments: dict[str, object] = {"dims": dims, "num_dense": num_dense}
+    if clash := sorted(config.options.keys() & arguments.keys()):
+        raise ModelError(f"model.options.{clash[0]}: rowmesh gives {clash[0]} itself; name the option otherwise")
+    arguments |= config.options
+    _check_calls(config.name, kind, arguments)
+    try:
+        network = kind(**arguments).to(dtype)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if key != "dims")
+        raise ModelError(
+            f"model.name = {config.name!r}: {kind.__name__}(dims=…, {given}) failed: {_described(error)}; its options "
+            "are those of model.options"
+        ) from error
+    own = OwnModel(config.name, network)
+    _try(own, dims, num_dense, dtype)
+    if not list(network.parameters()):
+        raise ModelError(f"model.name = {config.name!r} has no parameters; give it at least one, such as a bias")
+    return own
+
+
+def _check_calls(name: str, kind: type[nn.Module], arguments: Mapping[str, object]) -> None:
+    """Raises ModelError where the parameters of the constructor or of `forward` are not what is passed."""
+    makes, calls = inspect.signature(kind), inspect.signature(kind.forward)
+    title = f"model.name = {name!r}: {kind.__name__}"
+    try:
+        makes.bind(**arguments)
+    except TypeError as error:
+        raise ModelError(
+            f"{title}{makes} is made with {', '.join(arguments)} (dims, num_dense and the keys of model.options): "
+            f"{error}; change its parameters or model.options"
+        ) from None
+    try:
+        calls.bind(None, None, None)
+    except TypeError as error:
+        raise ModelError(
+            f"{title}.forward{calls} is called with (dense, embeddings): {error}; give it these two parameters"
+        ) from None
+
+
+def _try(own: OwnModel, dims: Mapping[str, int], num_dense: int, dtype: torch.dtype) -> None:
+    """Calls the model and its loss on zeros, in evaluation mode; lazy layers get their sizes by this."""
+    values = torch.zeros(TRIAL_SAMPLES, sum(dims.values()), dtype=dtype, device="cpu")
+    dense = torch.zeros(TRIAL_SAMPLES, num_dense, dtype=dtype, device="cpu")
+    labels = torch.tensor([0.0, 1.0], dtype=dtype, device="cpu")
+    own.network.eval()
+    with torch.no_grad():
+        logits = own.logits(dense, Embeddings(values, tuple(dims), tuple(dims.values()), {}))
+        own.loss(logits, labels)
+    own.network.train()
+
+
+def _import_failure(name: str, error: BaseException) -> ModelError:
+    return ModelError(f"model.name = {name!r}: importing {name.partition(':')[0]} failed: {_described(error)}")
+
+
+def _described(error: BaseException) -> str:
+    """An error and the innermost line of a file in which it came up that is not torch's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_library(path: str) -> bool:
+    libraries = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, inspect.__file__) if file)
+    return path.startswith((*libraries, "<frozen"))
+
+
+def _shape(value: object) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    return f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
