@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rowmesh.sparse import SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
+    from rowmesh.train.trained_model import load_run
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _EXPORTS = {
@@ -39,6 +40,7 @@ _EXPORTS = {
     "rowmesh.sparse": ("SparseBatch",),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
+    "rowmesh.train.trained_model": ("load_run",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -69,6 +71,7 @@ __all__ = [
     "Tiers",
     "Uniform",
     "load",
+    "load_run",
     "save",
 ]
 

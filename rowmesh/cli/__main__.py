@@ -19,6 +19,7 @@ from rowmesh.cli.evaluate import evaluate
 from rowmesh.cli.export import export
 from rowmesh.cli.launcher import end_with_launcher
 from rowmesh.cli.plan import plan
+from rowmesh.cli.predict import predict
 from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train
@@ -44,6 +45,7 @@ app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data set
 app.command(plan)
 app.command(train)
 app.command(evaluate)
+app.command(predict)
 app.command(report)
 app.command(export)
 app.command(env)

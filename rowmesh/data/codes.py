@@ -82,15 +82,28 @@ class Coder:
             done += size
 
     def _encode(self, file: Path, block: Block) -> list[pa.Array]:
-        columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
         try:
-            for vocabulary, is_list, ids in zip(self.vocabularies, self.multi_hot, block.categorical, strict=True):
-                if is_list and pa.types.is_null(ids.type):
-                    ids = pa.nulls(len(ids), pa.list_(pa.null()))
-                columns.append(map_ids(ids, vocabulary.encode))
+            return encode_block(block, self.multi_hot, [vocabulary.encode for vocabulary in self.vocabularies])
         except DataError as error:
             raise DataError(f"{file}: {error}") from error
-        return columns
+
+
+def encode_block(
+    block: Block, multi_hot: Sequence[bool], encodings: Sequence[Callable[[pa.Array], NDArray[np.int32]]]
+) -> list[pa.Array]:
+    """The columns of `arrow_schema` for checked rows, with a number for each id.
+
+    Args:
+        block: the rows.
+        multi_hot: which categorical features hold lists.
+        encodings: the number of each of some raw ids, by categorical feature.
+    """
+    columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
+    for encode, is_list, ids in zip(encodings, multi_hot, block.categorical, strict=True):
+        if is_list and pa.types.is_null(ids.type):
+            ids = pa.nulls(len(ids), pa.list_(pa.null()))
+        columns.append(map_ids(ids, encode))
+    return columns
 
 
 def map_ids(ids: pa.Array, function: Callable[[pa.Array], NDArray[np.int32]]) -> pa.Array:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from rowmesh.data.order import EpochOrder
 from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.prepared import Prepared
-from rowmesh.data.window import SplitFile, Window, gather_bags, gather_columns, gather_rows
+from rowmesh.data.window import SplitFile, Window, gather_bags, gather_columns, gather_rows, window_of
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.sparse import SparseBatch, take
 
@@ -247,6 +248,12 @@ class _Pieces:
             samples = self._held.permutation[low - self._held.first : stop - self._held.first]
             yield self._held.window, samples
             low = stop
+
+
+def to_batch(samples: pa.RecordBatch, prepared: Prepared) -> Batch:
+    """The batch of all samples of a record batch, in their order; its columns are those of `arrow_schema`."""
+    window = window_of([samples], prepared.num_dense, [table.multi_hot for table in prepared.tables])
+    return _gather(iter([(window, np.arange(samples.num_rows, dtype=np.int32))]), samples.num_rows, prepared)
 
 
 def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Batch:

@@ -28,7 +28,7 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
     """
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
-            _forms(path, schema, file.schema_arrow)
+            column_forms(path, schema, file.schema_arrow)
             position = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
                 table = pa.Table.from_batches([batch])
@@ -91,15 +91,19 @@ def is_list(kind: pa.DataType) -> bool:
 
 def _read_forms(path: Path, schema: Schema) -> list[Form]:
     try:
-        return _forms(path, schema, pq.read_schema(path))
+        return column_forms(path, schema, pq.read_schema(path))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 
 
-def _forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
-    """The form of every categorical feature, after checking that all columns can be used."""
+def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
+    """The form of every categorical feature, after checking that all columns can be used.
+
+    Raises:
+        DataError: a column is missing, or of a type that cannot be used; names it and `path`.
+    """
     check_columns(path, schema, types.names)
-    for name in (schema.label, *schema.dense):
+    for name in ((schema.label,) if schema.is_labelled else ()) + schema.dense:
         kind = types.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not is_text(kind) and not _can_cast(kind, pa.float64()):

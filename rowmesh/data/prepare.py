@@ -36,7 +36,7 @@ from rowmesh.data.prepared import (
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.request import preparation_request
-from rowmesh.data.scales import DenseScale, DenseStatistics
+from rowmesh.data.scales import DenseScale, DenseStatistics, scale_columns
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
@@ -249,10 +249,8 @@ class _Mapping:
 
     def dense(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
         """Dense columns as a model sees them: missing values, here NaN, are 0."""
-        raw = [column.to_numpy() for column in columns]
-        if self.scales is None:
-            return [pa.array(np.nan_to_num(values, nan=0.0)) for values in raw]
-        return [pa.array(scale.apply(values)) for scale, values in zip(self.scales, raw, strict=True)]
+        scaled = scale_columns((column.to_numpy() for column in columns), self.scales)
+        return [pa.array(values) for values in scaled]
 
 
 def _write_splits(

@@ -5,11 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from rowmesh.errors import DataError
 
 MAX_ROW_CHARACTERS = 10_000
+
+
+class BadRows(Protocol):
+    """What readers tell of rows that cannot be used."""
+
+    def add(self, file: Path, line: int, reason: str, row: bytes | str) -> None:
+        """Takes one bad row, or raises DataError."""
+        ...
+
+
+class NoBadRows:
+    """Refuses the first bad row: for tables in memory, of which nothing may be left out."""
+
+    def add(self, file: Path, line: int, reason: str, row: bytes | str) -> None:
+        """Raises DataError, which names the row, counted from 0, and what is wrong."""
+        raise DataError(f"{file}: row {line - 1}: {reason}")
 
 
 class Quarantine:

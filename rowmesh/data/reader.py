@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
-from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.quarantine import BadRows
 from rowmesh.data.schema import UNIX_TIME, Categorical, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
@@ -31,21 +31,25 @@ class Block:
     """Checked rows.
 
     Attributes:
-        labels: float32 `[n]`, 0 or 1.
+        labels: float32 `[n]`, 0 or 1; NaN where the schema does not read them.
         dense: float32 `[n, number of dense features]`, transformed if that takes no statistics of the data; NaN where
             missing, else finite.
         categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
             row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
+        lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
+        copied: the columns that the schema copies, as they are in the file; those of text files are binary.
     """
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
     categorical: tuple[pa.Array, ...]
     position: int
+    lines: NDArray[np.int64]
+    copied: tuple[pa.Array, ...]
 
 
-def read_blocks(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[Block]:
+def read_blocks(path: Path, schema: Schema, quarantine: BadRows) -> Iterator[Block]:
     """Streams a file in blocks of some ten thousand rows; memory does not depend on the file's size.
 
     Raises:
@@ -53,7 +57,7 @@ def read_blocks(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[
     """
     tables = read_text(path, schema, quarantine) if schema.format == "text" else read_parquet(path, schema)
     for raw in tables:
-        yield _check(raw, path, schema, quarantine)
+        yield check_rows(raw, path, schema, quarantine)
 
 
 def total_size(path: Path, schema: Schema) -> int:
@@ -88,21 +92,26 @@ class _Faults:
             self.reasons.setdefault(int(row), f"{column} is {shown!r}, {what}")
 
 
-def _check(raw: RawTable, path: Path, schema: Schema, quarantine: Quarantine) -> Block:
+def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -> Block:
+    """The usable ones of some rows; the others go to the quarantine under the name `path`."""
     columns = {name: _plain(raw.table.column(name)) for name in raw.table.column_names}
     faults = _Faults()
-    labels = _labels(columns[schema.label], schema.label, faults)
-    dense = _dense(columns, schema, faults)
+    labels = np.full(raw.table.num_rows, np.nan, np.float32)
+    if schema.is_labelled:
+        labels = _labels(columns[schema.label], schema.label, faults)
+    dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
+    lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
     if faults.reasons:
         bad = sorted(faults.reasons)
         for row in bad:
             quarantine.add(path, int(raw.lines[row]), faults.reasons[row], raw.text(row))
         keep = np.ones(len(labels), bool)
         keep[bad] = False
-        labels, dense = labels[keep], dense[keep]
+        labels, dense, lines = labels[keep], dense[keep], lines[keep]
         categorical = tuple(array.filter(pa.array(keep)) for array in categorical)
-    return Block(labels, dense, categorical, raw.position)
+        copied = tuple(array.filter(pa.array(keep)) for array in copied)
+    return Block(labels, dense, categorical, raw.position, lines, copied)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -118,9 +127,8 @@ def _labels(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float32]
     return values.astype(np.float32)
 
 
-def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults) -> NDArray[np.float32]:
+def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults, num_rows: int) -> NDArray[np.float32]:
     """Transformed dense values `[n, number of dense features]`; missing ones are NaN."""
-    num_rows = len(columns[schema.label])
     dense = np.empty((num_rows, len(schema.dense)), np.float32)
     for i, name in enumerate(schema.dense):
         column = columns[name]

@@ -6,7 +6,7 @@ least half. Counts, prices and durations are; a share, an age or a flag is not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,20 @@ class DenseScale:
         wide = values.astype(np.float64)
         scaled = ((np.log1p(np.maximum(wide, 0)) if self.log1p else wide) - self.mean) / self.std
         return np.where(np.isnan(wide), 0.0, scaled).astype(np.float32)
+
+
+def scale_columns(
+    columns: Iterable[NDArray[np.floating]], scales: Sequence[DenseScale] | None
+) -> list[NDArray[np.float32]]:
+    """Checked dense columns `[n]` as the model sees them; NaN, which stands for missing, becomes 0.
+
+    Args:
+        columns: of a reader's blocks, in the schema's order.
+        scales: one a column; None where the columns are not standardised.
+    """
+    if scales is None:
+        return [np.nan_to_num(values, nan=0.0).astype(np.float32, copy=False) for values in columns]
+    return [scale.apply(values) for scale, values in zip(scales, columns, strict=True)]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,8 +126,42 @@ class Schema(BaseModel):
     @property
     def source_columns(self) -> tuple[str, ...]:
         """Every column that is read, each once."""
+        label = (self.label,) if self.is_labelled else ()
         sources = (feature.source for feature in self.categorical)
-        return tuple(dict.fromkeys((self.label, *self.dense, *sources)))
+        return tuple(dict.fromkeys((*label, *self.dense, *sources, *self.copied_columns)))
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether the label is read."""
+        return True
+
+    @property
+    def copied_columns(self) -> tuple[str, ...]:
+        """Columns that are read to be copied as they are."""
+        return ()
+
+    def for_scoring(self, keep: Sequence[str] = (), *, has_label: bool = True) -> ScoringSchema:
+        """The same columns, to be scored: without the label, which files may lack.
+
+        Args:
+            keep: columns to copy.
+            has_label: whether lines of a text file without a header hold the label. Where the first line, or Parquet,
+                names the columns, these names say it.
+
+        Raises:
+            ConfigurationError: a column of `keep` is not in the file, or the schema does not list the columns that
+                `has_label=False` is about.
+        """
+        if not has_label and not self.columns:
+            raise ConfigurationError(
+                "only of files without a header must be said that they have no label; this schema reads the names of "
+                "columns from the file: leave it out"
+            )
+        columns = self.columns if has_label else tuple(name for name in self.columns if name != self.label)
+        try:
+            return ScoringSchema.model_validate({**self.model_dump(), "columns": columns, "keep": tuple(keep)})
+        except ValidationError as error:
+            raise ConfigurationError("; ".join(_explain(item) for item in error.errors())) from None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -168,6 +203,31 @@ class Schema(BaseModel):
         values = self.model_dump(exclude_none=True, exclude_defaults=True, mode="json")
         with replacing_file(path) as file:
             file.write(tomli_w.dumps(values).encode())
+
+
+class ScoringSchema(Schema):
+    """What is read of rows that get scores: no label, and columns to copy beside the scores; see `for_scoring`.
+
+    Attributes:
+        keep: the columns to copy.
+
+    Example:
+        >>> schema = Schema(label="clicked", dense=["price"], categorical=["user"])
+        >>> schema.for_scoring(["request"]).source_columns
+        ('price', 'user', 'request')
+    """
+
+    keep: tuple[str, ...] = ()
+
+    @property
+    def is_labelled(self) -> bool:
+        """The label is not read, but where it is to be copied."""
+        return False
+
+    @property
+    def copied_columns(self) -> tuple[str, ...]:
+        """As asked for."""
+        return self.keep
 
 
 def _check_time_format(time_format: str) -> None:

@@ -15,7 +15,7 @@ import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
 from rowmesh.data.compression import open_stream
-from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.quarantine import BadRows
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 64 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_text(path: Path, schema: Schema, quarantine: Quarantine) -> Iterator[RawTable]:
+def read_text(path: Path, schema: Schema, quarantine: BadRows) -> Iterator[RawTable]:
     """Tables of whole lines; rows with the wrong number of columns go to the quarantine.
 
     Raises:
@@ -101,9 +101,7 @@ def _is_utf8(block: bytes) -> bool:
 class _BlockParser:
     """Parses one block of lines, knowing the line of every row."""
 
-    def __init__(
-        self, path: Path, schema: Schema, names: tuple[str, ...], quarantine: Quarantine, position: int
-    ) -> None:
+    def __init__(self, path: Path, schema: Schema, names: tuple[str, ...], quarantine: BadRows, position: int) -> None:
         self.path, self.schema, self.names = path, schema, names
         self.quarantine, self.position = quarantine, position
 

@@ -69,6 +69,36 @@ class Vocabulary:
                 return codes
             self._grow(int(offsets[done + 1] - offsets[done]))
 
+    def find(self, values: pa.Array) -> NDArray[np.int32]:
+        """Codes of some values, −1 for those not met before; adds none. Integers are found in text as decimal numbers.
+
+        Raises:
+            DataError: text is looked for where the vocabulary has integers.
+
+        Example:
+            >>> vocabulary = Vocabulary("C1")
+            >>> _ = vocabulary.encode(pa.array(["7", "b"]))
+            >>> vocabulary.find(pa.array(["b", "c"])).tolist(), vocabulary.find(pa.array([7, 8])).tolist()
+            ([1, -1], [0, -1])
+        """
+        is_integer = pa.types.is_integer(values.type)
+        if len(values) and self.is_integer is not None and not pa.types.is_null(values.type):
+            if self.is_integer and not is_integer:
+                raise DataError(
+                    f"column {self.name!r} holds text, and the values it is compared with are integers; "
+                    "store it as integers"
+                )
+            if is_integer and not self.is_integer:
+                values = values.cast(pa.string())
+        known = self.is_integer, self._is_unsigned
+        try:
+            data, offsets = self._as_bytes(values)
+        finally:
+            self.is_integer, self._is_unsigned = known
+        codes = np.empty(len(values), np.int32)
+        _find(data, offsets, codes, self._slots, self._hashes, self._offsets, self._heap)
+        return codes
+
     def values(self, codes: NDArray[np.integer]) -> pa.Array:
         """The values of some codes; the missing value is null. Text that is no UTF-8 comes as binary,
         integers as int64, or as uint64 where one does not fit.
@@ -195,6 +225,25 @@ def _encode(data, offsets, first, codes, slots, hashes, heap_offsets, heap, size
             slot = (slot + np.uint64(1)) & mask
         codes[i] = code
     return len(codes), size
+
+
+@compiled(nogil=True)
+def _find(data, offsets, codes, slots, hashes, heap_offsets, heap):  # pragma: no cover - compiled
+    """Codes of values, −1 where there is none."""
+    mask = np.uint64(len(slots) - 1)
+    for i in range(len(codes)):
+        start, end = offsets[i], offsets[i + 1]
+        key = _hash(data, start, end)
+        slot = key & mask
+        while True:
+            code = slots[slot]
+            if code < 0 or (
+                hashes[code] == key
+                and _equal(data, start, end - start, heap, heap_offsets[code], heap_offsets[code + 1])
+            ):
+                break
+            slot = (slot + np.uint64(1)) & mask
+        codes[i] = code
 
 
 @compiled(nogil=True)

@@ -43,6 +43,19 @@ class Window:
     bags: tuple[Bags, ...]
 
 
+def window_of(batches: Sequence[pa.RecordBatch], num_dense: int, multi_hot: Sequence[bool]) -> Window:
+    """A copy of the samples of some record batches, whose columns are those of `arrow_schema`."""
+    columns = list(zip(*(batch.columns for batch in batches), strict=True))
+    features = list(zip(multi_hot, columns[1 + num_dense :], strict=True))
+    num_samples = sum(batch.num_rows for batch in batches)
+    return Window(
+        labels=_stack(columns[:1], num_samples, np.float32)[0],
+        dense=_stack(columns[1 : 1 + num_dense], num_samples, np.float32),
+        ids=_stack([parts for is_list, parts in features if not is_list], num_samples, np.int32),
+        bags=tuple(_bags(parts) for is_list, parts in features if is_list),
+    )
+
+
 class SplitFile:
     """The Arrow file of one split, mapped, and verified as it is read.
 
@@ -80,16 +93,7 @@ class SplitFile:
         """Copies some blocks into memory, one sequential read for each; of them only the samples of the span."""
         reach("data.window", self.path)
         batches = [self._within_span(self.block(int(block)), int(block)) for block in blocks]
-        first_feature = 1 + self._num_dense
-        columns = list(zip(*(batch.columns for batch in batches), strict=True))
-        features = list(zip([table.multi_hot for table in self._tables], columns[first_feature:], strict=True))
-        num_samples = sum(batch.num_rows for batch in batches)
-        return Window(
-            labels=_stack(columns[:1], num_samples, np.float32)[0],
-            dense=_stack(columns[1:first_feature], num_samples, np.float32),
-            ids=_stack([parts for is_list, parts in features if not is_list], num_samples, np.int32),
-            bags=tuple(_bags(parts) for is_list, parts in features if is_list),
-        )
+        return window_of(batches, self._num_dense, [table.multi_hot for table in self._tables])
 
     def block(self, number: int) -> pa.RecordBatch:
         """One record batch, in the map, checked.

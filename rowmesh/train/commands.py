@@ -83,7 +83,7 @@ def run_training(
         naming_lost_peers(mesh, SETTING_UP),
         _threads(mesh, fits_threads),
         _claimed(mesh, run, overwrite) as claim,
-        _job(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
+        job_on(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
     ):
         trainer = Trainer(job)
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
@@ -149,8 +149,8 @@ def run_evaluation(
         def place() -> Placement:
             return evaluation_placement(config, mesh, data, run.plan, changed=changed)
 
-        with _job(config, mesh, data, place, trains=False) as job:
-            _load(job, run, verify)
+        with job_on(config, mesh, data, place, trains=False) as job:
+            load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
             metrics = _evaluate(job, run, split)
@@ -197,8 +197,12 @@ def _choice(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _load(job: Job, run: RunFolder, verify: bool) -> None:
-    """Reads the rows of this rank and the network. Collective: all ranks fail where one does."""
+def load_model(job: Job, run: RunFolder, verify: bool) -> None:
+    """Reads the rows of this rank and the network of a run. Collective: all ranks fail where one does.
+
+    Raises:
+        RowmeshError: there is no model, it is damaged, or it is of other tables or another network.
+    """
     state, failure = {}, None
     try:
         state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
@@ -286,8 +290,13 @@ def _write_mapped(job: Job) -> None:
 
 
 @contextmanager
-def _job(config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
-    """Rank 0 reads or makes the plan for all: files may be on its host alone."""
+def job_on(
+    config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool
+) -> Iterator[Job]:
+    """The pieces of a run, for the time of a block; collective.
+
+    Rank 0 reads or makes the plan for all: files may be on its host alone.
+    """
     check_same_data(mesh, data)
     reach("train.plan")
     placement = on_rank_0(mesh, SETTING_UP, place, Placement)

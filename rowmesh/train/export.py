@@ -26,18 +26,16 @@ import pyarrow.parquet as pq
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
+from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.rows import SavedRows, as_float
 from rowmesh.data import Prepared
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.progress import Progress, silent
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.files.folder import replacing_folder
 from rowmesh.suggest import hint
-from rowmesh.train.fingerprint import mismatch
-from rowmesh.train.report import model_text
-from rowmesh.train.resolve import resolve
-from rowmesh.train.run_folder import RunFolder, write_json
+from rowmesh.train.finished import FinishedRun
+from rowmesh.train.run_folder import write_json
 
 logger = logging.getLogger("rowmesh")
 EXPORT = "an export"
@@ -92,49 +90,20 @@ def export(
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
             not those of the training, or `out` is not free.
     """
-    folder = RunFolder(run)
-    if not folder.config.exists():
-        raise RowmeshError(f"{run} is no run: {folder.config.name} is missing; give the folder of a finished run")
-    manifest = checkpoint.read_manifest(folder.model)
+    finished = FinishedRun.open(run)
+    folder, manifest = finished.folder, finished.manifest
     chosen = _choose(tables, manifest)
-    prepared = Prepared.open(data, verify=verify) if data else _data_of_training(folder, verify)
-    for line in _remarks(folder, manifest, prepared, verify):
+    prepared = finished.data(data, verify=verify)
+    for line in finished.remarks(prepared, verify=verify):
         log(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:
-        _check_meaning(folder, manifest, prepared)  # reads all vocabularies
+        finished.check_meaning(prepared, "rows would stand beside values of others")  # reads all vocabularies
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
         write_json(partial / DENSE, _dense(prepared))
         opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
         return [_write(each, prepared, partial / TABLES, progress) for each in opened]
-
-
-def _remarks(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared, verify: bool) -> Iterator[str]:
-    """Which model it is where others were trained on, and what is read as it is."""
-    if "is_best" in manifest.metadata:
-        yield f"model     {folder.model}, {model_text(manifest.metadata)}"
-    if verify and not manifest.checksums:
-        yield f"model     {folder.model} {UNVERIFIABLE}"
-    if data.verification:
-        yield f"data      {data.folder}: {data.verification}"
-
-
-def _data_of_training(folder: RunFolder, verify: bool) -> Prepared:
-    try:
-        return Prepared.open(resolve(folder.config).data.folder, verify=verify)
-    except DataError as error:
-        raise RowmeshError(f"{error}; where the data of the training were moved, say where to with --data") from None
-
-
-def _check_meaning(folder: RunFolder, manifest: checkpoint.Manifest, data: Prepared) -> None:
-    """Raises RowmeshError where rows would come under values that they were not trained for."""
-    if what := mismatch(manifest.metadata, data, folder.model):
-        raise RowmeshError(
-            f"the model in {folder.path} was trained on {manifest.metadata['data']}, and {data.folder.absolute()} "
-            f"differs from it in {what}: rows would stand beside values of others. Give the prepared data of the "
-            "training with --data"
-        )
 
 
 def _choose(tables: Sequence[str], manifest: checkpoint.Manifest) -> list[str]:

@@ -25,7 +25,7 @@ def test_version(capsys):
 def test_help_names_every_command(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    assert all(name in out for name in ("data", "plan", "train", "evaluate", "export", "env"))
+    assert all(name in out for name in ("data", "plan", "train", "evaluate", "predict", "export", "env"))
     assert "Make and prepare data sets." in out
 
 

@@ -89,3 +89,29 @@ def test_bytes_that_are_no_text_stay_bytes():
     vocabulary = Vocabulary("c")
     vocabulary.encode(pa.array([b"\xff", b"a"]))
     assert vocabulary.values(np.array([0, 1])).to_pylist() == [b"\xff", b"a"]
+
+
+@hypothesis.given(st.one_of(texts, integers))
+@hypothesis.settings(deadline=None)
+def test_values_are_found_and_none_is_added(blocks):
+    is_integer = any(isinstance(value, int) for block in blocks for value in block)
+    kind = pa.int64() if is_integer else pa.binary()
+    vocabulary, known = Vocabulary("c"), [value for block in blocks[::2] for value in block]
+    keys = [None if value == b"" else value for value in known]
+    codes = dict(zip(keys, vocabulary.encode(pa.array(known, kind)).tolist(), strict=True))
+    size = len(vocabulary)
+    for block in blocks:
+        expected = [codes.get(None if value == b"" else value, -1) for value in block]
+        assert vocabulary.find(pa.array(block, kind)).tolist() == expected
+    assert len(vocabulary) == size
+
+
+def test_what_is_found_across_types():
+    text, integers = Vocabulary("c"), Vocabulary("c")
+    text.encode(pa.array(["7", "-3", None]))
+    integers.encode(pa.array([7, -3, None]))
+    assert text.find(pa.array([7, 8, None, -3])).tolist() == [0, -1, 2, 1]
+    assert text.find(pa.nulls(2)).tolist() == integers.find(pa.nulls(2)).tolist() == [2, 2]
+    assert Vocabulary("c").find(pa.array(["a", None])).tolist() == [-1, -1]
+    with pytest.raises(DataError, match="'c' holds text, and the values it is compared with are integers"):
+        integers.find(pa.array(["7"]))

@@ -1,0 +1,202 @@
+"""load_run: the model of a finished run as a torch module, from raw values to scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rowmesh.data import Batch
+from rowmesh.data.encoder import VALUES, Encoder
+from rowmesh.data.loader import to_batch
+from rowmesh.data.prepared import Prepared
+from rowmesh.errors import DataError, RowmeshError
+from rowmesh.mesh import Mesh
+from rowmesh.placement import Plan
+from rowmesh.train.commands import job_on, load_model
+from rowmesh.train.config import Config, PlacementConfig, chosen
+from rowmesh.train.defaults import choose_defaults
+from rowmesh.train.finished import FinishedRun
+from rowmesh.train.job import Job
+from rowmesh.train.placement import Placement, shapes_of
+from rowmesh.train.resolve import resolve
+
+
+class DataFrame(Protocol):
+    """A pandas.DataFrame, as far as it is looked at; pandas need not be installed."""
+
+    columns: Any
+
+    def to_dict(self) -> Any:
+        """Told apart from other objects by this method."""
+        ...
+
+
+Column = Sequence[object] | NDArray[Any] | Tensor | pa.Array | pa.ChunkedArray
+Values = Mapping[str, Column] | pa.Table | DataFrame
+
+
+class TrainedModel(nn.Module):
+    """A trained model: raw values in, scores out; made by `load_run`.
+
+    It is in one process, on the CPU, and in evaluation mode; it computes no gradients. Its parameters are those of the
+    network; the rows of tables are in `embeddings`.
+
+    Attributes:
+        job: the run, set up for one process.
+        encoder: maps raw ids; counts those without a row of their own.
+        steps: of the training.
+    """
+
+    def __init__(self, job: Job, encoder: Encoder, steps: int | None, opened: ExitStack) -> None:
+        super().__init__()
+        self._opened = opened  # closes the tables when the model is freed
+        self.job, self.encoder, self.steps = job, encoder, steps
+        self.embeddings, self.network = job.embeddings, job.network
+        self.schema = job.data.schema.for_scoring()
+        self.eval()
+
+    @property
+    def batch_size(self) -> int:
+        """Samples computed at a time: those of a global batch of the run."""
+        return chosen(self.job.config.data.batch_size)
+
+    @property
+    def unseen(self) -> Counter[str]:
+        """How many ids so far got the row of rare and unseen ones, by feature."""
+        return Counter(self.encoder.unseen)
+
+    def forward(self, values: Values) -> Tensor:
+        """Scores `[n]`: the probability of label 1 of each row.
+
+        Args:
+            values: a dictionary from column to raw values, or a table of pandas or pyarrow, with the columns that
+                the preparation read, but for the label. Ids may be text or integers, as in training; those of multi-hot
+                features lists, or text with the separator; None is a missing value. Other columns are not read.
+
+        Raises:
+            DataError: a column is missing or of no use, or a value is none that the preparation takes; names row and
+                column.
+        """
+        table = as_table(values)
+        samples = self.encoder.encode(self.encoder.check_table(table, self.schema))
+        parts = range(0, samples.num_rows, self.batch_size)
+        scores = [self.score(samples.slice(first, self.batch_size)) for first in parts]
+        return torch.cat(scores) if scores else torch.empty(0)
+
+    def score(self, samples: pa.RecordBatch) -> Tensor:
+        """Scores `[n]` of encoded rows, computed as one batch.
+
+        Raises:
+            RowmeshError: scores are not finite.
+        """
+        batch: Batch = to_batch(samples, self.job.data)
+        with torch.no_grad():
+            logits = self.job.logits(batch)
+        if count := int((~torch.isfinite(logits)).sum()):
+            raise RowmeshError(
+                f"{count:,} of {len(logits):,} scores are not finite: the model diverged; train again with smaller "
+                "learning rates"
+            )
+        return torch.sigmoid(logits)
+
+
+def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool = True) -> TrainedModel:
+    """The model of a finished run, for raw values, in this process and on the CPU, however it was trained.
+
+    Tables lie as in training: tensor-train tables as cores, tiered ones in tiers; every other row is in memory.
+
+    Args:
+        folder: the run's.
+        data: the prepared data of the training, where they are no longer where they were; their vocabularies are read.
+        verify: compare what is read with its checksums.
+
+    Raises:
+        RowmeshError: there is no model, it or the data are damaged, or the data are not those of the training.
+        MemoryError: the model has no room.
+
+    Example (not run)::
+
+        model = rowmesh.load_run("runs/criteo")
+        scores = model({"price": [3.5, None], "user": ["ann", "bob"], "tags": [["new", "red"], []]})
+    """
+    finished = FinishedRun.open(Path(folder))
+    prepared = finished.data(Path(data) if data is not None else None, verify=verify)
+    return load_finished(finished, prepared, verify=verify)
+
+
+def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True) -> TrainedModel:
+    """As `load_run`, with the data opened.
+
+    Raises:
+        RowmeshError: see `load_run`.
+    """
+    finished.check_meaning(data, "the same ids and values mean something else")
+    config, _ = choose_defaults(_for_one_process(resolve(finished.folder.config)), data)
+    mesh, shapes = Mesh(timeout_s=config.parallel.timeout_s), shapes_of(config, data)
+    with ExitStack() as stack:
+
+        def place() -> Placement:
+            return Placement(Plan.cyclic(shapes, mesh.world_size, mesh.ranks_per_node), "in one process")
+
+        job = stack.enter_context(job_on(config, mesh, data, place, trains=False))
+        load_model(job, finished.folder, verify)
+        job.embeddings.synchronize()
+        encoder, steps = Encoder(data), finished.manifest.metadata.get("steps")
+        return TrainedModel(job, encoder, steps, stack.pop_all())
+
+
+def as_table(values: Values) -> pa.Table:
+    """Raw values as an Arrow table.
+
+    Raises:
+        DataError: columns differ in length, a column mixes types, or this is no table.
+    """
+    if isinstance(values, pa.Table):
+        return values
+    if isinstance(values, Mapping):
+        columns = {str(name): _as_array(str(name), column) for name, column in values.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise DataError(f"{VALUES}: columns differ in length ({shown}); give one value a row in each")
+        return pa.table(columns)
+    if hasattr(values, "columns") and hasattr(values, "to_dict"):  # a pandas.DataFrame; pandas need not be there
+        try:
+            return pa.Table.from_pandas(values, preserve_index=False)
+        except (pa.ArrowException, TypeError) as error:
+            raise DataError(f"{VALUES}: a column cannot be read ({error}); give it one type") from None
+    raise DataError(
+        f"{VALUES} are a {type(values).__name__}; give a dictionary from column to values, a pandas.DataFrame or a "
+        "pyarrow.Table"
+    )
+
+
+def _as_array(name: str, column: Column) -> pa.Array | pa.ChunkedArray:
+    if isinstance(column, pa.Array | pa.ChunkedArray):
+        return column
+    if isinstance(column, Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray) and column.ndim == 2:  # bags of one size
+        column = list(column)
+    if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
+        raise DataError(f"{VALUES}: column {name!r} is one value; give a list of them, one a row")
+    try:
+        return pa.array(column)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{VALUES}: column {name!r} cannot be read ({error}); give values of one type") from None
+
+
+def _for_one_process(config: Config) -> Config:
+    """The same model, wherever it was trained."""
+    parallel = type(config.parallel)(timeout_s=config.parallel.timeout_s)
+    train = config.train.model_copy(update={"device": "cpu"})
+    return config.model_copy(update={"parallel": parallel, "train": train, "placement": PlacementConfig()})
