@@ -42,7 +42,11 @@ def test_a_rank_that_dies_in_a_step(transport, where):
 
 @pytest.mark.parametrize(
     "transport, where",
-    [("one_sided", "step"), pytest.param("collective", "step", marks=pytest.mark.slow), ("auto", "start")],
+    [
+        pytest.param("one_sided", "step", marks=pytest.mark.slow),
+        pytest.param("collective", "step", marks=pytest.mark.slow),
+        ("auto", "start"),
+    ],
 )
 def test_a_rank_that_does_not_come(transport, where):
     """A waiting rank names the missing rank, and no other rank that waits."""

@@ -55,7 +55,7 @@ def jobs(draw):
     return in_groups(scenario, replicas, draw(st.sampled_from(["shards", "replicas"])))
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS))
 def test_exact_equals_one_group(ranks, scenario, transport):
     _, whole = on_ranks(ranks, scenario, transport)

@@ -16,6 +16,7 @@ def lines(tmp_path_factory):
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("promise", "least", "most", "count"),
     [
@@ -34,6 +35,7 @@ def test_the_default_strategy_reaches_its_targets(lines, promise, least, most, c
     assert all(least <= ratio <= most for ratio in reached.values()), reached
 
 
+@pytest.mark.slow
 def test_every_strategy_has_a_line_in_every_part(lines):
     for part in ({"table": 2}, {"figure": 10}, {"topology": "2x4"}):
         found = {line["strategy"] for line in lines if part.items() <= line.items() and "strategy" in line}

@@ -134,6 +134,7 @@ def test_and_so_on_two_ranks(ranks, kind, transport):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", ["dense", "tensor-train"])
 def test_and_so_on_a_device(kind, device):

@@ -140,7 +140,7 @@ def test_a_run_whose_output_nobody_reads_is_finished(made, tmp_path):
     assert (tmp_path / "trained" / "evaluation" / "test.json").exists()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_every_command_writes_what_an_encoding_has(made, tmp_path, monkeypatch, encoding):
     for name, arguments in commands(made, tmp_path).items():
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
@@ -161,7 +161,7 @@ def test_every_command_writes_what_an_encoding_has(made, tmp_path, monkeypatch, 
         {"COLUMNS": "1", "LINES": "1", "TERM": "xterm"},
         pytest.param({"COLUMNS": "0", "TERM": "vt100"}, marks=pytest.mark.slow),
         {"TERM": None},
-        {"TERM": "dumb", "NO_COLOR": "1"},
+        pytest.param({"TERM": "dumb", "NO_COLOR": "1"}, marks=pytest.mark.slow),
         {"TERM": "no-such-terminal", "COLUMNS": "many"},
     ],
     ids=str,

@@ -169,6 +169,7 @@ def train_late(mesh, scenario, options, seeds):
 LATE = {"depth": 2, "micro_batches": 2}
 
 
+@pytest.mark.slow
 def test_streams_may_be_late(ranks):
     ranks.run(train_late, replace(JOB, num_steps=4), LATE, range(1), world_size=2)
 

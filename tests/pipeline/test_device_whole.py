@@ -87,6 +87,7 @@ def test_more_of_it(ranks, name):
     ranks.run(compare, SLOW[name], world_size=SLOW[name].world_size)
 
 
+@pytest.mark.slow
 @READ
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "replicas" in name else ()) for name in ONE_SIDED]

@@ -77,6 +77,7 @@ def test_a_process_that_dies_in_any_stage(pool, stage, transport):
     assert threads == []
 
 
+@pytest.mark.slow
 def test_two_hosts(pool):
     """Direct messages end too, and their threads."""
     scenario = job(Fails("gradients", 2, "raises"))
@@ -97,6 +98,7 @@ def test_a_rank_that_brings_more_batches(pool, transport):
     assert threads == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, transport", [("rows", "collective"), pytest.param("gradients", "one_sided", marks=pytest.mark.slow)]
 )
@@ -131,6 +133,7 @@ def start(rank, port, stage, transport):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", ["open", pytest.param("done", marks=pytest.mark.slow)])
 def test_programs_that_close_nothing_end(leaves):
     """With a loop half way or done, a pipeline and a mesh that are not closed."""

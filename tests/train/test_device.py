@@ -63,6 +63,7 @@ def test_a_run_with_tiered_tables_is_that_with_dense_ones(config_file, tmp_path)
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_pipeline_on_a_device_trains_the_same_model(config_file, tmp_path):
     found = []
     for device, own in (("cpu", []), ("cuda", ["pipeline.depth=1", "pipeline.micro_batches=2"])):
@@ -74,6 +75,7 @@ def test_a_pipeline_on_a_device_trains_the_same_model(config_file, tmp_path):
 TIERED = ['tables.storage="tiered"', "tiers.fast_share=0.01", "tiers.fast_rows=600"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], pytest.param(TIERED, marks=pytest.mark.slow)])
 def test_a_device_is_timed_for_a_trace_and_for_a_choice(config_file, tmp_path, capsys, monkeypatch, overrides):
     monkeypatch.setattr(steps, "WARM_UP_STEPS", 1)

@@ -110,6 +110,7 @@ def test_a_rank_that_dies_is_named_wherever_it_dies(config_file, tmp_path, ranks
     assert (tmp_path / "run").exists() == (doing != "setting up")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_is_one_line_and_keeps_the_metrics(config_file, tmp_path):
     process = start(config_file, *LONG)

@@ -132,6 +132,7 @@ def train_in_parts(mesh, scenario):
         replica_rows.CHUNK_BYTES = before
 
 
+@pytest.mark.slow
 def test_whole_tables_are_averaged_as_touched_rows_are(ranks):
     """To the bit, like the model of the CPU; touched rows are not counted."""
     scenario = in_groups(PAIR, 2)
