@@ -159,9 +159,10 @@ class EmbeddingCollection(TableModule):
     def forward(self, batch: SparseBatch | KeyedJagged, features: Sequence[str] | None = None) -> Embeddings:
         """Looks up a batch, or some features of it, see `look_up_some`; collective, each rank passes its own samples.
 
-        Raises:
-            DataError: the batch's features are not the tables', or an id is out of range.
+        Raises DataError where the batch's features are not the tables', or an id is out of range.
         """
+        if features is None:
+            return self.engine.look_up(as_batch(batch))
         return look_up_some(self.engine.look_up, self.tables, as_batch(batch), features)
 
     @frozen_or_not
@@ -286,7 +287,7 @@ class EmbeddingCollection(TableModule):
         return self.engine.find_cores(table)
 
     def barrier(self) -> None:
-        """Waits until all ranks have come here; needed after changing `local_rows` in place."""
+        """Waits for all ranks; needed after changing `local_rows` in place."""
         self.engine.barrier()
 
     def close(self) -> None:

@@ -221,9 +221,9 @@ def look_up_some(
     look_up: Callable[[SparseBatch], Embeddings],
     tables: Sequence[TableSpec],
     batch: SparseBatch,
-    features: Sequence[str] | None,
+    features: Sequence[str],
 ) -> Embeddings:
-    """Looks a batch up, or some features of it, in the order given: `embeddings(batch, features=["user"])`.
+    """Looks up some features of a batch, in the order given: `embeddings(batch, features=["user"])`.
 
     The batch may lack the other features, and may have more. Tables without a feature in the list take part with empty
     bags: ranks may pass different lists, no row of these tables is read or updated, and the cost of their part of the
@@ -233,13 +233,11 @@ def look_up_some(
         look_up: of a whole batch.
         tables: of the collection.
         batch: what to look up.
-        features: which of its features; None: the batch has exactly those of the tables.
+        features: which of its features.
 
     Raises:
         DataError: a feature belongs to no table, or is not in the batch.
     """
-    if features is None:
-        return look_up(batch)
     known = [name for table in tables for name in table.features]
     return look_up(with_empty_bags(batch, features, known)).select(features)
 
