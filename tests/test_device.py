@@ -78,9 +78,10 @@ def test_trains_the_same_model_on_two_ranks(ranks, name):
 
 
 def test_sums_nodes_first(ranks):
-    """Four ranks on two pretended hosts, in one step so that differences of order would be seen."""
+    """Four ranks on two pretended hosts, two look-ups, one step: differences of order would be seen."""
     tables = (table("a", 2, 3, "sgd"),)
-    scenario = Scenario(tables=tables, batch_sizes=(3, 2, 4, 3), bag_sizes=(2, 2), num_steps=1, ranks_per_node=2)
+    sizes = {"batch_sizes": (3, 2, 4, 3), "bag_sizes": (2, 2), "ranks_per_node": 2}
+    scenario = Scenario(tables=tables, **sizes, num_steps=1, accumulate=2)
     on_device = ranks.run(train, scenario, "auto", "cuda", world_size=4)
     for mine, theirs in zip(on_device, ranks.run(train, scenario, "collective", world_size=4), strict=True):
         assert_same_bits(mine, theirs)

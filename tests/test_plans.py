@@ -60,6 +60,13 @@ def test_every_rule_across_two_nodes(ranks, rule, two_hop, accumulate):
     check(ranks, Scenario(tables=tables, batch_sizes=(4, 3, 0, 5), plan=plan, ranks_per_node=2, accumulate=accumulate))
 
 
+def test_every_rule_across_three_nodes(ranks):
+    """A node leader replies to two others."""
+    tables = several("adam")
+    plan = make_plan(tables, 3, 1, lambda number: (RULES[number % 4], number, number, True))
+    check(ranks, Scenario(tables=tables, batch_sizes=(5, 4, 5), plan=plan, ranks_per_node=1))
+
+
 @pytest.mark.parametrize("transport", ["one_sided", "collective"])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_on_one_host(ranks, rule, transport):
