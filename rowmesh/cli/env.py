@@ -9,14 +9,18 @@ from cyclopts import Parameter
 
 
 def env(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Print versions, processor, memory and communication: what to attach to a bug report.
+    """Print versions, processor, memory and communication, for a bug report, and what is slow here.
 
     Parameters
     ----------
     json
         Print JSON.
     """
+    from rowmesh.cli.process import slow_lines
     from rowmesh.observe import environment_report, environment_text
 
     report = environment_report()
-    print(json_module.dumps(report, indent=1) if json else environment_text(report))  # noqa: T201
+    if json:
+        print(json_module.dumps(report, indent=1))  # noqa: T201
+        return
+    print(environment_text(report), *slow_lines(ranks=1), sep="\n")  # noqa: T201

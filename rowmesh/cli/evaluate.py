@@ -33,9 +33,11 @@ def evaluate(
     verify
         Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
     """
+    from rowmesh.cli.process import prepare_process
     from rowmesh.cli.report import write_page
     from rowmesh.train.commands import run_evaluation
 
+    prepare_process()
     run_evaluation(
         run,
         overrides,

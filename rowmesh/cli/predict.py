@@ -51,6 +51,7 @@ def predict(
     from rich.console import Console
 
     from rowmesh.errors import ConfigurationError
+    from rowmesh.observe.allocator import keep_memory
     from rowmesh.observe.progress import PartsProgress
     from rowmesh.report.printing import show, table_of_numbers
     from rowmesh.report.printing import write as write_line
@@ -58,6 +59,7 @@ def predict(
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh predict is one process; start it without torchrun")
+    keep_memory()
     out = out or file.with_name(f"{file.name}.scores.parquet")
     console = Console()
     with PartsProgress(console) as progress:

@@ -30,8 +30,10 @@ def train(
     verify
         Compare the data with the checksums written beside them (the default); --no-verify reads damaged files too.
     """
+    from rowmesh.cli.process import prepare_process
     from rowmesh.cli.report import write_page
     from rowmesh.train.commands import run_training
     from rowmesh.train.resolve import resolve
 
+    prepare_process()
     run_training(resolve(config, overrides), overwrite=overwrite, verify=verify, fits_threads=True, at_end=write_page)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rowmesh.doctor.facts import MALLOC, Facts
+from rowmesh.doctor.facts import Facts
 from rowmesh.doctor.step import Failed, StepTimes
 from rowmesh.mesh.threads import fair_threads
+from rowmesh.observe.allocator import VARIABLES as MALLOC
 
 Level = Literal["ok", "note", "slow", "failed"]
 KEEP_MEMORY = "export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456"
@@ -59,6 +60,19 @@ def findings(facts: Facts, steps: Sequence[StepTimes | Failed]) -> list[Finding]
     ]
 
 
+def standing(facts: Facts, ranks: int = 1, threads: int = 1) -> list[Finding]:
+    """What is slow here whatever is trained, and needs no step to find out.
+
+    Args:
+        facts: of this machine.
+        ranks: of this host.
+        threads: of torch on each.
+    """
+    shared = [_sharing(facts, ranks, threads)]
+    found = [*shared, *_cores(facts), _huge_pages(facts), *_kernels(facts, []), _open_files(facts, ranks)]
+    return [finding for finding in found if finding is not None and finding.level == "slow"]
+
+
 def _failure(step: Failed) -> Finding:
     return Finding("1 rank" if step.ranks == 1 else f"{step.ranks} ranks", "failed", step.reason)
 
@@ -71,21 +85,32 @@ def share(facts: Facts, ranks: int) -> int:
 
 def _threads(facts: Facts, step: StepTimes) -> Finding:
     name, fair = "threads", share(facts, step.ranks)
-    on = f"{step.threads} of torch on {'1 rank' if step.ranks == 1 else f'each of {step.ranks} ranks'}"
-    text = f"{on}, for {_cores_text(facts)}"
-    if step.ranks > facts.processors:
-        return Finding(name, "slow", text, f"ranks outnumber processors: use {facts.processors} ranks or fewer")
+    text = _sharing_text(facts, step.ranks, step.threads)
     ratio = step.step_s / step.one_thread_s
-    if step.threads > 1 and ratio > MUCH_SLOWER:
+    if step.threads > 1 and ratio > MUCH_SLOWER and step.ranks <= facts.processors:
         text = f"{text}; a step takes {ratio:.1f} times as long as with one"
-    if step.threads > fair:
-        return Finding(name, "slow", text, f"ranks slow each other down: export OMP_NUM_THREADS={fair}")
+    if shared := _sharing(facts, step.ranks, step.threads):
+        return replace(shared, text=text)
     if step.threads > 1 and ratio > MUCH_SLOWER:
         return Finding(name, "slow", text, "other programs use the cores too: export OMP_NUM_THREADS=1")
     if step.threads < fair:
         more = "torchrun sets 1 where nothing is set" if "OMP_NUM_THREADS" not in facts.variables else "as it is set"
         return Finding(name, "note", f"{text}; {more}", f"large networks gain from export OMP_NUM_THREADS={fair}")
     return Finding(name, "ok", text)
+
+
+def _sharing(facts: Facts, ranks: int, threads: int) -> Finding | None:
+    text = _sharing_text(facts, ranks, threads)
+    if ranks > facts.processors:
+        return Finding("threads", "slow", text, f"ranks outnumber processors: use {facts.processors} ranks or fewer")
+    if threads > (fair := share(facts, ranks)):
+        return Finding("threads", "slow", text, f"ranks slow each other down: export OMP_NUM_THREADS={fair}")
+    return None
+
+
+def _sharing_text(facts: Facts, ranks: int, threads: int) -> str:
+    on = "1 rank" if ranks == 1 else f"each of {ranks} ranks"
+    return f"{threads} of torch on {on}, for {_cores_text(facts)}"
 
 
 def _cores_text(facts: Facts) -> str:
@@ -132,7 +157,8 @@ def _malloc(facts: Facts, times: Sequence[StepTimes]) -> Finding:
     if facts.allocator != "glibc" or is_set:
         return Finding("malloc", "ok", text)
     level: Level = "slow" if max(counts, default=0) > MANY_FAULTS else "note"
-    return Finding("malloc", level, f"{text}: large buffers go back to the system after each step", KEEP_MEMORY)
+    text = f"{text}; it gives large buffers back after each step, but for rowmesh's own commands, which say not to"
+    return Finding("malloc", level, text, f"for programs of your own: {KEEP_MEMORY}")
 
 
 def _huge_pages(facts: Facts) -> Finding:

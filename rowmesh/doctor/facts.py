@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import shutil
 import socket
 import sys
@@ -15,11 +14,11 @@ import psutil
 
 from rowmesh.mesh.threads import processors
 from rowmesh.observe import environment_report
+from rowmesh.observe.allocator import VARIABLES as MALLOC
+from rowmesh.observe.allocator import allocator
 from rowmesh.observe.control_groups import processor_limit
 
-ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "GLIBC_TUNABLES")
-MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,11 @@ class Facts:
     interfaces: tuple[str, ...]
 
 
-def read_facts() -> Facts:
+def read_facts(*, network: bool = True) -> Facts:
     """Of this machine.
+
+    Args:
+        network: whether to ask for the address of this host's name, for which a broken resolver takes seconds.
 
     Example:
         >>> read_facts().processors >= 1
@@ -85,7 +87,7 @@ def read_facts() -> Facts:
         threads_per_core=max(logical // (physical or logical), 1),
         processor_limit=processor_limit(),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        allocator=_allocator(),
+        allocator=allocator(),
         variables={name: os.environ[name] for name in (*VARIABLES, *MALLOC) if name in os.environ},
         huge_pages=hardware["transparent huge pages"],
         kernel_folder=hardware["kernel cache"],
@@ -94,19 +96,9 @@ def read_facts() -> Facts:
         open_files=_open_files(),
         gpus=tuple(libraries["cuda devices"]),
         has_nccl=libraries["nccl"],
-        address=_address(),
+        address=_address() if network else None,
         interfaces=_interfaces(),
     )
-
-
-def _allocator() -> str:
-    """By the libraries that are loaded: an allocator comes by LD_PRELOAD."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return "system"
-    found = [name for name in ALLOCATORS if f"lib{name}" in maps]
-    return found[0] if found else platform.libc_ver()[0] or "system"
 
 
 def _open_files() -> int | None:

@@ -107,8 +107,10 @@ def measure(began_s: float) -> StepTimes:
     from rowmesh import Mesh
     from rowmesh.doctor.training import Training
     from rowmesh.mesh.threads import fit_threads
+    from rowmesh.observe.allocator import keep_memory
 
     import_s = time.perf_counter() - began_s
+    keep_memory()  # as `rowmesh train` does
     with Mesh.connect(60.0) as mesh, event.install_recorder("numba:compile") as compilations:
         said = fit_threads(mesh)
         with Training(mesh) as training:

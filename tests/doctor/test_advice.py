@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rowmesh.doctor.advice import KEEP_MEMORY, findings
+from rowmesh.doctor.advice import KEEP_MEMORY, findings, standing
 from rowmesh.doctor.facts import Facts, read_facts
 from rowmesh.doctor.step import Failed, StepTimes
 from rowmesh.doctor.text import WIDTH, report_json, report_text
@@ -75,8 +75,8 @@ CASES = [
     ("affinity", {"processors": 2}, {"threads": 2}, "note", "taskset"),
     ("load", {"load": 9.0}, {}, "slow", "other programs"),
     ("load", {"load": None}, {}, "ok", ""),
-    ("malloc", {"variables": {}}, {"faults": 9000.0}, "slow", KEEP_MEMORY),
-    ("malloc", {"variables": {}}, {}, "note", KEEP_MEMORY),
+    ("malloc", {"variables": {}}, {"faults": 9000.0}, "slow", f"for programs of your own: {KEEP_MEMORY}"),
+    ("malloc", {"variables": {}}, {}, "note", f"for programs of your own: {KEEP_MEMORY}"),
     ("malloc", {"variables": {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}}, {"faults": 9000.0}, "ok", ""),
     ("malloc", {"variables": {}, "allocator": "jemalloc"}, {"faults": 9000.0}, "ok", ""),
     ("huge pages", {"huge_pages": "never"}, {}, "slow", "echo madvise"),
@@ -139,3 +139,23 @@ def test_facts_of_this_system():
     assert 1 <= facts.processors <= facts.all_processors
     assert facts.versions["torch"]
     assert {finding.level for finding in findings(facts, [STEP])} <= {"ok", "note", "slow"}
+
+
+SHARED = [
+    ((1, 8), {}, []),
+    ((2, 4), {}, []),
+    ((2, 8), {}, ["export OMP_NUM_THREADS=4"]),
+    ((9, 1), {}, ["use 8 ranks or fewer"]),
+    ((4, 1), {"processor_limit": 2.0}, ["raise the limit"]),
+    ((4, 1), {"huge_pages": "never", "kernel_folder": None}, ["transparent_hugepage", "NUMBA_CACHE_DIR"]),
+    ((1, 1), {"load": 50.0, "shm_bytes": 1}, []),  # of the moment, or of no use to a run
+]
+
+
+@pytest.mark.parametrize("ranks_and_threads, facts, advice", SHARED)
+def test_what_is_slow_whatever_is_trained(ranks_and_threads, facts, advice):
+    found = standing(replace(FACTS, **facts), *ranks_and_threads)
+    assert len(found) == len(advice)
+    for finding, words in zip(found, advice, strict=True):
+        assert finding.level == "slow"
+        assert words in finding.advice

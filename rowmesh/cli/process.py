@@ -1,0 +1,29 @@
+"""The process of a command that trains: its memory allocator, and what slows it down before it has begun."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def prepare_process() -> None:
+    """Has the allocator keep freed memory for the next step; rank 0 prints what is slow on its host, and what to do."""
+    from rowmesh.observe.allocator import keep_memory
+
+    keep_memory()
+    if os.environ.get("RANK", "0") == "0":
+        for line in slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            print(line, flush=True)  # noqa: T201
+
+
+def slow_lines(ranks: int) -> list[str]:
+    """What is slow on this host with so many ranks, a line each; threads where a variable has chosen them."""
+    import torch
+
+    from rowmesh.doctor.advice import standing
+    from rowmesh.doctor.facts import read_facts
+
+    threads = torch.get_num_threads() if any(name in os.environ for name in VARIABLES) else 1
+    found = standing(read_facts(network=False), ranks, threads)
+    return [f"slow      {finding.name}: {finding.text}; {finding.advice}" for finding in found]
