@@ -2,10 +2,12 @@
 
     python -m benchmarks.embedding_step --dim 16,64,128 --global-batch 4096,16384 --peer-python PEER/bin/python
     python -m benchmarks.embedding_step --dim 64 --global-batch 4096,16384 --pooling 10 --peer-python PEER/bin/python
+    python -m benchmarks.embedding_step --wire bfloat16 --dim 64,128
     python -m benchmarks.embedding_step --plan cyclic --dim 16,64 --global-batch 4096,16384
     python -m benchmarks.embedding_step --plan cyclic --hosts 2x2 --dim 16,64 --global-batch 4096,16384
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
+With `--wire bfloat16` also messages with rounded rows and gradients, over those without (`rounded` in the summary).
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
 this host or, with `--hosts 2xRANKS`, on two that a cable of 1 Gbit/s joins (`benchmarks.hosts`).
 """
@@ -24,6 +26,7 @@ from benchmarks.workload import Workload
 MODULE = "benchmarks.ranks.embedding_step"
 TRANSPORTS = ("one_sided", "collective")
 OURS = [f"rowmesh {transport}" for transport in TRANSPORTS]
+ROUNDED = "rowmesh collective, rounded"
 
 
 def target(workload: Workload, transport: str) -> float | None:
@@ -40,10 +43,17 @@ def target(workload: Workload, transport: str) -> float | None:
 def run_case(options: Options, report: Report, workload: Workload) -> None:
     """One case: rounds in turns, then where the time goes."""
     ours = {name: (MODULE, {"transport": transport}) for name, transport in zip(OURS, TRANSPORTS, strict=True)}
+    if options.extra["wire"]:
+        ours[ROUNDED] = MODULE, {"transport": "collective", "wire_dtype": options.extra["wire"]}
     with contestants(options, report, workload, ours) as (own, peers):
         rounds = take_turns("round", [*own, *peers], options.repeats)
         floor = floor_of(rounds)
         peer_ms = {peer.name: report_peer(report, workload, peer.name, rounds) for peer in peers}
+        if options.extra["wire"]:
+            own, rounded = own[:-1], timing(ROUNDED, rounds)
+            report.line(**describe(workload, ROUNDED), **rounded, wire_dtype=options.extra["wire"])
+            whole = timing(OURS[-1], rounds)["step_ms"]
+            report.ratio(f"{workload.name}_collective_rounded", round(whole / rounded["step_ms"], 2))
         for contestant, transport in zip(own, TRANSPORTS, strict=True):
             best = min(peer_ms, key=peer_ms.__getitem__, default=None)
             line = {**timing(contestant.name, rounds), **against_floor(contestant, rounds, floor)}
@@ -114,7 +124,7 @@ def against_floor(contestant: Contestant, rounds: Answers, floor: dict[str, Any]
 def main() -> None:
     """Runs every case asked for."""
     defaults = {"dim": [16, 64, 128], "global_batch": [4096, 16384]}
-    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="")
+    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="", wire="")
     report = Report("embedding_step", options.output)
     if options.extra["plan"] or options.extra["hosts"]:
         planned_step.run(options, report)

@@ -17,7 +17,7 @@ from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.handshake import agree_on_tables
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import Route
-from rowmesh.exchange.shard_group import ShardOptions
+from rowmesh.exchange.shard_group import ShardOptions, check_wire
 from rowmesh.exchange.transports import TransportName, check_name
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
@@ -64,6 +64,7 @@ class EmbeddingCollection(TableModule):
         tiers: how much of tiered tables is in fast memory, and where the rest is.
         device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU); equal to rounding. Batches stay in
             the host's memory, best pinned; vectors come out on the device.
+        wire_dtype: `torch.bfloat16` rounds rows and gradients in messages to half their bytes; it changes the model.
 
     Raises:
         ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, ranks
@@ -96,11 +97,13 @@ class EmbeddingCollection(TableModule):
         synchronization: Synchronization | None = None,
         tiers: Tiers | None = None,
         device: str | torch.device = "cpu",
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_name(transport)
         place, tables = usable_device(device), tuple(tables)
         check_tables(tables)
+        check_wire(wire_dtype, tables)
         self.mesh, self.tiers = mesh or Mesh(), tiers or Tiers()
         self.synchronization = synchronization or Synchronization()
         shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
@@ -108,12 +111,12 @@ class EmbeddingCollection(TableModule):
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
         plan = plan or Plan.cyclic(shapes, size, per_node, replicas=replicas)
         warn_of_threads(self.mesh)
-        agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan)
+        agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan, wire_dtype)
         plan.check_fits(shapes, size, per_node)
         averaged = plan.replicas if self.synchronization.mode == "average" else {}
         self.tables = tuple(with_moment_scale(table, averaged.get(table.name, 1)) for table in tables)
         self.common_counters = CommonCounters()
-        options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place)
+        options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place, wire_dtype)
         self.engine = Engine(self.tables, plan, self.mesh, options, seed, str(device))
         self.device, self.groups = self.engine.device, self.engine.groups
         self.features, self.dims = self.engine.outputs.features, self.engine.outputs.dims
@@ -219,10 +222,9 @@ class EmbeddingCollection(TableModule):
         """Goes over to another plan between two steps, with all rows and optimizer states; training goes on unchanged.
 
         Collective and blocking: every rank calls it with the same plan, of as many replicas as before, when gradients
-        are pushed and no batch is under way. Replicas that are averaged now and then are averaged first. Counters go
-        on; views from `local_rows` and `held_rows` show rows under the old plan, which are not updated any more. Until
-        it is done a rank has the rows of both plans in memory, and buffers of about 64 MiB. A row moves once to each
-        rank that comes to hold it.
+        are pushed and no batch is under way. Replicas that are averaged now and then are averaged first. Views from
+        `local_rows` and `held_rows` show rows under the old plan, which are not updated any more. Until it is done a
+        rank has the rows of both plans in memory, and buffers of about 64 MiB.
 
         Returns:
             What moved, on all ranks together.
@@ -248,9 +250,8 @@ class EmbeddingCollection(TableModule):
         """The rows of a table that this rank owns, and their optimizer state, as views.
 
         Every row of a table is among the local rows of one rank; replicas share them. Copies of rows are not: to change
-        values in place, change those of `held_rows`. Where tables have replicas, ask again after a step: what others
-        send may still be on its way to older views. Between two averages replicas differ; `synchronize` first. Where
-        there are more than two, every rank must call this equally often.
+        values in place, change those of `held_rows`. Where tables have replicas, ask again after a step; between two
+        averages they differ: `synchronize` first. Where there are more than two, every rank must call this alike.
 
         Raises:
             KeyError: there is no such table.
@@ -263,7 +264,7 @@ class EmbeddingCollection(TableModule):
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 
-        For replicas and errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` first.
+        For errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` first.
         """
         _, exchange, number = self.engine.find_rows(table)
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
@@ -291,10 +292,9 @@ class EmbeddingCollection(TableModule):
         self.engine.barrier()
 
     def close(self) -> None:
-        """Lets no further rank map this one's memory, which is freed with its last view; not to be used any more."""
+        """Lets no further rank map this one's memory, which is freed with its last view."""
         self.engine.shard_groups.close()
 
     def extra_repr(self) -> str:
-        """Groups and transport."""
         groups = ", ".join(f"{each.name}: {len(each.tables)} tables, {each.num_rows:,} rows" for each in self.groups)
         return f"{groups}; {self.transport} on {self.mesh.world_size} ranks, {self.device or 'cpu'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks import rank as rank_side
@@ -62,11 +63,16 @@ class SparsePart:
 
     @staticmethod
     def of(
-        workload: Workload, mesh: Mesh, transport: Any, plan: Plan | None = None, scattered: bool = True
+        workload: Workload,
+        mesh: Mesh,
+        transport: Any,
+        plan: Plan | None = None,
+        scattered: bool = True,
+        wire_dtype: torch.dtype | None = None,
     ) -> SparsePart:
         """The workload's; `scattered` as in `benchmarks.workload.Zipf`."""
         tables = table_specs(workload)
-        embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan)
+        embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, wire_dtype=wire_dtype)
         batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered)
         gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
         sparse = [sparse_batch(tables, batch) for batch in batches]
@@ -82,9 +88,10 @@ class SparsePart:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, mesh: Mesh, transport: Any) -> None:
+    def __init__(self, workload: Workload, mesh: Mesh, transport: Any, wire_dtype: str = "") -> None:
         self._workload, self._mesh = workload, mesh
-        self._part = SparsePart.of(workload, mesh, transport)
+        narrow = getattr(torch, wire_dtype) if wire_dtype else None
+        self._part = SparsePart.of(workload, mesh, transport, wire_dtype=narrow)
         self._part.step(0)  # compiles
         self._floor_bytes = self._count_floor_bytes()
         self._copy = CopyFloor(sum(self._floor_bytes.values()), self._part.embeddings.barrier)

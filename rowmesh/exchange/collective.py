@@ -26,7 +26,7 @@ from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.channel import Channel, Message
+from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
@@ -266,11 +266,13 @@ class CollectiveGroup:
         bounds = group.incoming.reply_bounds.tolist()
         out = look_up.replies.buffer.items(row_bytes, bounds[-1])
         into = look_up.received.buffer.items(row_bytes, look_up.reply_bounds[-1])
-        return self._post(out, sizes_of(bounds), sizes_of(look_up.reply_bounds), into)
+        return self._post(out, sizes_of(bounds), sizes_of(look_up.reply_bounds), into, self.exchange.row_wire)
 
-    def _post(self, out: Tensor, sizes_out: list[int], sizes_in: list[int], into: Tensor) -> Message:
+    def _post(
+        self, out: Tensor, sizes_out: list[int], sizes_in: list[int], into: Tensor, wire: Wire | None = None
+    ) -> Message:
         counters = self.exchange.counters
-        return self._everyone.post(out, sizes_out, sizes_in, counters, self._doing, into, copies_own=False)
+        return self._everyone.post(out, sizes_out, sizes_in, counters, self._doing, into, copies_own=False, wire=wire)
 
     def _reply(self, group: HostRouteGroup) -> None:
         exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
@@ -316,7 +318,7 @@ class CollectiveGroup:
         size, look_up, incoming = self.exchange.gradient_bytes, group.look_up, group.incoming
         out = look_up.send.gradients.items(size, group.num_unique)
         into = look_up.replies.buffer.items(size, incoming.num_entries)
-        return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
+        return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into, self.exchange.gradient_wire)
 
     def push(self, groups: Sequence[HostRouteGroup], gradients: Sequence[Message], update: Update) -> None:
         """Merges gradients, once they are here, relays them, updates rows and their copies."""

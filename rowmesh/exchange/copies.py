@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rowmesh.counters import CommonCounters
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.channel import Channel, Wire
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
@@ -241,14 +241,25 @@ class Relay:
             into = replies + reply_bounds[node] * exchange.row_bytes
             self._gather.gather_slots(exchange.arena.address, slots, count, into)
         into, bounds_in = relayed.buffer, self._reply_offsets.tolist()
-        self._send(self._replies.buffer, reply_bounds, into, bounds_in, exchange.row_bytes)
+        self._send(self._replies.buffer, reply_bounds, into, bounds_in, exchange.row_bytes, exchange.row_wire)
 
-    def _send(self, out: Buffer, bounds_out: list[int], into: Buffer, bounds_in: list[int], item_bytes: int) -> None:
+    def _send(
+        self,
+        out: Buffer,
+        bounds_out: list[int],
+        into: Buffer,
+        bounds_in: list[int],
+        item_bytes: int,
+        wire: Wire | None = None,
+    ) -> None:
         """Sends items to the nodes, and waits for theirs; this rank's own stay where they are."""
         sizes_out, sizes_in = np.diff(bounds_out).tolist(), np.diff(bounds_in).tolist()
         sent, received = out.items(item_bytes, bounds_out[-1]), into.items(item_bytes, bounds_in[-1])
         counters = self._exchange.counters
-        self._between.post(sent, sizes_out, sizes_in, counters, self._doing, received, copies_own=False).wait()
+        posted = self._between.post(
+            sent, sizes_out, sizes_in, counters, self._doing, received, copies_own=False, wire=wire
+        )
+        posted.wait()
 
     def push(self, update: Update) -> None:
         """Sends this node's sums to the owners, merges those of all nodes, and updates rows without copies."""
@@ -266,7 +277,8 @@ class Relay:
             sums,
         )
         gradients = self._replies.reserve(self._incoming_bounds[-1] * size)
-        self._send(self._sums.buffer, out_bounds, self._replies.buffer, self._incoming_bounds, size)
+        into, bounds_in = self._replies.buffer, self._incoming_bounds
+        self._send(self._sums.buffer, out_bounds, into, bounds_in, size, exchange.gradient_wire)
         sources = []
         for node in range(between.size):
             if node == between.member:

@@ -268,19 +268,20 @@ class DeviceGroup:
         table = self.exchange.arena.rows
         group.look_up.source = table.new_empty(group.num_unique, table.shape[1])
         into, rows = group.look_up.source[: sum(group.lanes[0].sent)], self._gather(table, group.lanes[0].slots)
-        return self._everyone.post(
-            rows, group.lanes[0].asked, group.lanes[0].sent, self.exchange.counters, self._doing, into
-        )
+        return self._post_rows(rows, group.lanes[0], into)
+
+    def _post_rows(self, rows: Tensor, requests: Requests, into: Tensor) -> Message:
+        counters, wire = self.exchange.counters, self.exchange.row_wire
+        return self._everyone.post(rows, requests.asked, requests.sent, counters, self._doing, into, wire=wire)
 
     def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> list[Message]:
         """Puts rows with copies beside the other fetched rows: own copies at once, those of other ranks by messages."""
-        messages, table, counters = [], self.exchange.arena.rows, self.exchange.counters
+        messages, table = [], self.exchange.arena.rows
         _, *places = group.look_up.source.split([len(each.keys) for each in group.lanes])
         for lane, each, message, into in zip(self.lanes[1:], group.lanes[1:], keys, places, strict=True):
             lane.take_keys(each, message)
             if lane.replies:
-                rows = self._gather(table, each.slots)
-                messages.append(self._everyone.post(rows, each.asked, each.sent, counters, self._doing, into))
+                messages.append(self._post_rows(self._gather(table, each.slots), each, into))
             else:
                 self._gather(table, each.keys, into)
         return messages

@@ -146,9 +146,9 @@ class Lane:
 
     def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
         """Sends the gradients of several routes to the owners."""
-        counters = self.exchange.counters
+        counters, wire = self.exchange.counters, self.exchange.gradient_wire
         return [
-            self._everyone.post(sums, each.sent, each.asked, counters, self._doing)
+            self._everyone.post(sums, each.sent, each.asked, counters, self._doing, wire=wire)
             for each, sums in zip(requests, gradients, strict=True)
         ]
 

@@ -27,6 +27,7 @@ from rowmesh.exchange.route import (
     table_bounds,
 )
 from rowmesh.faults import reach
+from rowmesh.mesh.channel import Wire
 from rowmesh.ops.look_up import HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
@@ -67,8 +68,10 @@ class GroupExchange:
         allocate: on the host, makes memory for send buffers.
         asks_owners: on a device, whether rows that every rank has are asked for at their owners, which add gradients up
             for all. Else they are at one more destination, W, which stands for all ranks.
+        wire_dtype: how rows and gradients travel between ranks, where that is narrower than they are.
 
     Attributes:
+        row_wire, gradient_wire: the same, for each.
         is_tiered: whether rows must be brought into fast memory before they are read.
         lane_kinds: kinds of rows that devices ask for apart from each other; the first is "direct".
         num_destinations: where devices ask for rows: the ranks, and perhaps that one.
@@ -90,6 +93,7 @@ class GroupExchange:
         allocate: Callable[[int], Memory] = Buffer,
         *,
         asks_owners: bool = True,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.group, self.address_map, self.device = group, address_map, device
         # Typed as what all but `CoreGroup` find here, which has the cores itself.
@@ -102,6 +106,10 @@ class GroupExchange:
         self.features = [(name, table) for table in group.tables for name in table.features]
         self.row_bytes = group.dim * group.dtype.itemsize
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
+        self.row_wire, self.gradient_wire = (
+            Wire(dtype, wire_dtype) if wire_dtype is not None and wire_dtype.itemsize < dtype.itemsize else None
+            for dtype in (group.dtype, compute_dtype(group.dtype))
+        )
         self.replicated: ReplicatedSums | ReplicatedMeans | None = None
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables), device=device)
         self.num_destinations = self.world_size

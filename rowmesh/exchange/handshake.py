@@ -167,11 +167,17 @@ def describe(operations: Sequence[int], name: Callable[[int], int]) -> str:
 
 
 def agree_on_tables(
-    mesh: Mesh, tables: Sequence[TableSpec], seed: int, transport: str, synchronization: Synchronization, plan: Plan
+    mesh: Mesh,
+    tables: Sequence[TableSpec],
+    seed: int,
+    transport: str,
+    synchronization: Synchronization,
+    plan: Plan,
+    wire_dtype: torch.dtype | None,
 ) -> None:
     """Raises ConfigurationError where ranks describe different tables: they would misread each other's memory."""
     mine = [repr(table) for table in tables]
-    mine += [f"seed {seed}", f"transport {transport!r}", repr(synchronization)]
+    mine += [f"seed {seed}", f"transport {transport!r}", repr(synchronization), f"wire_dtype {wire_dtype}"]
     mine += [f"replicas {plan.replicas}", *plan.to_json().splitlines()]
     everyone = gather_objects(mesh, mine, "comparing the tables of all ranks")
     for rank, theirs in enumerate(everyone):

@@ -20,7 +20,7 @@ from rowmesh.exchange.device_collective import DeviceGroup
 from rowmesh.exchange.device_lanes import Merging, Requests
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
-from rowmesh.mesh.channel import Channel, Message
+from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.window import FINAL
 from rowmesh.optim.rules import Update
@@ -47,6 +47,7 @@ class MicroBatchGroup:
     def __init__(self, exchange: GroupExchange, rows: Channel, gradients: Channel, form: Form) -> None:
         self._rows, self._gradients, self._form = rows, gradients, form
         self._counters, self.is_tiered = exchange.counters, exchange.is_tiered
+        self._row_wire, self._gradient_wire = exchange.row_wire, exchange.gradient_wire
         self._doing = f"exchanging group {exchange.group.name}"
 
     @property
@@ -99,14 +100,16 @@ class MicroBatchGroup:
         self._begin_phase(window, phase)
         memory = window.memory
         sizes = memory.rows_out.sizes[phase], memory.rows_in.sizes[phase]
-        return self._post(self._rows, memory.take_rows(phase), *sizes, memory.rows_into(phase))
+        rows, into = memory.take_rows(phase), memory.rows_into(phase)
+        return self._post(self._rows, rows, *sizes, into, self._row_wire)
 
     def post_gradients(self, window: WindowGroup, phase: int) -> Message:
         """Sends the packed gradients of a phase, and receives those of others."""
         memory = window.memory
         sizes = memory.gradients_out.sizes[phase], memory.gradients_in.sizes[phase]
         packed = memory.packed_gradients(phase)
-        return self._post(self._gradients, packed, *sizes, memory.gradients_into(phase))
+        into = memory.gradients_into(phase)
+        return self._post(self._gradients, packed, *sizes, into, self._gradient_wire)
 
     def requests(self, window: WindowGroup) -> list[Requests]:
         """The requests, lane by lane, where there are lanes."""
@@ -117,9 +120,15 @@ class MicroBatchGroup:
         raise NotImplementedError
 
     def _post(
-        self, channel: Channel, out: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int], into: Tensor | None
+        self,
+        channel: Channel,
+        out: Tensor,
+        sizes_out: Sequence[int],
+        sizes_in: Sequence[int],
+        into: Tensor | None,
+        wire: Wire | None = None,
     ) -> Message:
-        return channel.post(out, sizes_out, sizes_in, self._counters, self._doing, into)
+        return channel.post(out, sizes_out, sizes_in, self._counters, self._doing, into, wire=wire)
 
 
 class OnHost(MicroBatchGroup):

@@ -28,7 +28,7 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
-from rowmesh.tables import DenseArena, TableGroup, Tiers
+from rowmesh.tables import DenseArena, TableGroup, TableSpec, Tiers
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,7 @@ class ShardOptions:
         tiers: where rows of tiered tables are.
         common: counts the messages that serve all groups of tables.
         device: where rows are; None for the host's memory.
+        wire_dtype: how rows and gradients travel between ranks, where that is narrower than they are.
     """
 
     transport: TransportName
@@ -48,6 +49,18 @@ class ShardOptions:
     tiers: Tiers
     common: CommonCounters
     device: torch.device | None
+    wire_dtype: torch.dtype | None = None
+
+
+def check_wire(wire_dtype: torch.dtype | None, tables: Sequence[TableSpec]) -> None:
+    """Raises ConfigurationError where rows cannot travel in a dtype."""
+    if wire_dtype not in (None, torch.bfloat16):
+        raise ConfigurationError(f"wire_dtype must be torch.bfloat16 or None, got {wire_dtype!r}")
+    wide = [table.name for table in tables if table.dtype == torch.float64]
+    if wire_dtype is not None and wide:
+        raise ConfigurationError(
+            f"wire_dtype: tables {wide} are of float64, which bfloat16 would cut to 8 bits; drop it"
+        )
 
 
 class ShardGroup:
@@ -119,6 +132,9 @@ class ShardGroup:
         ranges = (part for table in self.plan.tables for part in table.ranges)
         if self.device is not None and self.plan.num_nodes > 1 and any(part.two_hop for part in ranges):
             reason += "; rows planned for two hops go in one"
+        if self._options.wire_dtype is not None:
+            how = "rounded to bfloat16" if transport.name == "collective" else "not rounded: none travels in a message"
+            reason += f"; rows and gradients are {how}"
         return transport, reason
 
     def _check_tiers(self) -> None:
@@ -157,8 +173,15 @@ class ShardGroup:
         else:
             rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
             arena = DenseArena(group, num_slots, self.device, rows)
-        asks_owners = self.transport_name != "one_sided"
-        return GroupExchange(group, address_map, arena, self.device, self.transport.allocate, asks_owners=asks_owners)
+        return GroupExchange(
+            group,
+            address_map,
+            arena,
+            self.device,
+            self.transport.allocate,
+            asks_owners=self.transport_name != "one_sided",
+            wire_dtype=self._options.wire_dtype,
+        )
 
     def connect(self) -> None:
         """Connects the ranks, when all rows have their values. Collective."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,41 @@ class Message:
         if self._work is not None:
             self._channel.wait(self._work, self._doing)
             self._work = None
+        return self._into
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Which elements of a message are sent in another dtype than they have in memory, rounded to the nearest.
+
+    Attributes:
+        dtype: of the elements.
+        narrow: what they are sent as.
+    """
+
+    dtype: torch.dtype
+    narrow: torch.dtype
+
+
+class Widening(Message):
+    """A message under way in a narrower dtype. What this rank sends itself keeps its bits.
+
+    Args:
+        message: what travels.
+        into: where its elements go.
+        others: of `into`, in pairs of bounds: what comes from other ranks.
+    """
+
+    __slots__ = ("_others", "_target", "_travels")
+
+    def __init__(self, message: Message, into: Tensor, target: Tensor, others: Sequence[tuple[int, int]]) -> None:
+        self._travels, self._into, self._target, self._others = message, into, target, others
+
+    def wait(self) -> Tensor:
+        """The messages received, in the order of the ranks."""
+        received, others, self._others = self._travels.wait(), self._others, ()
+        for begin, end in others:
+            self._target[begin:end].copy_(received[begin:end])
         return self._into
 
 
@@ -101,6 +137,7 @@ class Channel:
         into: Tensor | None = None,
         *,
         copies_own: bool = True,
+        wire: Wire | None = None,
     ) -> Message:
         """An all-to-all: sends the first rows of `out` to member 0, the next ones to member 1, ….
 
@@ -113,7 +150,10 @@ class Channel:
             into: where what comes goes, contiguous; default: new memory.
             copies_own: whether what this rank sends itself must come to `into`. Where it need not, it is copied only
                 where it stands in the middle: an all-to-all takes one piece of memory.
+            wire: how elements travel; by default as they are.
         """
+        if wire is not None and self.size > 1:
+            return self._post_narrow(wire, out, sizes_out, sizes_in, counters, doing, into, copies_own=copies_own)
         into = out.new_empty(sum(sizes_in), *out.shape[1:]) if into is None else into
         own = self.member
         if self.size == 1:
@@ -139,6 +179,28 @@ class Channel:
             doing,
         )
         return Message(self, work, into, out, doing)
+
+    def _post_narrow(
+        self,
+        wire: Wire,
+        out: Tensor,
+        sizes_out: Sequence[int],
+        sizes_in: Sequence[int],
+        counters: MessageCounters,
+        doing: str,
+        into: Tensor | None,
+        *,
+        copies_own: bool,
+    ) -> Message:
+        into = out.new_empty(sum(sizes_in), *out.shape[1:]) if into is None else into
+        source, target, own = out.view(wire.dtype), into.view(wire.dtype), self.member
+        first, end = sum(sizes_in[:own]), sum(sizes_in[: own + 1])
+        if copies_own:
+            target[first:end] = _part(source, sizes_out, own)
+        received = target.new_empty(target.shape, dtype=wire.narrow)
+        sent = source.to(wire.narrow)
+        message = self.post(sent, sizes_out, sizes_in, counters, doing, received, copies_own=False)
+        return Widening(message, into, target, [(0, first), (end, len(target))])
 
     def _post_direct(
         self, out: Tensor, sizes_out: Sequence[int], into: Tensor, sizes_in: Sequence[int]

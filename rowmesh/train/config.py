@@ -317,6 +317,8 @@ class ParallelConfig(Section):
         sync_every: steps between two averages.
         together: which ranks of replicated tables share hosts: the shards of a replica, or the replicas of a shard;
             auto: whichever makes the predicted step shorter.
+        wire_dtype: how rows and gradients travel in messages between ranks; bfloat16 rounds them, which halves their
+            bytes and changes the model. Rows, their state and sums stay as they are.
     """
 
     transport: Literal["auto", "collective", "one_sided"] = "auto"
@@ -325,6 +327,7 @@ class ParallelConfig(Section):
     synchronization: Literal["exact", "average"] = "exact"
     sync_every: Positive = 1
     together: Literal["auto", "shards", "replicas"] = "auto"
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -114,6 +114,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         synchronization=synchronization,
         tiers=_tiers(config),
         device=device,
+        wire_dtype=torch.bfloat16 if config.parallel.wire_dtype == "bfloat16" else None,
     )
     return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement, own)
 

@@ -47,6 +47,7 @@ class Scenario:
         plain: steps without the pipeline.
         tiers: where rows of tiered tables are.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
+        wire_dtype: how rows and gradients travel; by default as they are.
         seed: of everything random.
     """
 
@@ -69,6 +70,7 @@ class Scenario:
     plain: tuple[int, ...] = ()
     tiers: Tiers | None = None
     ranks_per_node: int | None = None
+    wire_dtype: torch.dtype | None = None
     seed: int = 0
 
     @property

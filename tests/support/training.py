@@ -97,6 +97,7 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto", device: str =
         synchronization=scenario.synchronization,
         tiers=scenario.tiers,
         device=device,
+        wire_dtype=scenario.wire_dtype,
     )
     job = _Job(mesh, scenario, collection)
     if scenario.pipeline is not None:
