@@ -292,7 +292,7 @@ class Outputs:
         """
         pooling, looked_up = self.pooling, (groups, batch, samples.stop - samples.start)
         if torch.is_grad_enabled():
-            outputs = PoolFunction.apply(self._anchor, pooling, looked_up, take_gradients)
+            outputs = PoolFunction.apply(self._anchor, batch.weights, pooling, looked_up, take_gradients)
         else:
             outputs = pooling.forward(*looked_up)
         sequences = self._jagged(outputs[1:], groups, batch, samples) if self._sequences else {}
