@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rowmesh.placement import Plan
     from rowmesh.saving import load, save
     from rowmesh.sharded_state import ShardedState
-    from rowmesh.sparse import SparseBatch
+    from rowmesh.sparse import PositionWeights, SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
     from rowmesh.train.trained_model import load_run
@@ -37,7 +37,7 @@ _EXPORTS = {
     "rowmesh.placement": ("Plan",),
     "rowmesh.saving": ("load", "save"),
     "rowmesh.sharded_state": ("ShardedState",),
-    "rowmesh.sparse": ("SparseBatch",),
+    "rowmesh.sparse": ("PositionWeights", "SparseBatch"),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
     "rowmesh.train.trained_model": ("load_run",),
@@ -59,6 +59,7 @@ __all__ = [
     "Normal",
     "Pipeline",
     "Plan",
+    "PositionWeights",
     "RowWiseAdaGrad",
     "RowmeshError",
     "ShardedState",

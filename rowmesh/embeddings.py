@@ -39,6 +39,11 @@ class JaggedRows:
     values: Tensor
     offsets: Tensor
 
+    @property
+    def lengths(self) -> Tensor:
+        """int64 `[B]`: how many rows each sample has."""
+        return self.offsets.diff()
+
     def padded(
         self, max_length: int | None = None, value: float = 0.0, *, keep: Literal["first", "last"] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -62,7 +67,7 @@ class JaggedRows:
             >>> padded.squeeze(2).tolist(), mask.tolist()
             ([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0]], [[True, False], [False, False], [True, True]])
         """
-        lengths = self.offsets.diff()
+        lengths = self.lengths
         length = self._length(lengths, max_length, has_choice=keep is not None)
         kept = lengths.clamp(max=length)
         places = torch.arange(length, device=lengths.device)
@@ -292,7 +297,7 @@ class Outputs:
         """
         pooling, looked_up = self.pooling, (groups, batch, samples.stop - samples.start)
         if torch.is_grad_enabled():
-            outputs = PoolFunction.apply(self._anchor, pooling, looked_up, take_gradients)
+            outputs = PoolFunction.apply(self._anchor, batch.weights, pooling, looked_up, take_gradients)
         else:
             outputs = pooling.forward(*looked_up)
         sequences = self._jagged(outputs[1:], groups, batch, samples) if self._sequences else {}

@@ -196,8 +196,6 @@ class Engine:
                 exchange.counters.pushes += 1
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None) -> Route:
-        if batch.weights is not None and batch.weights.requires_grad:
-            raise DataError("weights of a SparseBatch get no gradient; detach them")
         route = self.router(batch, self.exchanges, moment)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
@@ -346,7 +344,17 @@ class Engine:
         return Step(number, rates, self._group_names)
 
     def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
-        """Routes a batch that is looked up by micro-batch; no communication."""
+        """Routes a batch that is looked up by micro-batch; no communication.
+
+        Raises:
+            DataError: it has weights that are trained.
+        """
+        if batch.weights is not None and batch.weights.requires_grad:
+            raise DataError(
+                "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
+                "changes what their weights are made from; train them in a plain loop, or take tables with "
+                'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
+            )
         route = self._route(batch)
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
 from rowmesh.row_state import Holder, Kind, entries, load_rows, save_rows
+from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.convert import KeyedJagged
 from rowmesh.state_form import state_form
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,11 +33,25 @@ def frozen_or_not(method: F) -> F:
     @functools.wraps(method)
     def call(self: TableModule, *args: Any, **kwargs: Any) -> Any:
         if self.is_frozen:
+            _refuse_trained_weights(args[0] if args else kwargs.get("batch"))
             with torch.no_grad():
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _refuse_trained_weights(batch: object) -> None:
+    """Frozen tables are looked up without a graph, in which weights would get no gradient, in silence."""
+    if isinstance(batch, KeyedJagged):
+        weights = batch.weights_or_none()
+    else:
+        weights = batch.weights if isinstance(batch, SparseBatch) else None
+    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+        raise RowmeshError(
+            'weights of ids get no gradient through tables that are frozen; look them up with pooling="none" and '
+            "multiply the rows by the weights, or detach() the weights, or call requires_grad_(True)"
+        )
 
 
 class TableModule(nn.Module):

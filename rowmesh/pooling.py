@@ -77,11 +77,36 @@ class Pooling:
         return [next(sequences) if is_sequence else contiguous[0] for is_sequence in self._is_sequence]
 
 
+class WeightGradients:
+    """Gradients of the weights of ids that were just looked up; has their rows as they are now.
+
+    Args:
+        pooling: of the groups.
+        groups: what was looked up; their route must live as long as this.
+        weights: of the ids, `[N]`.
+    """
+
+    def __init__(self, pooling: Pooling, groups: Sequence[AnyRouteGroup], weights: Tensor) -> None:
+        self._pooling, self._groups = pooling, groups
+        self._num_ids, self._dtype = weights.numel(), weights.dtype
+        self._rows = [group.look_up.keep_rows() for group in groups]
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """`[N]`, of the gradients of all outputs; on a device the host waits for it, since weights are the host's."""
+        pooling = self._pooling
+        out = torch.empty(self._num_ids, dtype=pooling.dtype, device=pooling.device or "cpu")
+        by_group = pooling.by_group(gradients)
+        for group, rows, grad in zip(self._groups, self._rows, by_group, strict=True):
+            group.look_up.weight_gradients(group.layout, rows, grad, out)
+        return out.to("cpu", self._dtype)
+
+
 class PoolFunction(torch.autograd.Function):
     """The one step that autograd sees: rows in, vectors out; gradients go straight to where push sends them from.
 
     Args:
         anchor: gives the vectors a place in the graph.
+        weights: of the ids, or None; where they require a gradient, they get one.
         pooling: makes them.
         looked_up: arguments of `Pooling.forward`.
         take_gradients: sums the gradients of the vectors by row.
@@ -91,15 +116,19 @@ class PoolFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
+        weights: Tensor | None,
         pooling: Pooling,
         looked_up: tuple[Sequence[AnyRouteGroup], SparseBatch, int],
         take_gradients: Callable[[Sequence[Tensor]], None],
     ) -> tuple[Tensor, ...]:
         ctx.take_gradients = take_gradients
+        ctx.find_weight_gradients = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            ctx.find_weight_gradients = WeightGradients(pooling, looked_up[0], weights)
         return pooling.forward(*looked_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         if torch.is_grad_enabled():  # so it is under create_graph=True only
             raise RowmeshError(
                 "backward(create_graph=True) cannot go through an EmbeddingCollection, whose rows have no second "
@@ -110,5 +139,7 @@ class PoolFunction(torch.autograd.Function):
         take_gradients, ctx.take_gradients = ctx.take_gradients, None
         if take_gradients is None:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        find_weight_gradients, ctx.find_weight_gradients = ctx.find_weight_gradients, None
+        of_weights = None if find_weight_gradients is None else find_weight_gradients(grads)
         take_gradients(grads)
-        return None, None, None, None
+        return None, of_weights, None, None, None

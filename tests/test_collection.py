@@ -412,13 +412,6 @@ def test_features_must_match():
         embeddings(SparseBatch.from_bags({"user": [[1]], "item": [[1]], "extra": [[1]]}))
 
 
-def test_weights_get_no_gradient():
-    weights = torch.ones(1, requires_grad=True)
-    batch = SparseBatch(("item",), torch.tensor([1]), 1, bag_size=1, weights=weights)
-    with pytest.raises(DataError, match="detach"):
-        EmbeddingCollection([a_table()])(batch)
-
-
 @pytest.mark.parametrize(
     "tables, message",
     [

@@ -75,13 +75,16 @@ def test_the_code_on_the_page_for_users_of_torchrec_runs(tmp_path: Path):
     scope: dict[str, Any] = dict(vars(rowmesh.placement)) | {name: getattr(rowmesh, name) for name in rowmesh.__all__}
     scope |= {"rowmesh": rowmesh, "torch": torch, "mesh": Mesh(), "folder": tmp_path, "DLRM": DLRM}
     scope |= {"Predictions": Predictions, "ids": torch.tensor([[1, 2, 3]]), "position_weight": torch.ones(4)}
-    scope["config"] = SimpleNamespace(name="user", num_embeddings=50, embedding_dim=16, feature_names=["user"])
-    bags = {"item": [[1], [2, 3]], "user": [[4], []], "clicked": [[1, 2, 3], [4]]}
+    sizes = {"num_embeddings": 50, "embedding_dim": 16}
+    scope["config"] = SimpleNamespace(name="user", feature_names=["user"], pooling="SUM", **sizes)
+    scope["sequence_config"] = SimpleNamespace(name="bought", feature_names=["bought"], **sizes)
+    bags = {"item": [[1], [2, 3]], "user": [[4], []], "clicked": [[1, 2, 3], [4]], "bought": [[], [7, 7]]}
     scope["kjt"] = SparseBatch.from_bags(bags).to_keyed_jagged_tensor(JaggedStandIn)
     for line in lines:
         exec(line, scope)
     assert scope["vectors"].stacked().shape == (2, 2, 16)
     assert scope["bags"].shape == (2, 16)
+    assert scope["dense_rows"].shape == (2, 50, 16)
     assert scope["table_wise"].ranges[0].owner(5, world_size=2) == 0
 
 

@@ -287,6 +287,7 @@ class Router:
         layouts = self._layouts(batch)
         weights = batch.weights
         if weights is not None:
+            weights = weights.detach()
             weights = weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
             weights = device_ids.upload(weights)
         ids = device_ids.upload(batch.ids)

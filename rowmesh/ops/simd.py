@@ -237,19 +237,19 @@ def sqrt_row(typing: Any, x: Any) -> Any:
 
 
 @_intrinsic
-def sum_squares(typing: Any, x: Any) -> Any:
-    """Σ x², summed as a tree."""
+def dot(typing: Any, x: Any, y: Any) -> Any:
+    """Σ x · y, summed as a tree."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         vector = ir.VectorType(x.element, x.dim)
         function = cgutils.get_or_insert_function(
             b.module, ir.FunctionType(x.element, [x.element, vector]), f"llvm.vector.reduce.fadd.{x.suffix}"
         )
-        squares = b.fmul(args[0], args[0])
+        products = b.fmul(args[0], args[1])
         # "reassoc" lets LLVM halve the vector again and again instead of adding element by element.
-        return b.call(function, [ir.Constant(x.element, 0.0), squares], fastmath=("reassoc",))
+        return b.call(function, [ir.Constant(x.element, 0.0), products], fastmath=("reassoc",))
 
-    return x.scalar(x), codegen
+    return x.scalar(x, x), codegen
 
 
 def _prefetch(write: int) -> Any:

@@ -14,6 +14,7 @@ from rowmesh.ops.streams import Mark
 from rowmesh.optim.rules import Rate
 from rowmesh.pipeline.schedule import Task
 from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.convert import KeyedJagged
 
 if TYPE_CHECKING:
     from rowmesh.pipeline.pipeline import Pipeline
@@ -23,8 +24,8 @@ class Samples(Protocol):
     """An item of a loader: `rowmesh.data.Batch` is one."""
 
     @property
-    def sparse(self) -> SparseBatch:
-        """The ids."""
+    def sparse(self) -> SparseBatch | KeyedJagged:
+        """The ids: a SparseBatch, or TorchRec's KeyedJaggedTensor."""
         ...
 
     def take(self, samples: Tensor) -> Self:

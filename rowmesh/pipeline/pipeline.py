@@ -39,6 +39,8 @@ from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
+from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 
 _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
 
@@ -132,6 +134,8 @@ class Pipeline(Generic[T]):
         self._steps: dict[int, Step] = {}  # by batch, until ranks have compared them
         self._late_error: RowmeshError | None = None  # what failed after a loop was left
         self._has_waited = False  # since the last turn was entered
+        self._known = [name for table in embeddings.tables for name in table.features]
+        self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._reader: Iterator[T] = iter(())
         self._end: int | None = None  # the first batch that does not exist
         self._num_read = 0  # batches of this run
@@ -159,18 +163,26 @@ class Pipeline(Generic[T]):
         """
         return self.recorder.take().exposed_share
 
-    def windows(self, items: Iterable[T]) -> Iterator[BatchInFlight[T]]:
+    def windows(self, items: Iterable[T], features: Sequence[str] | None = None) -> Iterator[BatchInFlight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
 
         Where tables are on a device, items may be there too; what they have is kept until the next batch is computed.
 
+        Args:
+            items: what each has as `sparse` is a SparseBatch or a KeyedJaggedTensor.
+            features: look up these alone, as `embeddings(batch, features=…)` does: batches may lack the others.
+
         Raises:
+            DataError: a feature belongs to no table, or is named twice.
             RowmeshError: a micro-batch had no backward, or a batch no step; another pipeline runs; or something failed
                 in another thread: names rank, stage and batch.
         """
         self._raise_late_error()
         if self._runner is not None:
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
+        if features is not None:
+            check_features(features, self._known)
+        self._features = features
         runner = self._begin(items)
         try:
             yield from self._turns(runner)
@@ -364,7 +376,8 @@ class Pipeline(Generic[T]):
             self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
             runner.done(task)
 
-        return self._engine.pool_part(window, part, finished)
+        found = self._engine.pool_part(window, part, finished)
+        return found if self._features is None else found.select(self._features)
 
     def _runner_of(self, batch: BatchInFlight[T]) -> Runner:
         """The runner of a batch."""
@@ -401,11 +414,18 @@ class Pipeline(Generic[T]):
 
     def _route(self, task: Task) -> None:
         if batch := self._in_flight.get(task.batch):
-            order, sizes = self._cutter(batch.item.sparse)
+            sparse = self._sparse_of(batch.item)
+            order, sizes = self._cutter(sparse)
             if order is not None:
                 batch.order, batch.item = order, batch.item.take(order)
-            batch.window = self._engine.make_window(batch.item.sparse, sizes)
+                sparse = self._sparse_of(batch.item)
+            batch.window = self._engine.make_window(sparse, sizes)
             batch.window.number = batch.window.route.number = self._first + task.batch
+
+    def _sparse_of(self, item: T) -> SparseBatch:
+        """The ids of an item that are looked up."""
+        sparse = as_batch(item.sparse)
+        return sparse if self._features is None else with_empty_bags(sparse, self._features, self._known)
 
     def _open(self, task: Task) -> None:
         window = self._window(task)

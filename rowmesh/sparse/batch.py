@@ -34,8 +34,8 @@ class SparseBatch:
         jagged_offsets: int64 `[F·B + 1]`; may be None where `bag_size` is given. Not copied here, but when the batch
             is routed, and checked then: from there on the buffer may be used for another batch.
         weights: per-id weights `[N]`, float32 or float64, or None. They multiply rows; a mean is the sum of the
-            products over the number of ids, not over the sum of the weights. They get no gradient, and are read when
-            vectors are pooled.
+            products over the number of ids, not over the sum of the weights. They are read when vectors are pooled.
+            Where they require a gradient they get one (see `PositionWeights`), but for look-ups by a pipeline.
 
     Example:
         >>> import torch

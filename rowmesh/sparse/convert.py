@@ -50,6 +50,16 @@ def as_batch(batch: SparseBatch | KeyedJagged) -> SparseBatch:
     )
 
 
+def check_features(features: Sequence[str], known: Sequence[str]) -> None:
+    """Raises DataError where one of the features belongs to no table, or is named twice."""
+    if isinstance(features, str):
+        raise DataError(f"features must be a list of names, got {features!r}; write features=[{features!r}]")
+    if strangers := [name for name in features if name not in known]:
+        raise DataError(f"features {strangers} belong to no table{hint(strangers[0], known)}; there are {list(known)}")
+    if len(set(features)) < len(features):
+        raise DataError(f"features {list(features)} name one more than once; name each once")
+
+
 def with_empty_bags(batch: SparseBatch, features: Sequence[str], known: Sequence[str]) -> SparseBatch:
     """Some features of a batch, and empty bags for all others that there are.
 
@@ -67,12 +77,7 @@ def with_empty_bags(batch: SparseBatch, features: Sequence[str], known: Sequence
         >>> part.features, part.ids.tolist(), part.offsets.tolist()
         (('user', 'item'), [7, 7, 9], [0, 1, 3, 3, 3])
     """
-    if isinstance(features, str):
-        raise DataError(f"features must be a list of names, got {features!r}; write features=[{features!r}]")
-    if strangers := [name for name in features if name not in known]:
-        raise DataError(f"features {strangers} belong to no table{hint(strangers[0], known)}; there are {list(known)}")
-    if len(set(features)) < len(features):
-        raise DataError(f"features {list(features)} name one more than once; name each once")
+    check_features(features, known)
     kept = batch.select(features)
     others = tuple(name for name in known if name not in features)
     if not others:

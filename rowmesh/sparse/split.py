@@ -14,13 +14,14 @@ from torch import Tensor
 
 from rowmesh.errors import DataError
 from rowmesh.sparse.batch import SparseBatch
+from rowmesh.sparse.convert import KeyedJagged, as_batch
 
 
-def take(batch: SparseBatch, samples: Tensor) -> SparseBatch:
+def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
     """The given samples of a batch, in the order given; a sample may be taken more than once.
 
     Args:
-        batch: B samples.
+        batch: B samples, as a SparseBatch or a KeyedJaggedTensor.
         samples: int64 `[n]`, each in [0, B).
 
     Raises:
@@ -32,6 +33,7 @@ def take(batch: SparseBatch, samples: Tensor) -> SparseBatch:
         >>> part.ids.tolist(), part.offsets.tolist()
         ([7, 9, 7, 5, 3], [0, 2, 3, 4, 5])
     """
+    batch = as_batch(batch)
     _check(batch, samples)
     shape = (batch.num_features, batch.batch_size)
     if batch.bag_size is not None:

@@ -1,4 +1,4 @@
-"""TorchRec's EmbeddingBagConfig as a table, without importing TorchRec; what rowmesh has no equal of is refused."""
+"""TorchRec's EmbeddingBagConfig and EmbeddingConfig as tables, without importing it; what has no equal is refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from rowmesh.tables.initializer import Constant, Initializer, Normal, Uniform
 
 _DTYPES = {"FP32": torch.float32, "FP64": torch.float64, "BF16": torch.bfloat16}
 # Fields that change what a table computes; their usual values are all false.
-_UNKNOWN = ("need_pos", "num_embeddings_post_pruning", "input_dim", "total_num_buckets", "use_virtual_table")
+_UNKNOWN = ("num_embeddings_post_pruning", "input_dim", "total_num_buckets", "use_virtual_table")
 
 
-def fields_of(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def fields_of(config: Any, changes: dict[str, Any], *, is_pooled: bool) -> dict[str, Any]:
     """Arguments of a TableSpec, from a config and what the user wants otherwise.
 
+    `need_pos` is passed over: it has TorchRec's row-wise sharding send positions along, which are never sent here.
+
+    Args:
+        config: what to convert.
+        changes: arguments that take the place of what it says.
+        is_pooled: whether it is an EmbeddingBagConfig, whose rows are pooled, or an EmbeddingConfig.
+
     Raises:
-        ConfigurationError: the config asks for what rowmesh cannot do, and `changes` does not say what to do instead.
+        ConfigurationError: the config asks for what rowmesh cannot do, and `changes` does not say what to do instead;
+            or it is of the other kind.
     """
     for name in _UNKNOWN:
         if getattr(config, name, None):
@@ -33,13 +41,28 @@ def fields_of(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
         "dim": config.embedding_dim,
         "features": tuple(config.feature_names),
     }
-    if (pooling := getattr(config, "pooling", None)) is not None:
-        fields["pooling"] = str(getattr(pooling, "value", pooling)).lower()
+    if "pooling" not in changes:
+        fields["pooling"] = _pooling(config, is_pooled=is_pooled)
     if "dtype" not in changes:
         fields["dtype"] = _dtype(config)
     if "initializer" not in changes:
         fields["initializer"] = _initializer(config)
     return fields | changes
+
+
+def _pooling(config: Any, *, is_pooled: bool) -> str:
+    pooling = getattr(config, "pooling", None)
+    if is_pooled and pooling is None:
+        raise ConfigurationError(
+            f"table {config.name!r}: the config has no pooling, as an EmbeddingConfig, whose rows are not pooled: "
+            "convert it by from_embedding_config, or pass pooling=…"
+        )
+    if not is_pooled and pooling is not None:
+        raise ConfigurationError(
+            f"table {config.name!r}: the config has pooling {pooling}, as an EmbeddingBagConfig: convert it by "
+            "from_embedding_bag_config, or pass pooling=…"
+        )
+    return str(getattr(pooling, "value", pooling)).lower() if is_pooled else "none"
 
 
 def _dtype(config: Any) -> torch.dtype:

@@ -145,9 +145,19 @@ class TableSpec:
         """From a TorchRec EmbeddingBagConfig, without importing TorchRec; keyword arguments override.
 
         Raises:
-            ConfigurationError: the config asks for what rowmesh has no equal of (a data_type, an init_fn, …).
+            ConfigurationError: the config asks for what rowmesh has no equal of (a data_type, an init_fn, …), or has no
+                pooling, as an EmbeddingConfig.
         """
-        return cls(**fields_of(config, changes))
+        return cls(**fields_of(config, changes, is_pooled=True))
+
+    @classmethod
+    def from_embedding_config(cls, config: Any, **changes: Any) -> TableSpec:
+        """The same of an EmbeddingConfig, whose rows are not pooled: a look-up gives one vector an id (JaggedRows).
+
+        Raises:
+            ConfigurationError: as above, or it has pooling, as an EmbeddingBagConfig.
+        """
+        return cls(**fields_of(config, changes, is_pooled=False))
 
 
 def check_tables(tables: Sequence[TableSpec]) -> None:

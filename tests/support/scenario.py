@@ -36,6 +36,7 @@ class Scenario:
         skew: ids are `num_rows · u^skew` for uniform u: 1 is uniform, 1e9 makes all ids 0.
         sharing: "any"; "none": no row is in two steps, as far as there are enough; "hot": row 0 is in every one.
         is_weighted: whether ids have weights.
+        trains_weights: whether ids have weights of their positions, which are trained, beside those.
         num_steps, accumulate: optimizer steps, and backward passes before each.
         decay: the learning rate is multiplied by it after each step.
         evaluates: whether the next batch is looked up without gradients between the steps.
@@ -58,6 +59,7 @@ class Scenario:
     skew: float = 2.0
     sharing: str = "any"
     is_weighted: bool = False
+    trains_weights: bool = False
     num_steps: int = 3
     accumulate: int = 1
     decay: float = 1.0

@@ -19,7 +19,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.pipeline import BatchInFlight, Pipeline
-from rowmesh.sparse import SparseBatch, take
+from rowmesh.sparse import PositionWeights, SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
 from tests.support import sanitizer
@@ -69,6 +69,14 @@ class Head(torch.nn.Module):
         first = torch.randn(width, 4, generator=generator, dtype=scenario.dtype)
         self.first = torch.nn.Parameter(first * width**-0.5)
         self.second = torch.nn.Parameter(torch.randn(4, generator=generator, dtype=scenario.dtype))
+        self.positions = None
+        if scenario.trains_weights:
+            lengths = {name: scenario.bag_sizes[1] + index for index, (name, _) in enumerate(scenario.features, 1)}
+            self.positions = PositionWeights(lengths, dtype=scenario.dtype)
+
+    def weigh(self, batch: SparseBatch) -> SparseBatch:
+        """The batch with the weights that are trained."""
+        return batch if self.positions is None else self.positions(batch)
 
     def forward(self, vectors: Tensor) -> Tensor:
         """`[B, ΣD]` → `[B]`."""
@@ -140,7 +148,7 @@ class _Job:
         self._zero()
         for part in range(self._scenario.accumulate):
             batch = self._scenario.local_batch(step, part, self._mesh.rank)
-            vectors = _look_up(self._collection, self._scenario, batch.sparse)
+            vectors = _look_up(self._collection, self._scenario, self.head.weigh(batch.sparse))
             loss = self._backward(vectors, batch.labels)
             self.trained.outputs.append(vectors.detach().clone())
             self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
@@ -209,7 +217,8 @@ class _Job:
         if self._scenario.evaluates:
             with torch.no_grad():
                 later = self._scenario.local_batch(step + 1, 0, self._mesh.rank)
-                self.trained.outputs.append(_look_up(self._collection, self._scenario, later.sparse))
+                sparse = self.head.weigh(later.sparse)
+                self.trained.outputs.append(_look_up(self._collection, self._scenario, sparse))
 
 
 def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> None:
@@ -391,7 +400,7 @@ def train_reference(scenario: Scenario) -> Trained:
     for step in range(scenario.num_steps):
         dense_optimizer.zero_grad()
         for part in range(scenario.accumulate):
-            vectors = _look_up_reference(tables, scenario, step, part)
+            vectors = _look_up_reference(tables, head, scenario, step, part)
             labels = torch.cat([scenario.local_batch(step, part, r).labels for r in range(scenario.world_size)])
             losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
             (losses / scenario.global_batch).backward()
@@ -402,7 +411,7 @@ def train_reference(scenario: Scenario) -> Trained:
             table.step(scenario.decay**step, step + 1)
         if scenario.evaluates:
             with torch.no_grad():
-                trained.outputs.append(_look_up_reference(tables, scenario, step + 1, 0))
+                trained.outputs.append(_look_up_reference(tables, head, scenario, step + 1, 0))
     for name, table in tables.items():
         trained.rows[name], trained.state[name] = table.values, table.state
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
@@ -410,12 +419,12 @@ def train_reference(scenario: Scenario) -> Trained:
 
 
 def _look_up_reference(
-    tables: dict[str, ReferenceTable | ReferenceCores], scenario: Scenario, step: int, part: int
+    tables: dict[str, ReferenceTable | ReferenceCores], head: Head, scenario: Scenario, step: int, part: int
 ) -> Tensor:
     """The vectors of the global batch: the samples of rank 0, then those of rank 1, …"""
     batches = [scenario.local_batch(step, part, rank).sparse for rank in range(scenario.world_size)]
     vectors = []
-    for place, (_, spec) in enumerate(scenario.features):
+    for place, (name, spec) in enumerate(scenario.features):
         ids, lengths, weights = [], [torch.zeros(1, dtype=torch.int64)], []
         for batch in batches:
             begin, end = batch.feature_range(place)
@@ -425,5 +434,10 @@ def _look_up_reference(
             if batch.weights is not None:
                 weights.append(batch.weights[begin:end])
         offsets = torch.cat(lengths).cumsum(0)
-        vectors.append(tables[spec.name].look_up(torch.cat(ids), offsets, torch.cat(weights) if weights else None))
+        given = torch.cat(weights) if weights else None
+        if head.positions is not None:
+            positions = [torch.arange(int(length)) for length in offsets.diff()]
+            learned = head.positions.of(name)[torch.cat([*positions, offsets[:0]])]
+            given = learned if given is None else learned * given
+        vectors.append(tables[spec.name].look_up(torch.cat(ids), offsets, given))
     return torch.cat(vectors, 1)

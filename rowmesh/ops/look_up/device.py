@@ -120,6 +120,22 @@ class DeviceLookUp:
         cuda.backward(grad, self.filed, self.gradients, self.unique.num_unique)
         self.filed = None
 
+    def keep_rows(self) -> Tensor:
+        """The rows that `recover` counts, for `weight_gradients`; those of the arena copied, since steps change it."""
+        from rowmesh.ops.gather import cuda
+
+        if self.slots is None:
+            return self.source
+        return cuda.gather(self.source, self.slots, count=self.unique.num_unique)
+
+    def weight_gradients(self, layout: GroupLayout, rows: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the gradients of the weights of the group's ids into `out`, `[ids of the batch]`."""
+        from rowmesh.ops.weigh import cuda
+
+        assert self.bags is not None
+        first = int(layout.features[0, _BEGIN])  # ids of a batch on a device stand in the order of the groups
+        cuda.weight_gradients(rows, self.recover, self.bags, grad, out[first : first + layout.num_ids])
+
     def is_finite(self) -> Tensor:
         """Whether all summed gradients are finite: one boolean, on the device."""
         numbers = torch.arange(self.num_unique, device=self.summed.device)

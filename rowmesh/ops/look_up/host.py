@@ -15,6 +15,7 @@ from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.ops.weigh import kernels as weighing_kernels
 
 _numbers = itertools.count()  # identifies send buffers for as long as the process lives
 _STRIDE = 8 * ops.DESCRIPTOR
@@ -196,6 +197,18 @@ class HostLookUp:
             into,
         )
 
+    def keep_rows(self) -> Tensor:
+        """A copy of the rows by unique id, for `weight_gradients`: a step may change them before the backward."""
+        of = self._of
+        rows = torch.empty(self.num_unique, of.row_bytes, dtype=torch.uint8, device="cpu")
+        of.weighing.copy_rows(self.addresses, self.num_unique, rows.data_ptr())
+        return rows
+
+    def weight_gradients(self, layout: GroupLayout, rows: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the gradients of the weights of the group's ids into `out`, `[ids of the batch]`."""
+        given = layout.address, layout.num_features, rows.data_ptr(), self.inverse
+        self._of.weighing.weight_gradients(*given, grad.data_ptr(), out.data_ptr())
+
     def file_weights(self, layout: GroupLayout, pointers: int) -> int:
         """The factors in the order of the cells; returns their address."""
         element = self._of.dtype.itemsize
@@ -260,6 +273,7 @@ class HostLookUps:
         has_remote: whether rows have to be received; false where all can be read in place.
         dtype: of vectors and gradients.
         kernels: of pooling.
+        weighing: of the gradients of weights.
         idle: look-ups that no route has, to be taken before one more is made.
     """
 
@@ -277,7 +291,7 @@ class HostLookUps:
         self.world_size, self.num_segments = shape
         self.dim, self.dtype = dim, COMPUTE_DTYPE[storage]
         self.row_bytes, self.gradient_bytes = dim * dtype.itemsize, dim * self.dtype.itemsize
-        self.kernels = ops.kernels(dim, storage)
+        self.kernels, self.weighing = ops.kernels(dim, storage), weighing_kernels(dim, storage)
         self.has_remote = self.world_size > 1
         self.idle: list[HostLookUp] = []
         self._made: list[HostLookUp] = []  # and those that routes have

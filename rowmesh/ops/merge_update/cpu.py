@@ -23,6 +23,7 @@ from rowmesh.ops.simd import (
     add,
     axpy,
     div,
+    dot,
     inlined,
     kernel,
     load_i64,
@@ -38,7 +39,6 @@ from rowmesh.ops.simd import (
     store_row,
     store_scalar,
     store_u32,
-    sum_squares,
     zero_row,
 )
 
@@ -236,7 +236,7 @@ def change_row(
         store_row(at1, total, out)
         row = axpy(-lr, div(gradient, add(scale(correction, sqrt_row(total)), splat(eps, dim, out))), row)
     elif rule == ROW_WISE_ADAGRAD:
-        mean = load_scalar(at1, out) + sum_squares(gradient) / size
+        mean = load_scalar(at1, out) + dot(gradient, gradient) / size
         store_scalar(at1, mean, out)
         row = axpy(-lr / (correction * np.sqrt(mean) + eps), gradient, row)
     else:

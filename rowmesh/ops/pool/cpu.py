@@ -42,11 +42,11 @@ from rowmesh.ops.simd import (
 AHEAD = 16  # rows to prefetch ahead; 8 to 32 measure alike
 NEW_ROWS_AHEAD = 24  # the same, counted in rows that were not read before
 DESCRIPTOR = 8  # int64 values that describe a feature
-_BEGIN, _END, _OFFSETS, _BAG_SIZE, _NUM_BAGS, _FIRST_CELL, _STRIDE, _MEAN = range(0, 8 * DESCRIPTOR, 8)
+IDS_BEGIN, IDS_END, OFFSETS, BAG_SIZE, NUM_BAGS, FIRST_CELL, STRIDE, MEAN = range(0, 8 * DESCRIPTOR, 8)
 
 
 @inlined
-def _size(offsets, bag_size, bag):
+def ids_in(offsets, bag_size, bag):
     """The number of ids in a bag."""
     if offsets:
         return load_i64(offsets + 8 * bag + 8) - load_i64(offsets + 8 * bag)
@@ -58,10 +58,10 @@ def id_weights(features, num_features, weights, double_in, out, double_out):
     """The factor of each id: its weight (1 where `weights` is 0), over the bag's size where the feature is a mean."""
     for f in range(num_features):
         feature = features + 8 * DESCRIPTOR * f
-        i, offsets = load_i64(feature + _BEGIN), load_i64(feature + _OFFSETS)
-        for bag in range(load_i64(feature + _NUM_BAGS)):
-            size = _size(offsets, load_i64(feature + _BAG_SIZE), bag)
-            divisor = float(size) if load_i64(feature + _MEAN) else 1.0
+        i, offsets = load_i64(feature + IDS_BEGIN), load_i64(feature + OFFSETS)
+        for bag in range(load_i64(feature + NUM_BAGS)):
+            size = ids_in(offsets, load_i64(feature + BAG_SIZE), bag)
+            divisor = float(size) if load_i64(feature + MEAN) else 1.0
             for _ in range(size):
                 value = 1.0
                 if weights:
@@ -87,10 +87,10 @@ def file_cells(features, num_features, inverse, counts, num_unique, pointers, ce
     store_u32(pointers + 4 * num_unique, total)
     for f in range(num_features - 1, -1, -1):
         feature = features + 8 * DESCRIPTOR * f
-        begin, i = load_i64(feature + _BEGIN), load_i64(feature + _END) - 1
-        offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
-        num_bags, stride = load_i64(feature + _NUM_BAGS), load_i64(feature + _STRIDE)
-        cell = load_i64(feature + _FIRST_CELL) + (num_bags - 1) * stride
+        begin, i = load_i64(feature + IDS_BEGIN), load_i64(feature + IDS_END) - 1
+        offsets, bag_size = load_i64(feature + OFFSETS), load_i64(feature + BAG_SIZE)
+        num_bags, stride = load_i64(feature + NUM_BAGS), load_i64(feature + STRIDE)
+        cell = load_i64(feature + FIRST_CELL) + (num_bags - 1) * stride
         if bag_size == 1:
             while i >= begin:
                 u = load_u32(inverse + 4 * i)
@@ -101,7 +101,7 @@ def file_cells(features, num_features, inverse, counts, num_unique, pointers, ce
                 i -= 1
             continue
         for bag in range(num_bags - 1, -1, -1):
-            for _ in range(_size(offsets, bag_size, bag)):
+            for _ in range(ids_in(offsets, bag_size, bag)):
                 u = load_u32(inverse + 4 * i)
                 at = load_u32(pointers + 4 * u) - 1
                 store_u32(pointers + 4 * u, at)
@@ -117,7 +117,7 @@ def file_weights(features, num_features, inverse, pointers, num_unique, cursors,
         store_u32(cursors + 4 * u, load_u32(pointers + 4 * u))
     for f in range(num_features):
         feature = features + 8 * DESCRIPTOR * f
-        for i in range(load_i64(feature + _BEGIN), load_i64(feature + _END)):
+        for i in range(load_i64(feature + IDS_BEGIN), load_i64(feature + IDS_END)):
             u = load_u32(inverse + 4 * i)
             at = load_u32(cursors + 4 * u)
             store_u32(cursors + 4 * u, at + 1)
@@ -167,12 +167,12 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
         prefetched = -1
         for f in range(num_features):
             feature = features + 8 * DESCRIPTOR * f
-            i, end = load_i64(feature + _BEGIN), load_i64(feature + _END)
-            offsets, bag_size = load_i64(feature + _OFFSETS), load_i64(feature + _BAG_SIZE)
-            stride = ELEMENT * load_i64(feature + _STRIDE)
-            to = out + ELEMENT * load_i64(feature + _FIRST_CELL)
+            i, end = load_i64(feature + IDS_BEGIN), load_i64(feature + IDS_END)
+            offsets, bag_size = load_i64(feature + OFFSETS), load_i64(feature + BAG_SIZE)
+            stride = ELEMENT * load_i64(feature + STRIDE)
+            to = out + ELEMENT * load_i64(feature + FIRST_CELL)
             if i == end:
-                for _ in range(load_i64(feature + _NUM_BAGS)):
+                for _ in range(load_i64(feature + NUM_BAGS)):
                     store_row(to, zero_row(DIM, STORAGE), OUT)
                     to += stride
                 continue
@@ -188,9 +188,9 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
                 continue
             # Rows are numbered in order of first appearance: those to come soon follow the highest number so far.
             prefetched = max(prefetched, load_u32(inverse + 4 * i))
-            for bag in range(load_i64(feature + _NUM_BAGS)):
+            for bag in range(load_i64(feature + NUM_BAGS)):
                 total, highest = zero_row(DIM, STORAGE), 0
-                for _ in range(_size(offsets, bag_size, bag)):
+                for _ in range(ids_in(offsets, bag_size, bag)):
                     u = load_u32(inverse + 4 * i)
                     highest = max(highest, u)
                     row = load_row(load_i64(addresses + 8 * u), DIM, STORAGE)

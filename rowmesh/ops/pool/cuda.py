@@ -27,7 +27,7 @@ from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_d
 DESCRIPTOR = 8  # int64 values that describe a feature
 CHUNK = 256
 _BLOCK = 1024
-_MOST_JAGGED = 16  # of a program: with a warp of them or more, triton 3.6 and 3.7 fail on code of their own making
+MOST_JAGGED = 16  # of a program: with a warp of them or more, triton 3.6 and 3.7 fail on code of their own making
 _FEW = 256  # bags of a program that divides in 64 bits, which takes many registers
 _WIDEST = 16  # elements: 16 bytes of any type, and more
 _STORAGE = (torch.float32, torch.bfloat16, torch.float64)
@@ -139,7 +139,7 @@ class FiledCells:
 
 
 @triton.jit
-def _bags_of(feature, offsets, bag, is_bag):
+def bags_of(feature, offsets, bag, is_bag):
     """The first id of each bag, and how many there are."""
     bounds = tl.load(feature + 2)
     size = bag * 0 + tl.load(feature + 3)
@@ -153,7 +153,7 @@ def _bags_of(feature, offsets, bag, is_bag):
 
 
 @triton.jit
-def _factor_of(weights, feature, at, size, here, MEAN: tl.constexpr, DTYPE: tl.constexpr):
+def factor_of(weights, feature, at, size, here, MEAN: tl.constexpr, DTYPE: tl.constexpr):
     """The weight of an id (1 where there are none), over the bag's size where the feature is a mean."""
     if weights is None:
         factor = tl.zeros(at.shape, tl.float64) + 1
@@ -188,7 +188,7 @@ def _vectors_of(
     mask = here[:, None] & is_column[None, :]
     values = tl.load(rows + row[:, None] * DIM + columns[None, :], mask=mask, other=0).to(DTYPE)
     if MEAN or weights is not None:
-        values *= _factor_of(weights, feature, at, size, here, MEAN, DTYPE)[:, None]
+        values *= factor_of(weights, feature, at, size, here, MEAN, DTYPE)[:, None]
     return values
 
 
@@ -217,7 +217,7 @@ def _pool(
         return
     bag, columns = begin + tl.arange(0, BAGS), tl.arange(0, COLUMNS)
     is_bag, is_column = bag < num_bags, columns < DIM
-    first, size = _bags_of(feature, offsets, bag, is_bag)
+    first, size = bags_of(feature, offsets, bag, is_bag)
     if UNROLL == 0:
         # Not a loop of one round: there the assembler lets each load wait for the sum before it.
         total = _vectors_of(
@@ -281,7 +281,7 @@ def pool(rows: Tensor, inverse: Tensor, bags: Bags, out: Tensor, slots: Tensor |
     columns, tile = tile_of_rows(rows.shape[1], compute)
     unroll = 0 if bags.is_single else _UNROLL.value
     tile = max(tile // max(unroll, 1), 1)  # as many loads under way, whether of different bags or of one
-    tile = tile if bags.offsets is None else min(tile, _MOST_JAGGED)
+    tile = tile if bags.offsets is None else min(tile, MOST_JAGGED)
     launch(
         _pool,
         (ceil_div(bags.num_bags, tile), len(bags.features)),
@@ -314,13 +314,13 @@ def _find_cells(
     if begin >= num_bags:
         return
     bag = begin + tl.arange(0, BAGS)
-    first, size = _bags_of(feature, offsets, bag, bag < num_bags)
+    first, size = bags_of(feature, offsets, bag, bag < num_bags)
     cell = tl.load(feature + 5) + bag * tl.load(feature + 6)
     for j in range(tl.max(size)):
         at, here = first + j, j < size
         tl.store(cells + at, cell, mask=here)
         if factors is not None:
-            tl.store(factors + at, _factor_of(weights, feature, at, size, here, MEAN, DTYPE), mask=here)
+            tl.store(factors + at, factor_of(weights, feature, at, size, here, MEAN, DTYPE), mask=here)
 
 
 @triton.jit(do_not_specialize=("num_ids",))
@@ -588,7 +588,7 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
         Signature(
             _pool,
             f"*{storage} *i64 *i32 *i64 *i64 *{compute} *{compute}",
-            common | {"MEAN": True, "BAGS": min(tile // 4, _MOST_JAGGED), "UNROLL": _UNROLL.value},
+            common | {"MEAN": True, "BAGS": min(tile // 4, MOST_JAGGED), "UNROLL": _UNROLL.value},
         ),
         Signature(
             _sum_chunks, f"*{compute} *i32 *i32 *i64 *{compute}", common | chunks, max(1, min(4, columns // 128))
@@ -618,7 +618,7 @@ SIGNATURES = (
             "DTYPE": tl.float32,
             "ALIGNMENT": 16,
             "COLUMNS": 16,
-            "BAGS": _MOST_JAGGED,
+            "BAGS": MOST_JAGGED,
             "UNROLL": _UNROLL.value,
             "MEAN": False,
             "slots": None,

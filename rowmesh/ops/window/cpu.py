@@ -12,7 +12,7 @@ import functools
 from types import SimpleNamespace
 
 from rowmesh.ops.merge_update.cpu import END
-from rowmesh.ops.pool.cpu import _BEGIN, _END, AHEAD, DESCRIPTOR, add_cells, first_cell
+from rowmesh.ops.pool.cpu import AHEAD, DESCRIPTOR, IDS_BEGIN, IDS_END, add_cells, first_cell
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
     FLOAT32,
@@ -45,7 +45,7 @@ def count_cells(features, num_features, inverse, phase, counts, uses):
     """
     for f in range(num_features):
         feature = features + 8 * DESCRIPTOR * f
-        for i in range(load_i64(feature + _BEGIN), load_i64(feature + _END)):
+        for i in range(load_i64(feature + IDS_BEGIN), load_i64(feature + IDS_END)):
             u = load_u32(inverse + 4 * i)
             store_u32(counts + 4 * u, load_u32(counts + 4 * u) + 1)
             store_u32(uses + 4 * u, load_u32(uses + 4 * u) | (1 << phase))
