@@ -66,7 +66,7 @@ def plan(
     max_hops
         2 allows a node to merge its requests before it sends them to another; 1 does not.
     fetch_weight
-        What a fetched byte costs, relative to a byte of gradients; in training placement.fetch_weight by default, else 1.
+        What a fetched byte costs, relative to a byte of gradients; placement.fetch_weight by default, with mode train.
     count_batches
         Read the data once and count the batches that hold each row, instead of assuming that samples are independent.
     replicas
