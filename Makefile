@@ -1,4 +1,5 @@
 # make train   set everything up, train a DLRM on two ranks, evaluate it (DATA=rows.tsv.gz, RANKS=2, RUN=folder, ARGS="key=value")
+# make demo    the same model trained in twelve ways, what each system changes, in a table (ARGS="--quick", docs/demo.md)
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
 # make bench   every benchmark, quickly
@@ -7,11 +8,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RANKS  ?= 2
-RUN    ?= runs/make_train
+RUN    ?= runs/make_train runs/demo runs/demo_quick
 DATA   ?=
 ARGS   ?=
 
-.PHONY: train test test-slow lint format bench clean
+.PHONY: train demo test test-slow lint format bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
@@ -22,6 +23,9 @@ $(READY): pyproject.toml
 
 train: $(READY)
 	PYTHON="$(CURDIR)/$(BIN)/python" RANKS="$(RANKS)" RUN="$(RUN)" DATA="$(DATA)" ARGS="$(ARGS)" bash configs/train.sh
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole job: data, training on several ranks, evaluation, a page about the run. `make train` calls it.
+# The whole job: data, training on several ranks, scores on the test split, a page about the run. `make train` calls it.
 #
 #   PYTHON   the interpreter that has rowmesh installed
 #   RANKS    processes (2)
@@ -42,9 +42,8 @@ else
     config=configs/criteo.toml
     prepared=$STORE/generated/criteo
     rowmesh data synthesize "$STORE/generated/raw" --samples "$SAMPLES" --reuse
-    rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 100 --reuse
+    rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 1 --reuse # a row for every id
 fi
 
 # shellcheck disable=SC2086  # ARGS are words
 on_ranks train "$config" "data.folder=$prepared" "run.folder=$RUN" $ARGS --overwrite
-on_ranks evaluate "$RUN"

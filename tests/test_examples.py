@@ -23,7 +23,7 @@ from tests.support.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PAGE = EXAMPLES.parent / "docs" / "from_torchrec.md"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"demo"})  # tests/test_demo.py runs that
 Weights = dict[str, torch.Tensor]
 
 

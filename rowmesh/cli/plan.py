@@ -24,7 +24,7 @@ def plan(
     memory: str | None = None,
     extra_memory: float | None = None,
     max_hops: Literal[1, 2] = 2,
-    fetch_weight: float = 1.0,
+    fetch_weight: float | None = None,
     count_batches: Switch = False,
     replicas: str | None = None,
     synchronization: Literal["exact", "average"] | None = None,
@@ -66,7 +66,7 @@ def plan(
     max_hops
         2 allows a node to merge its requests before it sends them to another; 1 does not.
     fetch_weight
-        What a fetched byte costs, relative to a byte of gradients.
+        What a fetched byte costs, relative to a byte of gradients; placement.fetch_weight by default, with mode train.
     count_batches
         Read the data once and count the batches that hold each row, instead of assuming that samples are independent.
     replicas

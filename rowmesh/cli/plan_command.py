@@ -84,7 +84,7 @@ class PlanOptions:
     memory: str | None = None
     extra_memory: float | None = None
     max_hops: Literal[1, 2] = 2
-    fetch_weight: float = 1.0
+    fetch_weight: float | None = None
     count_batches: bool = False
 
     def request(self, config: Config, world_size: int, tables: Sequence[TableSpec] = ()) -> Request:
@@ -99,8 +99,14 @@ class PlanOptions:
             memory_limit_bytes=None if self.memory is None else self._limit(self.memory, cores_bytes(tables)),
             extra_memory=request.extra_memory if self.extra_memory is None else self.extra_memory,
             max_hops=self.max_hops,
-            fetch_weight=self.fetch_weight,
+            fetch_weight=self._fetch_weight(request),
         )
+
+    def _fetch_weight(self, configured: Request) -> float:
+        """That of the option, or of the configuration; without gradients there is nothing to weigh fetches against."""
+        if self.fetch_weight is not None:
+            return self.fetch_weight
+        return configured.fetch_weight if self.mode == "train" else 1.0
 
     @staticmethod
     def _limit(memory: str, cores: int) -> int:

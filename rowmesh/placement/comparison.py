@@ -12,6 +12,7 @@ from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import QUICK, current_name, search
 from rowmesh.placement.strategies.auto import EQUAL, NOISE, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.summary import copied_share
 from rowmesh.placement.text import bytes_text, seconds_text
 
 # No link is slower than 1 kB/s: greater costs are relative.
@@ -148,7 +149,9 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
     plans = {plan.strategy: plan} | {name: other for name, other in plans.items() if name != plan.strategy}
     candidates = tuple(_judged(problem, name, other) for name, other in plans.items())
     comparison = Comparison(problem, strategy, candidates, plan)
-    return replace(comparison, plan=replace(plan, notes={**plan.notes, "why": comparison.why}))
+    share = copied_share(plan, problem.profile)
+    copies = {"copies": f"hot rows, copied to every rank, get {share:.1%} of the accesses"} if share else {}
+    return replace(comparison, plan=replace(plan, notes={**plan.notes, **copies, "why": comparison.why}))
 
 
 def is_relative(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.placement.plan import Plan, RowRange, TablePlan
-from rowmesh.placement.profile import TableProfile
+from rowmesh.placement.profile import Profile, TableProfile
 
 LEVELS = {"hot": ("replicated",), "warm": ("node",), "cold": ("cyclic", "fixed")}
 LEVEL_OF = {rule: level for level, rules in LEVELS.items() for rule in rules}
@@ -27,6 +27,22 @@ def plan_levels(plan: Plan) -> dict[str, int]:
         for part in table.ranges:
             rows[LEVEL_OF[part.rule]] += len(part)
     return rows
+
+
+def copied_share(plan: Plan, profile: Profile) -> float:
+    """The share of all accesses that go to hot rows, which every rank has.
+
+    Example:
+        >>> from rowmesh.placement import TableShape
+        >>> shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+        >>> plan = Plan((TablePlan(shape, (RowRange(0, 1, "replicated"), RowRange(1, 4))),), 2, 2)
+        >>> copied_share(plan, Profile.from_counts({"item": [6, 2, 1, 1]}, [shape], num_samples=10))
+        0.6
+    """
+    total = sum(table.total_accesses for table in profile.tables)
+    pairs = zip(plan.tables, profile.tables, strict=True)
+    hot = sum(levels_of(table, counts)["hot"].share * counts.total_accesses for table, counts in pairs)
+    return hot / total if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
     if prepared.dense_scales:
         write(console, "dense features, standardized by means of the training split; missing values become 0, the mean")
         show(console, _dense(prepared.dense_scales))
-    write(console, f"tables (ids seen fewer than {prepared.min_count} times in training are rare)")
+    write(console, f"tables ({_what_is_rare(prepared.min_count)})")
     show(console, _tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
     write(console, f"bad rows: {prepared.bad_rows}{where}")
@@ -87,6 +87,12 @@ def _unchanged(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
         advice = "lower --batch-size or prepare more samples"
         lines.append(f"{', '.join(unjudged)} stay in order of frequency: {few}; {advice}")
     return lines
+
+
+def _what_is_rare(min_count: int) -> str:
+    if min_count < 2:
+        return "ids that training has not seen are rare, and share the last row"
+    return f"ids seen fewer than {min_count} times in training are rare, and share the last row"
 
 
 def _splits(prepared: Prepared) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.threads import fit_threads
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
+from rowmesh.observe.lines import fitted
 from rowmesh.observe.trackers import check_trackers
 from rowmesh.train.about import about_run
 from rowmesh.train.advice import advice
@@ -262,7 +264,7 @@ def _write_metrics(path: Path, record: dict[str, Any]) -> None:
 
 def _write(mesh: Mesh, *lines: str) -> None:
     if mesh.rank == 0 and lines:
-        print(*lines, sep="\n", flush=True)  # noqa: T201
+        print(*fitted(lines, sys.stdout), sep="\n", flush=True)  # noqa: T201
 
 
 @contextmanager

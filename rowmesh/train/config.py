@@ -423,6 +423,7 @@ class PlacementConfig(Section):
         topology: a shipped topology or a file; empty: the ranks of the run, links between hosts dearer than within.
         extra_memory: memory for copies, as a share of what a rank holds without any.
         objective: what a plan makes least, summed over or greatest of the links.
+        fetch_weight: what a fetched byte costs in a training step, relative to a byte of gradients.
         drift: when a new plan is made while training.
     """
 
@@ -431,6 +432,7 @@ class PlacementConfig(Section):
     topology: Folder = ""
     extra_memory: Rate = 0.05
     objective: Literal["auto", "total", "slowest_link"] = "auto"
+    fetch_weight: Factor = 1.0
     drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")

@@ -44,8 +44,8 @@ class Placement:
     def text(self) -> str:
         """Strategy, levels and reason, in a line."""
         levels = ", ".join(f"{name} {rows:,}" for name, rows in plan_levels(self.plan).items())
-        why = self.plan.notes.get("why", "")
-        return f"{self.plan.strategy}, {self.source}: rows {levels}" + (f"; {why}" if why else "")
+        notes = [self.plan.notes[note] for note in ("copies", "why") if note in self.plan.notes]
+        return "; ".join((f"{self.plan.strategy}, {self.source}: rows {levels}", *notes))
 
     def to_plain(self) -> list[str]:
         """To be sent to other ranks."""
@@ -144,6 +144,7 @@ def request_of(config: Config, world_size: int) -> Request:
         batch_size=-(-chosen(config.data.batch_size) // world_size),
         extra_memory=placement.extra_memory,
         objective=placement.objective,
+        fetch_weight=placement.fetch_weight,
     )
 
 

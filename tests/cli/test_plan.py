@@ -10,6 +10,7 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
 from tests.support.commands import run_on
 
@@ -81,6 +82,21 @@ def test_what_the_configuration_says_is_the_default(run, config_file, tmp_path):
     run("placement.topology=2x4", "--ranks", 2, "--strategy", "cyclic", "--out", path, "tables.dim=8")
     plan = Plan.load(path)
     assert (plan.world_size, plan.strategy, plan.tables[0].shape.value_bytes) == (2, "cyclic", 32)
+
+
+def test_dear_fetches_make_copies_in_training(run, tmp_path):
+    path = tmp_path / "plan.json"
+    asked = ["placement.fetch_weight=3.0", "placement.strategy=cyclic", "--ranks", 2, "--out", path]
+    run(*asked)
+    assert plan_levels(Plan.load(path))["hot"] > 0
+    assert "copied to every rank, get" in Plan.load(path).notes["copies"]
+    run(*asked, "--fetch-weight", 1)
+    assert plan_levels(Plan.load(path))["hot"] == 0
+    assert "copies" not in Plan.load(path).notes
+    run("placement.fetch_weight=3.0", "--mode", "infer", "--ranks", 2, "--out", path)
+    weighted = Plan.load(path)
+    run("--mode", "infer", "--ranks", 2, "--out", path)
+    assert Plan.load(path).notes == weighted.notes  # without gradients there is nothing to weigh
 
 
 def test_memory_is_kept(run, tmp_path):

@@ -19,7 +19,7 @@ def test_a_trained_model_comes_near_the_planted_optimum(tmp_path):
     samples = {"train": 4_000_000, "validation": 1_000, "test": 200_000}
     synthesize(tmp_path / "raw", samples, PlantedConfig(seed=2))
     source = DataSource.find([tmp_path / "raw"], None, validation=(), test=())
-    prepare(source.files, tmp_path / "prepared", source.schema, optimum=source.optimum, min_count=100)
+    prepare(source.files, tmp_path / "prepared", source.schema, optimum=source.optimum, min_count=1)
     options = [f"data.folder={tmp_path / 'prepared'}", f"run.folder={tmp_path / 'run'}"]
     done = launch(["train", str(CONFIG), *options], ranks=2, timeout_s=280)
     assert done.status == 0, done.err
