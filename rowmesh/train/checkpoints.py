@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -100,6 +101,8 @@ class Checkpoints:
 
     def _begin(self, place: Path, has_best: bool) -> None:
         reach("checkpoint.begin", place)
+        if not self._run.path.exists():  # renamed, say: a model is to find the name free
+            raise FileNotFoundError(errno.ENOENT, "the run's folder is gone", str(self._run.path))
         remove(place)  # of a run that came as far before it was resumed
         if has_best:
             place.mkdir(parents=True)

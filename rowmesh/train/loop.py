@@ -190,8 +190,6 @@ class Trainer:
         pauses = [config.placement.drift.check_every] if can_migrate else []
         if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
             pauses.append(self._eval_every)
-        if config.checkpoint.every_steps and self.job.embeddings.tier_counters:
-            pauses.append(config.checkpoint.every_steps)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     def local_loss(self, total: Tensor) -> Tensor:

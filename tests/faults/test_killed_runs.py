@@ -14,7 +14,7 @@ OPTIONS = ["train.epochs=4", "train.log_every=2", "checkpoint.every_steps=3"]  #
 POINTS = [
     "checkpoint.begin@2",
     "checkpoint.prepare@2",
-    "checkpoint.write_rows@5",
+    "checkpoint.write_rows@9",
     "checkpoint.write_dense@2",
     "checkpoint.sync@2",
     "checkpoint.publish@2",

@@ -15,7 +15,13 @@ from tests.support.killed_runs import model_of, train_once, train_untouched
 
 SELDOM = "checkpoint.every_steps=1000"
 PREEMPTED, TERMINATED = "Preempted: 75", "Terminated: 143"
-TIERED = ["tables.storage=tiered", "tiers.fast_rows=300"]
+TIERED = [
+    "tables.storage=tiered",
+    "tiers.fast_rows=140",
+    "tiers.fast_share=0.01",
+    "data.batch_size=64",
+    "train.steps=16",
+]
 AVERAGED = ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"]
 
 
