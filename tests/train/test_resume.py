@@ -21,7 +21,6 @@ from tests.support.killed_runs import lines_of, model_of, train_killed, train_on
 COLLECTIVE = ["parallel.transport=collective"]
 TIERED = ["tables.storage=tiered", "tiers.fast_share=0.01", "data.batch_size=64", "train.steps=16"]
 FAST_ROWS = {1: 170, 2: 100, 4: 60}  # of 381, 191 and 96 that a rank has
-STEPS = 16
 MODES = {
     "plain": [],
     "one-sided": ["parallel.transport=one_sided"],
@@ -38,14 +37,19 @@ MODES = {
         "tables.tensor_train.rank=2",
     ],
     "adam": ['tables.optimizer.name="adam"', 'schedule.name="cosine"', "schedule.warmup_steps=4"],
+    "dropout": [
+        "model.name=tests.support.own_models:Dropping",
+        "model.bottom=[512, 256, 64]",  # the default: none is given
+        "model.top=[512, 256]",
+    ],
     "early stopping": ["train.patience=3", "train.eval_every=2", "optimizer.lr=0.02", "tables.optimizer.lr=0.3"],
 }
 NEED_RANKS = ("copies", "exact replicas", "averaged replicas")
 
 
-def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3):
+def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3, *more):
     fast_rows = FAST_ROWS[world_size] * (1.4 if "pipelined" in mode else 1)  # two batches are in sight
-    options = [*MODES[mode], f"checkpoint.every_steps={every}", f"tiers.fast_rows={int(fast_rows)}"]
+    options = [*MODES[mode], f"checkpoint.every_steps={every}", f"tiers.fast_rows={int(fast_rows)}", *more]
     for name, train in (("untouched", train_untouched), ("killed", train_killed)):
         args = (kills,) if train is train_killed else ()
         train(ranks, config_file, [*options, f"run.folder={tmp_path / name}"], world_size, *args)
@@ -67,6 +71,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3)
         ("copies", 2),
         ("averaged replicas", 2),
         ("cores", 1),
+        ("dropout", 2),
         ("early stopping", 1),
     ],
 )
@@ -82,12 +87,28 @@ def test_a_run_that_is_killed_at_every_step_ends_as_one_that_was_not(ranks, conf
     if mode in NEED_RANKS and world_size == 1:
         pytest.skip("there is one rank")
     every = 4 if mode == "averaged replicas" else 1
-    kills = ["loop.step@1=raise", *["loop.step@2=raise"] * (STEPS - 1)]
-    if every > 1:
-        kills = [f"loop.step@{number}=raise" for number in (1, 2, 3, 5, 5, 6)]
+    kills = ["loop.step@1=raise", *["loop.step@2=raise"] * 29]
+    if mode == "averaged replicas":
+        kills = [f"loop.step@{number}=raise" for number in (1, 2, 3, 5, 5, 6, 7, 8)]
     if mode == "early stopping":
         kills = kills[:4]
-    check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every)
+    check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every, "train.epochs=4", "train.steps=30")
+
+
+def test_the_best_model_is_part_of_a_checkpoint(config_file, tmp_path):
+    """It is of a step long before the last checkpoint, and its own folder is lost."""
+    options = ["train.epochs=30", "train.steps=0", "train.patience=3", "train.eval_every=4", "checkpoint.every_steps=5"]
+    options += ["optimizer.lr=0.02", "tables.optimizer.lr=0.3"]
+    expected = train(config_file, *options, f"run.folder={tmp_path / 'untouched'}")
+    metadata = checkpoint.read_manifest(tmp_path / "untouched" / "model").metadata
+    assert metadata["trained_steps"] == metadata["steps"] + 12
+    killed(config_file, metadata["trained_steps"] - 1, *options)
+    assert steps_of(tmp_path / "run" / "checkpoints")[-1] > metadata["steps"] + 5
+    shutil.rmtree(tmp_path / "run" / "best")
+    assert train(config_file, *options, resume="latest") == expected
+    assert checkpoint.read_manifest(tmp_path / "run" / "model").metadata == metadata
+    assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
+    assert not (tmp_path / "run" / "best").exists()
 
 
 # On other ranks
@@ -126,7 +147,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, config_file, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [[], MODES["pipelined"], MODES["tiered"], MODES["copies"]], ids=str)
+@pytest.mark.parametrize(
+    "later", [[], MODES["pipelined"], ["tables.storage=tiered", "tiers.fast_rows=300"], MODES["copies"]], ids=str
+)
 def test_a_run_goes_on_with_any_number_of_ranks_and_another_layout(ranks, config_file, tmp_path, later):
     check_on(ranks, config_file, tmp_path, [1, 2, 3, 4], *later)
 
