@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RANKS  ?= 2
-RUN    ?= runs/make_train runs/demo runs/demo_quick
+RUN    ?= runs/make_train
 DATA   ?=
 ARGS   ?=
 
@@ -50,4 +50,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) data/generated data/prepared runs/make_train
+	rm -rf $(VENV) data/generated data/prepared runs/make_train runs/demo runs/demo_quick

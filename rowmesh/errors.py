@@ -36,6 +36,13 @@ class Terminated(SystemExit):
         super().__init__(128 + signal)
 
 
+class Preempted(SystemExit):
+    """SIGTERM or SIGUSR1 came, and a checkpoint was written: a run that `--resume` goes on with; status 75."""
+
+    def __init__(self) -> None:
+        super().__init__(75)  # EX_TEMPFAIL of sysexits.h: to be tried again
+
+
 class CheckpointError(RowmeshError, RuntimeError):
     """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
 

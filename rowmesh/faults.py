@@ -8,8 +8,9 @@ A test arms points in its own process (`arm`) or, for commands and ranks that it
 
 A fault is `POINT[@N][,rankR]=ACTION`: the N-th time (from 1; without it every time) that a process, or rank R alone,
 reaches the point. Actions: an errno's name raises that OSError; `kill` and `stop` send SIGKILL and SIGSTOP to the
-process; `exit` ends it at once with status 7; `raise` raises RuntimeError; `hold:PATH` makes the file PATH and waits
-until PATH with `.go` behind it exists, so that a test acts at exactly this point.
+process, and a signal's name, such as `SIGTERM`, that one; `exit` ends it at once with status 7; `raise` raises
+RuntimeError; `hold:PATH` makes the file PATH and waits until PATH with `.go` behind it exists, so that a test acts at
+exactly this point.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def _parse(text: str) -> Iterator[_Fault]:
 def _action(name: str) -> Callable[[str], None]:
     if hasattr(errno, name):
         return lambda path: _raise_os_error(getattr(errno, name), path)
+    if name in signal.Signals.__members__:
+        return lambda path: os.kill(os.getpid(), signal.Signals[name])
     if name.startswith("hold:"):
         return lambda path: _hold(Path(name.removeprefix("hold:")))
     try:

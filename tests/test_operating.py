@@ -116,15 +116,15 @@ def test_the_image_has_what_it_copies_and_the_torch_of_the_makefile():
 
 
 def test_keys_options_and_files_on_the_page_exist():
-    keys = set(re.findall(r"`((?:run|data|train|parallel|placement)\.\w+)[`=]", PAGE))
+    keys = set(re.findall(r"`((?:run|data|train|parallel|placement|checkpoint)\.\w+)[`=]", PAGE))
     assert keys >= {"run.retry_s", "parallel.timeout_s", "run.prometheus_file", "run.trackers", "train.steps"}
     for key in keys:
         assert_is_key(key)
     (example,) = re.findall(r"^(torchrun .*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
     check_keys(torchrun(shlex.split(example.replace("\\\n", " "))).training_script_args[2:])
     known = get_args_parser().format_help()
-    ours = {"--overwrite", "--save", "--load", "--ranks", "--topology"}
-    others = {"--no-requeue", "--nodes", "--file", "--tag", "--rm"}  # of SLURM and docker
+    ours = {"--overwrite", "--resume", "--save", "--load", "--ranks", "--topology"}
+    others = {"--requeue", "--no-requeue", "--nodes", "--file", "--tag", "--rm"}  # of SLURM and docker
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - ours - others
     assert [option for option in named if f"{option} " not in known and f"{option}\n" not in known] == []
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGE)]

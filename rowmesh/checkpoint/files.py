@@ -79,6 +79,19 @@ class SavedFiles:
             )
         return values
 
+    def verify(self) -> tuple[int, int]:
+        """Reads all files that have checksums; returns how many they are, and of how many bytes.
+
+        Raises:
+            CheckpointError: one is missing or damaged; names it.
+        """
+        for name in self._checksums:
+            try:
+                self._open(name, "a checkpoint").verify()
+            except DamagedFileError as error:
+                raise CheckpointError(str(error)) from None
+        return len(self._checksums), sum(each.size_bytes for each in self._checksums.values())
+
     def _open(self, name: str, what: str) -> VerifiedFile:
         path = self.folder / name
         try:

@@ -1,1 +1,1 @@
-"""The command line: `rowmesh data | plan | train | evaluate | export | env | doctor`."""
+"""The command line: `rowmesh data | plan | train | checkpoint | evaluate | …`, a file each."""

@@ -22,7 +22,7 @@ from rowmesh.cli.plan import plan
 from rowmesh.cli.predict import predict
 from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
-from rowmesh.cli.train import train
+from rowmesh.cli.train import train, with_resume
 from rowmesh.errors import RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
@@ -42,6 +42,7 @@ app = cyclopts.App(
     suppress_keyboard_interrupt=False,
 )
 app.command("rowmesh.cli.data:app", name="data", help="Make and prepare data sets.")
+app.command("rowmesh.cli.checkpoint:app", name="checkpoint", help="Look at the checkpoints of a run.")
 app.command(plan)
 app.command(train)
 app.command(evaluate)
@@ -55,9 +56,9 @@ app.command(doctor)
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line.
 
-    Exit status 2 where the command line is wrong or rowmesh refuses or fails, 129 where the terminal was closed, 130
-    after Ctrl-C, 143 after SIGTERM; errors go to standard error, under torchrun with the rank in front. A rank ends
-    when torchrun is gone.
+    Exit status 2 where the command line is wrong or rowmesh refuses or fails, 75 where a signal ended a run that can be
+    resumed, 129 where the terminal was closed, 130 after Ctrl-C, 143 after SIGTERM; errors go to standard error, under
+    torchrun with the rank in front. A rank ends when torchrun is gone.
     """
     global _is_leaving
     _is_leaving = False
@@ -70,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
     hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         reach("cli.command")
-        app(arguments, exit_on_error=False, result_action="return_value", console=_wide_enough())
+        words = with_resume(sys.argv[1:] if arguments is None else arguments)
+        app(words, exit_on_error=False, result_action="return_value", console=_wide_enough())
         if problem := lost():
             _complain(f"{problem}; what the command was to do is done")
             sys.exit(FAILED)

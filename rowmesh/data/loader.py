@@ -153,6 +153,14 @@ class Loader:
             epoch, batch = epoch + 1, 0
         return {"epoch": epoch, "batch": batch, **self._identity()}
 
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """As `state_dict`, of a loader that has yielded so many batches since the start of its first epoch.
+
+        For a loop whose batches are read ahead of its steps: the position of the steps, not that of the reader.
+        """
+        epoch, batch = divmod(batches, self.num_batches)
+        return {"epoch": epoch, "batch": batch, **self._identity()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a position, also one saved under another world size.
 

@@ -37,7 +37,7 @@ def join(timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
     try:
         store, _, _ = patiently(lambda: next(iter(rendezvous("env://", timeout=limit))))
-        store = PrefixStore("default_pg", store)
+        store = PrefixStore(f"{_attempt()}default_pg", store)
         arrivals = Arrivals(store, rank, world_size)
     except (RuntimeError, ValueError) as error:
         raise PeerError(f"{failed}: {error}") from error
@@ -141,6 +141,15 @@ class Arrivals:
     def _died(self, dead: Sequence[int]) -> str:
         names = ", ".join(f"rank {rank} (process {self._seen[rank][1]})" for rank in dead)
         return f"{names} died while joining; its own output says why"
+
+
+def _attempt() -> str:
+    """Set apart in the store what ranks write under torchrun: of workers that it restarts the store is the same one.
+
+    Else ranks would find the addresses and processes of those before, which are gone.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"attempt_{restarts}_of_{os.environ['WORLD_SIZE']}/" if restarts else ""
 
 
 def host_identity() -> str:

@@ -12,7 +12,7 @@ from rowmesh.faults import reach
 
 _logger = logging.getLogger("rowmesh")
 # Windows has no O_CLOEXEC, and without O_BINARY writes line ends of its own.
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_FLAGS = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class RecordFile:
@@ -22,8 +22,9 @@ class RecordFile:
     of lost records when there is room again, or at the end. No part of a lost record stays in the file.
 
     Args:
-        path: the file, made anew.
+        path: the file.
         log: receives messages about lost records.
+        goes_on: whether records follow those that are in the file; else it is made anew.
 
     Attributes:
         lost: records that are not in the file.
@@ -32,10 +33,10 @@ class RecordFile:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, log: Callable[[str], None] = _logger.warning) -> None:
+    def __init__(self, path: Path, log: Callable[[str], None] = _logger.warning, *, goes_on: bool = False) -> None:
         self._path, self._log = path, log
-        self._descriptor = os.open(path, _FLAGS, 0o666)
-        self._end = 0  # of the last whole record
+        self._descriptor = os.open(path, _FLAGS if goes_on else _FLAGS | os.O_TRUNC, 0o666)
+        self._end = os.lseek(self._descriptor, 0, os.SEEK_END) if goes_on else 0  # of the last whole record
         self.lost = self._lost_since = 0
         self._is_open = True
 
@@ -56,6 +57,12 @@ class RecordFile:
             if self._lost_since:
                 self._log(f"{self._path} can be written again; {self._lost_since:,} records before are lost")
                 self._lost_since = 0
+
+    def sync(self) -> None:
+        """Waits until what is in the file is on disk, as far as the system lets it."""
+        if self._is_open:
+            with contextlib.suppress(OSError):
+                os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Closes the file; may be called twice."""

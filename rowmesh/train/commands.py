@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
+from rowmesh.checkpoint.series import Series
 from rowmesh.data import Prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
@@ -39,10 +41,11 @@ from rowmesh.train.loop import Trainer
 from rowmesh.train.metrics import Metrics
 from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.own_model import check_importable
-from rowmesh.train.placement import Placement, configured_placement, evaluation_placement
+from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.report import describe, describe_training, model_text, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
+from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
 from rowmesh.train.splits import check_file, check_same_data, check_split, check_training_splits
@@ -60,6 +63,7 @@ def run_training(
     verify: bool = True,
     fits_threads: bool = False,
     at_end: AtEnd | None = None,
+    resume: Resume = "no",
 ) -> Metrics | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
@@ -72,6 +76,11 @@ def run_training(
         verify: whether the data are compared with their checksums.
         fits_threads: whether torch's threads may be lowered to this rank's share of the cores.
         at_end: what to do with the finished run.
+        resume: whether to go on from the newest checkpoint in the run's folder: "latest", or "auto", which begins where
+            there is none. Where the run is finished, nothing is done, and None returned.
+
+    Raises:
+        Preempted: a signal came while the run writes checkpoints, and one is written.
     """
     check_trackers(config.run.trackers)
     check_importable(config.model)
@@ -84,14 +93,26 @@ def run_training(
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
         _threads(mesh, fits_threads),
-        _claimed(mesh, run, overwrite) as claim,
-        job_on(config, mesh, data, lambda: configured_placement(config, mesh, data), trains=True) as job,
+        _claimed(mesh, run, overwrite, resumes=resume != "no") as claim,
+        ExitStack() as stack,
     ):
+        start = on_rank_0(mesh, SETTING_UP, lambda: find_start(claim, config, data, resume, overwrite=overwrite), Start)
+        if start.is_finished:
+            _write(mesh, f"resume    nothing to do: {run.path} is a finished run")
+            return None
+        job = stack.enter_context(
+            job_on(config, mesh, data, lambda: resumed_placement(config, mesh, data, start), trains=True)
+        )
         trainer = Trainer(job)
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
         about = about_run(job, trainer.total_steps)
-        begun = on_rank_0(mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about), RunFolder)
+        begun = on_rank_0(
+            mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
+        )
+        if start.steps:
+            trainer.resume(load_newest(job, begun, start.steps, claim.log))
+            _write(mesh, f"resume    after step {trainer.step:,} of {trainer.total_steps:,}")
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
@@ -160,15 +181,20 @@ def run_evaluation(
             return metrics
 
 
-def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, Any]) -> RunFolder:
+def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, Any], *, goes_on: bool) -> RunFolder:
     """Leaves what the run is, and returns where it writes. Folders are kept absolute beside what was given."""
     given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
+    given["id"] = (goes_on and claim.unfinished.id) or secrets.token_hex(8)
     files = {
         CONFIG: to_toml(anchored(config)),
         ENVIRONMENT: json.dumps(environment_report(), indent=1) + "\n",
         ABOUT: json.dumps(about, indent=1) + "\n",
         PLAN: placement.plan.to_json(),
     }
+    if goes_on:
+        return claim.resume(given, files)
+    if config.checkpoint.folder:
+        Series(Path(config.checkpoint.folder)).clear()  # of a run that is overwritten, or that had none that is whole
     return claim.begin(given, files)
 
 
@@ -325,10 +351,10 @@ def _elsewhere(config: Config, data: Prepared) -> list[str]:
 
 
 @contextmanager
-def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool) -> Iterator[Claim]:
+def _claimed(mesh: Mesh, run: RunFolder, overwrite: bool, *, resumes: bool) -> Iterator[Claim]:
     """Rank 0 takes the folder; the others learn whether it could."""
     with ExitStack() as stack:
-        claim = Claim(run, overwrite=overwrite, log=lambda text: _write(mesh, text))
+        claim = Claim(run, overwrite=overwrite, log=lambda text: _write(mesh, text), resumes=resumes)
 
         def take() -> None:
             stack.enter_context(claim)

@@ -5,24 +5,21 @@ Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from rowmesh.train.checkpoint_config import CheckpointConfig
+from rowmesh.train.section import Count, Folder, Positive, Section
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
 T = TypeVar("T", int, float)
 Auto = Literal["auto"]
 AUTO: Final = "auto"
-_LARGEST = 2**31 - 1
-Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
-"""A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
 
 
 def chosen(value: T | Auto) -> T:
@@ -39,12 +36,6 @@ def _model_name(name: str) -> str:
         return name
     form = "'dlrm', or a class of your own as 'package.module:Class'"
     raise ValueError(f"should be {form}{', without .py' if is_file else ''}, got {name!r}")
-
-
-class Section(BaseModel):
-    """A TOML table: unknown keys are errors, values are not converted between types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class RunConfig(Section):
@@ -456,6 +447,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     pipeline: PipelineConfig = PipelineConfig()
     tiers: TiersConfig = TiersConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -72,6 +72,17 @@ class Drift:
             self._planner.watch(self._ids_by_table(batch), batch.batch_size)
         return "" if self._step % self._check_every else self._check()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that is resumed goes on with, in plain values; a plan that is being made is made anew then."""
+        predicted = None if self.predicted is None else self.predicted.to_plain()
+        return {"step": self._step, "reason": self._reason, "predicted": predicted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, under the plan of that time."""
+        predicted = state["predicted"]
+        self.predicted = None if predicted is None else Fit.from_plain(predicted)
+        self._step, self._reason = int(state["step"]), str(state["reason"])
+
     def close(self) -> None:
         """Stops measuring; waits for a plan that is being made."""
         self._collection.engine.traffic = None

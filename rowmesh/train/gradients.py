@@ -25,12 +25,18 @@ class SharedGradients:
         network: the same on every rank; rank 0's parameters are copied to the others, so construction is
             collective. Its gradients become views of the buffer, so clear them with `zero`.
         mesh: the ranks.
+        num_flags: how many numbers travel behind the gradients.
+
+    Attributes:
+        flags: `[num_flags]`, 0 after `zero`; above 0 after `average` where some rank had set them above 0.
     """
 
-    def __init__(self, network: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, network: nn.Module, mesh: Mesh, num_flags: int = 0) -> None:
         self._mesh = mesh
         parameters = list(network.parameters())
-        self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        gradients = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self._buffer = torch.cat([gradients, gradients.new_zeros(num_flags)])
+        self.flags = self._buffer[len(gradients) :]
         self._group: Any = None
         self._waits = True
         if mesh.group is not None:
@@ -76,8 +82,8 @@ class SharedGradients:
             raise self._mesh.peer_error(doing, error) from error
 
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-        parts = self._buffer.split([parameter.numel() for parameter in parameters])
-        return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        parts = self._buffer.split([*(parameter.numel() for parameter in parameters), len(self.flags)])
+        return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=False)]
 
 
 def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmesh.data import Batch
+from rowmesh.errors import Preempted, Terminated
+from rowmesh.faults import reach
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import MemoryGauge
 from rowmesh.observe.step_clock import StepClock
@@ -19,31 +21,24 @@ from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
 from rowmesh.state_form import in_form
 from rowmesh.train.best import BestModel
+from rowmesh.train.checkpoints import WRITING, Checkpoints
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.config import OptimizerConfig, chosen
-from rowmesh.train.drift import configured_drift
+from rowmesh.train.drift import Drift, configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
 from rowmesh.train.graphs import training_network
+from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
+from rowmesh.train.random_states import random_states, set_random_states
+from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
-from rowmesh.train.schedule import make_scheduler
+from rowmesh.train.schedule import go_on, make_scheduler
 from rowmesh.train.splits import training_source, validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 from rowmesh.train.stopping import EarlyStopping
-
-
-@dataclass
-class Interval:
-    """Sums on this rank since the last line of the log."""
-
-    loss: float = 0.0
-    samples: int = 0
-    steps: int = 0
-    waited_s: float = 0.0
-    started_s: float = field(default_factory=time.perf_counter)
 
 
 class Trainer:
@@ -68,7 +63,8 @@ class Trainer:
         self._loader = job.loader(source, shuffle=config.data.shuffle)
         epochs = chosen(config.train.epochs) * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
-        self._gradients = SharedGradients(job.network, job.mesh)
+        self._requests = Requests(config.checkpoint, job.mesh)
+        self._gradients = SharedGradients(job.network, job.mesh, NUM_FLAGS)
         self._network = training_network(job.network, config)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
@@ -76,23 +72,31 @@ class Trainer:
         self._losses = Losses(job.embeddings.device)
         self._memory, self._clock = MemoryGauge(), StepClock()
         self._lrs: dict[str, float] = {}
+        self._resumed: Mapping[str, Any] | None = None
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
-        """Trains, evaluating on the validation split now and then.
+        """Trains, evaluating on the validation split now and then, and writes checkpoints as configured.
 
         With `train.patience` it stops early, and the best model is taken back. Collective: every rank calls it.
+
+        Raises:
+            Preempted: a rank got SIGTERM or SIGUSR1, and a checkpoint is written.
+            Terminated: none could be.
         """
         with (
-            RunLog(self.job, run, self.total_steps) as log,
+            RunLog(self.job, run, self.total_steps, self.step) as log,
             naming_lost_peers(self.job.mesh, "training"),
             configured_drift(self.job) as drift,
+            self._requests.heeding_signals(),
         ):
             steps = self._make_steps(drift is not None, log)
             best = BestModel(self.job, run, log.progress.write)
-            interval = Interval()
+            checkpoints = Checkpoints(self.job, run, log.progress.write, self.step)
+            interval = self._go_on(best, drift)
             self._clock.begin()
-            for batch, loss in steps(self._batches(), self.total_steps - self.step):
+            for batch, loss in steps(self._batches(), 0 if self.stopping.is_over else self.total_steps - self.step):
+                reach("loop.step")
                 interval.loss += loss
                 interval.samples += len(batch.labels)
                 interval.steps += 1
@@ -109,7 +113,12 @@ class Trainer:
                     interval.started_s += self._validate(log, best)
                     if self.stopping.is_over:  # nothing is under way: the steps pause here
                         break
+                if checkpoints.may_write(self.step) and self._is_asked(checkpoints):
+                    steps.wait()
+                    self._checkpoint(checkpoints, log, interval, best, drift)
                 self._clock.begin()
+            if self._requests.agree():
+                self._checkpoint(checkpoints, log, interval, best, drift)
             steps.finish(run.trace)
         self.trained_steps = self.step
         if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:
@@ -164,7 +173,9 @@ class Trainer:
         self._lrs = self._current_lrs()
         self._embedding_optimizer.step()
         self._clock.lap("update")
+        self._requests.put(self._gradients.flags)
         self._gradients.average()
+        self._requests.take(self._gradients.flags)
         self._clock.lap("all_reduce")
         self._dense_optimizer.step()
         for scheduler in self._schedulers:
@@ -208,13 +219,68 @@ class Trainer:
         """
         self.job.network.load_state_dict(state["network"])
         self._dense_optimizer.load_state_dict(state["dense_optimizer"])
+        of_rows = dict(state["embedding_optimizer"])
+        if len(of_rows["param_groups"]) != len(self._embedding_optimizer.param_groups):  # tables are stored otherwise
+            of_rows |= {key: self._embedding_optimizer.state_dict()[key] for key in ("state", "param_groups")}
         with in_form("elsewhere"):
-            self._embedding_optimizer.load_state_dict(state["embedding_optimizer"])
+            self._embedding_optimizer.load_state_dict(of_rows)
         for scheduler, values in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(values)
+            go_on(scheduler, values)
         if not keep_stopping:
             self.stopping.load_state_dict(state["early_stopping"])
         self.step = state["step"]
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes over what a checkpoint has beside the rows; `run` goes on from its step.
+
+        Raises:
+            ConfigurationError: its batches came in another order than those of this run.
+        """
+        self.load_state_dict(state)
+        self._loader.load_state_dict(state["progress"]["loader"])
+        self._resumed = state["progress"]
+
+    def _go_on(self, best: BestModel, drift: Drift | None) -> Interval:
+        """Takes up what `resume` was given for the loop; returns what had added up by then."""
+        if self._resumed is None:
+            return Interval()
+        progress, mesh = self._resumed, self.job.mesh
+        best.kept_step = progress["best_step"]
+        if drift is not None and progress["drift"] is not None:
+            drift.load_state_dict(progress["drift"])
+        states = progress["random_states"]
+        set_random_states(states[mesh.rank % len(states)], self.job.embeddings.device)
+        return Interval.resumed(progress["intervals"], mesh.rank, mesh.world_size)
+
+    def _is_asked(self, checkpoints: Checkpoints) -> bool:
+        return self._requests.end or checkpoints.is_due(self.step, is_asked=self._requests.checkpoint)
+
+    def _checkpoint(
+        self, checkpoints: Checkpoints, log: RunLog, interval: Interval, best: BestModel, drift: Drift | None
+    ) -> None:
+        """Writes a checkpoint; ends the run where that is asked for. The time it takes is not that of steps."""
+        started_s = time.perf_counter()
+        interval.loss += self._losses.rest()
+        log.sync()
+        is_written = checkpoints.last == self.step
+        if not is_written:
+            own = [interval.to_plain(self._loader.waited_s), random_states(self.job.embeddings.device)]
+            intervals, states = zip(*gather_objects(self.job.mesh, own, WRITING), strict=True)
+            progress = {
+                "loader": self._loader.state_after(self.step),
+                "intervals": list(intervals),
+                "random_states": list(states),
+                "best_step": best.kept_step,
+                "drift": None if drift is None else drift.state_dict(),
+            }
+            state = {**self.state_dict(), "progress": progress}
+            is_written = checkpoints.write(self.step, state, has_best=best.kept_step > 0)
+        log.skip()
+        self._requests.done()
+        interval.started_s += time.perf_counter() - started_s
+        if self._requests.end:
+            log.progress.write(checkpoints.farewell(self.step, self._requests.signal, is_written=is_written))
+            raise Preempted if is_written else Terminated(self._requests.signal or signal.SIGTERM)
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch."""
@@ -226,9 +292,10 @@ class Trainer:
 
     def _log(self, log: RunLog, interval: Interval, record: dict[str, float]) -> None:
         """Sums an interval over ranks, takes the mean of what else is recorded, and writes it."""
-        elapsed_s = time.perf_counter() - interval.started_s
+        resumed_s = time.perf_counter() - interval.started_s
+        elapsed_s = interval.before_s + resumed_s
         waited_s = interval.waited_s + self._loader.waited_s
-        record = record | self._clock.take(elapsed_s, steps=interval.steps)
+        record = record | self._clock.take(resumed_s, steps=interval.steps)
         own = (interval.loss, interval.samples, self._memory.read(), waited_s, *record.values())
         everyone = gather_objects(self.job.mesh, own, "summing the losses of all ranks")
         loss, samples, memory_bytes, all_waited_s, *recorded = map(sum, zip(*everyone, strict=True))

@@ -74,13 +74,31 @@ def model_text(metadata: Mapping[str, Any]) -> str:
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:
-    """A line where a folder has too little room for the model, which is written when training is over."""
+    """Lines where a folder has too little room for the model, which is written at the end, or for checkpoints."""
     free, needed = shutil.disk_usage(folder).free, model_bytes(job)
+    lines = []
+    if free < needed:
+        lines.append(
+            f"{'disk':<10}{folder} has {bytes_text(free)} free and the model needs {bytes_text(needed)}: make room "
+            "before training ends, or it goes to run.fallback_folder, or waits for room (run.retry_s)"
+        )
+    return lines + _warn_of_checkpoints(job, folder, needed)
+
+
+def _warn_of_checkpoints(job: Job, run: Path, model: int) -> list[str]:
+    """As many as are kept, and one that is being written; on the disk of the run, the model too."""
+    config = job.config.checkpoint
+    if not config.is_on:
+        return []
+    place = Path(config.folder or run).absolute()
+    free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
+    needed = (config.keep_last + 1) * model + (0 if config.folder else model)
     if free >= needed:
         return []
+    what = f"{config.keep_last + 1} checkpoints{'' if config.folder else ' with the model'}"
     return [
-        f"{'disk':<10}{folder} has {bytes_text(free)} free and the model needs {bytes_text(needed)}: make room before "
-        "training ends, or it goes to run.fallback_folder, or waits for room (run.retry_s)"
+        f"{'disk':<10}{place} has {bytes_text(free)} free, and {what} need {bytes_text(needed)}: make room, lower "
+        "checkpoint.keep_last or give another checkpoint.folder; one that cannot be written is left out"
     ]
 
 

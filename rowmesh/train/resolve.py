@@ -63,7 +63,9 @@ def anchored(config: Config) -> Config:
         if (path := getattr(config.placement, key)) and Path(path).exists()  # a topology may be a shipped one's name
     }
     placement = config.placement.model_copy(update=paths)
-    return config.model_copy(update={"run": run, "data": data, "placement": placement})
+    of_checkpoints = {"folder": str(Path(path).absolute())} if (path := config.checkpoint.folder) else {}
+    checkpoint = config.checkpoint.model_copy(update=of_checkpoints)
+    return config.model_copy(update={"run": run, "data": data, "placement": placement, "checkpoint": checkpoint})
 
 
 def to_toml(config: Config) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rowmesh.checkpoint.series import STEP_PATTERN
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import naming, sync_folder, write_text
@@ -27,6 +28,8 @@ ABOUT, REPORT, COMPARED = "about.json", "report.html", "comparison.html"
 PLAN, FIRST_PLAN = "plan.json", "first_plan.json"
 BEST = "best"
 """The best model so far, while a run with early stopping trains."""
+CHECKPOINTS = "checkpoints"
+"""All that the next step depends on, after some of the steps."""
 TRACE = "trace.json"
 UNFINISHED = "unfinished"
 """Where a run is that replaces another, until its model is written: the folder has the same names in it."""
@@ -39,6 +42,7 @@ CONTENTS = {
     **dict.fromkeys(("metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     **dict.fromkeys(("model", BEST), rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}"),
+    CHECKPOINTS: STEP_PATTERN,
     "tensorboard": r"events\.out\..*",
 }
 
@@ -53,6 +57,7 @@ class RunFolder:
         compared: the page of this run beside another.
         plan: the plan that the model was trained with, in the end.
         best: the best model so far, while a run with early stopping trains.
+        checkpoints: all that the next step depends on, after some of the steps.
         trace: what every thread did in the last steps, where that was asked for.
         first_plan: where drift replaced it, the plan that the training began with.
 
@@ -71,6 +76,7 @@ class RunFolder:
         self.report, self.compared = path / REPORT, path / COMPARED
         self.model = self._at("model")
         self.best = path / BEST
+        self.checkpoints = path / CHECKPOINTS
 
     def to_plain(self) -> str:
         """The folder, to be sent to other ranks."""
@@ -93,8 +99,16 @@ class RunFolder:
     @property
     def started_in(self) -> str:
         """The folder in which the run was started; "" where that is not known."""
+        return self._asked("from")
+
+    @property
+    def id(self) -> str:
+        """The name of the run for trackers, which it keeps when it is resumed; "" where it has none."""
+        return self._asked("id")
+
+    def _asked(self, key: str) -> str:
         manifest = Manifest.read(self.path)
-        return "" if manifest is None else str(manifest.request.get("from", ""))
+        return "" if manifest is None else str(manifest.request.get(key, ""))
 
     def _at(self, name: str) -> Path:
         """Where a crash left it that came between a whole new run and the end of the one of before."""
@@ -138,14 +152,23 @@ class Claim:
         folder: the run's folder; made if need be.
         overwrite: whether a former run in it may be removed.
         log: receives messages for the user.
+        resumes: whether a run in it may go on.
 
     Raises:
-        RowmeshError: another process writes the folder, it holds a run and `overwrite` is False, it holds
-            something else, or it cannot be made.
+        RowmeshError: another process writes the folder, it holds a run and neither `overwrite` nor `resumes` is True,
+            it holds something else, or it cannot be made.
     """
 
-    def __init__(self, folder: RunFolder, *, overwrite: bool, log: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        overwrite: bool,
+        log: Callable[[str], None] = lambda text: None,
+        resumes: bool = False,
+    ) -> None:
         self._path, self._overwrite, self.log, self._has_begun = folder.path, overwrite, log, False
+        self._resumes = resumes
         self._held = ExitStack()
         self._target = folder.path
         self._known: dict[Path, os.stat_result] = {}
@@ -162,7 +185,7 @@ class Claim:
                 _finish_exchange(self._path)
             except OSError as error:
                 raise RowmeshError(f"cannot write in the run folder {self._path}: {error.strerror}") from None
-            _check_free(self._path, self._overwrite)
+            _check_free(self._path, self._overwrite or self._resumes)
             self._held = stack.pop_all()
         self._keep(self._path)
         return self
@@ -204,6 +227,21 @@ class Claim:
         self._has_begun = True
         if self._replaces:
             self.log(f"former    the run in {self._path} stays until the model of this one is written")
+        return RunFolder(self._target)
+
+    @property
+    def unfinished(self) -> RunFolder:
+        """The run that may go on: the one that is to replace another, where there is one that has begun to."""
+        new = self._path / UNFINISHED
+        return RunFolder(new if Manifest.read(new) is not None else self._path)
+
+    def resume(self, request: Mapping[str, Any], files: Mapping[str, str]) -> RunFolder:
+        """As `begin`, of the run `unfinished`, which goes on: what it wrote stays."""
+        self._target = self.unfinished.path
+        self._description = Description(request, dict(files))
+        self._description.write(self._target)
+        self._keep(self._target)
+        self._has_begun = True
         return RunFolder(self._target)
 
     def settle(self, changed: Mapping[str, str] | None = None) -> RunFolder:

@@ -38,17 +38,18 @@ class RunLog:
         job: what is trained.
         run: where to write.
         total_steps: for the progress bar.
+        after: the step that the run goes on from; 0: it begins.
     """
 
-    def __init__(self, job: Job, run: RunFolder, total_steps: int) -> None:
+    def __init__(self, job: Job, run: RunFolder, total_steps: int, after: int = 0) -> None:
         first = job.mesh.rank == 0
         self._open = ExitStack()
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
         log = self.progress.write
-        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log))
-        lines = self._open.enter_context(JsonLines(run.counters if first else None, log))
-        self._counters = CounterLog(_sources(job.embeddings), lines, job.mesh.group)
-        self._trackers = self._open.enter_context(closing(_trackers(job, run, log))) if first else None
+        self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log, goes_on=after > 0))
+        self._lines = self._open.enter_context(JsonLines(run.counters if first else None, log, goes_on=after > 0))
+        self._counters = CounterLog(_sources(job.embeddings), self._lines, job.mesh.group)
+        self._trackers = self._open.enter_context(closing(_trackers(job, run, log, after))) if first else None
 
     def step(self, step: int) -> None:
         """Notes the counters of a step, and moves the progress."""
@@ -70,6 +71,16 @@ class RunLog:
         self._counters.skip()
         self._write(split, step, record)
 
+    def sync(self) -> None:
+        """Has all that was noted so far on disk. Collective: every rank calls it."""
+        self._counters.flush()
+        self._metrics.sync()
+        self._lines.sync()
+
+    def skip(self) -> None:
+        """Leaves what happened since the last step, a checkpoint say, out of the counters."""
+        self._counters.skip()
+
     def _write(self, kind: str, step: int, record: dict[str, Any]) -> None:
         self._metrics.write(time=utc_text(), kind=kind, step=step, **record)
         if self._trackers is not None:
@@ -87,13 +98,14 @@ class RunLog:
         self._open.close()
 
 
-def _trackers(job: Job, run: RunFolder, log: Callable[[str], None]) -> Trackers:
+def _trackers(job: Job, run: RunFolder, log: Callable[[str], None], after: int) -> Trackers:
     """Those that are configured; of the folder's own name, wherever the run writes until it is done."""
     wanted, named = job.config.run, Path(job.config.run.folder).name
     more = {}
     if wanted.prometheus_file:
         more["prometheus_file"] = lambda run: PrometheusFile(Path(wanted.prometheus_file), run)
-    return Trackers(TrackedRun(run.path, named, job.config.model_dump(), log), wanted.trackers, more)
+    tracked = TrackedRun(run.path, named, job.config.model_dump(), log, run.id, after)
+    return Trackers(tracked, wanted.trackers, more)
 
 
 def _sources(embeddings: EmbeddingCollection) -> list[Source]:

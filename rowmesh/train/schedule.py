@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,3 +36,16 @@ def factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
 def make_scheduler(schedule: ScheduleConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
     """The schedule on an optimizer, dense or EmbeddingOptimizer alike."""
     return LambdaLR(optimizer, lambda step: factor(schedule, step, total_steps))
+
+
+def go_on(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
+    """Takes over what the `state_dict` of a schedule with the same factors gave, of as many groups or others."""
+    if len(state["base_lrs"]) == len(scheduler.base_lrs):
+        scheduler.load_state_dict(dict(state))
+        return
+    scheduler.last_epoch, scheduler._step_count = state["last_epoch"], state["_step_count"]
+    for group, base, factor_of in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor_of(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

@@ -145,6 +145,16 @@ def test_position_is_restored_under_another_world_size(folder, stop, prefetch):
     assert rest == epochs[stop:]
 
 
+@pytest.mark.parametrize("steps", [0, 3, 10, 23])
+def test_the_position_of_steps_is_not_that_of_a_reader_ahead(folder, steps):
+    options = {"batch_size": 10, "shuffle": True, "seed": 4}
+    whole = Loader(folder / "one_hot", "train", **options)
+    epochs = [rows(batch) for _ in range(3) for batch in whole]
+    resumed = Loader(folder / "one_hot", "train", **options)
+    resumed.load_state_dict(whole.state_after(steps))
+    assert [rows(batch) for batch in resumed] == epochs[steps : (steps // len(whole) + 1) * len(whole)]
+
+
 def test_leaving_a_loop_keeps_the_position_and_leaves_no_thread(folder):
     loader = Loader(folder / "one_hot", "train", batch_size=10)
     for _ in loader:

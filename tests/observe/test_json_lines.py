@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rowmesh.observe import JsonLines
+from rowmesh.observe.json_lines import cut_after
 
 
 def test_lines_are_on_disk_at_once_and_are_json(tmp_path):
@@ -75,3 +76,22 @@ def test_what_is_lost_is_logged_where_nobody_else_is_told(caplog):
 def test_without_a_path_nothing_is_written():
     with JsonLines(None) as lines:
         lines.write(step=1)
+
+
+def test_lines_after_a_step_are_cut_off_and_others_follow(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as lines:
+        for step in (1, 2, 2, 3, 5):
+            lines.write(step=step)
+    with path.open("a") as file:
+        file.write('{"step": 7')  # the process ended here
+    cut_after(path, 2)
+    with JsonLines(path, goes_on=True) as lines:
+        lines.write(step=4)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2, 4]
+    cut_after(path, 9)
+    assert len(path.read_text().splitlines()) == 4
+    cut_after(path, 0)
+    assert path.read_text() == ""
+    cut_after(path, 0)
+    cut_after(tmp_path / "none.jsonl", 3)

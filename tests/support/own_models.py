@@ -53,6 +53,14 @@ class Wide(nn.Module):
         return self.layers(torch.cat([dense, embeddings.values], dim=1)).squeeze(1) + own
 
 
+class Dropping(Wide):
+    """Leaves out some of its inputs at random."""
+
+    def forward(self, dense: Tensor, embeddings: Vectors) -> Tensor:
+        kept = F.dropout(embeddings.values, 0.5, self.training)
+        return self.layers(torch.cat([dense, kept], dim=1)).squeeze(1)
+
+
 class NoForward(Wide):
     def forward(self, dense: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return dense

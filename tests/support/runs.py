@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,11 +26,13 @@ def prepare_run(folder: Path) -> Path:
     return write_config(folder / "clicks.toml", folder / "run", data.folder, batch_size=BATCH_SIZE)
 
 
-def start(config_file: Path, *options: str, ranks: int = 0, faults: str = "") -> subprocess.Popen[str]:
-    """`rowmesh train`, alone or under torchrun, with faults."""
+def start(
+    config_file: Path, *options: str, ranks: int = 0, faults: str = "", launcher: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """`rowmesh train`, alone or under torchrun, which may have options of its own, with faults."""
     command = [sys.executable]
     if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *launcher]
     environment = {"OMP_NUM_THREADS": "1", "ROWMESH_FAULTS": faults}
     return subprocess.Popen(
         [*command, "-m", "rowmesh.cli", "train", str(config_file), *options],

@@ -37,12 +37,16 @@ class TrackedRun:
         name: of that folder.
         config: the resolved configuration, section by section.
         log: prints a line for the user.
+        id: of the run, which it keeps when it is resumed; empty where it has none.
+        resumed_after: the step that it goes on from; what was written of later ones counts no more. 0: it begins.
     """
 
     folder: Path
     name: str
     config: Mapping[str, object]
     log: Callable[[str], None]
+    id: str = ""
+    resumed_after: int = 0
 
 
 class Tracker(Protocol):

@@ -12,6 +12,7 @@ from importlib import import_module
 from rowmesh.observe.trackers import TrackedRun, Tracker
 
 _MAX_VALUE = 500  # what every store of MLflow takes
+_TAG = "rowmesh.run"
 _MAX_PARAMETERS = 100  # of one request
 
 
@@ -20,10 +21,20 @@ class MLflow:
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow = import_module("mlflow")
-        self._mlflow.start_run(run_name=run.name)
+        if (before := self._before(run)) is not None:
+            self._mlflow.start_run(run_id=before)  # which has its parameters: they cannot be changed
+            return
+        self._mlflow.start_run(run_name=run.name, tags={_TAG: run.id} if run.id else None)
         parameters = list(_parameters(run.config))
         for first in range(0, len(parameters), _MAX_PARAMETERS):
             self._mlflow.log_params(dict(parameters[first : first + _MAX_PARAMETERS]))
+
+    def _before(self, run: TrackedRun) -> str | None:
+        """MLflow's own name of a run that is resumed; None where there is none."""
+        if not (run.resumed_after and run.id):
+            return None
+        found = self._mlflow.search_runs(filter_string=f"tags.`{_TAG}` = '{run.id}'", output_format="list")
+        return found[0].info.run_id if found else None
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
         """Logs a record."""

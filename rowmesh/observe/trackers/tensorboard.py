@@ -24,9 +24,11 @@ class TensorBoard:
     Args:
         folder: made if need be.
         log: receives a message when events are lost; by default rowmesh's log.
+        resumed_after: the step that the run goes on from: readers leave out events of later ones in files of before.
+            0: it begins.
     """
 
-    def __init__(self, folder: Path, log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None] | None = None, resumed_after: int = 0) -> None:
         protocol = "tensorboard.compat.proto"  # classes that are made at run time, unknown to type checkers
         self._event = import_module(f"{protocol}.event_pb2").Event
         self._summary = import_module(f"{protocol}.summary_pb2").Summary
@@ -34,6 +36,9 @@ class TensorBoard:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = RecordFile(folder / name, *([log] if log else []))
         self._append(file_version="brain.Event:2")
+        if resumed_after:
+            log_of_session = import_module(f"{protocol}.event_pb2").SessionLog
+            self._append(step=resumed_after + 1, session_log=log_of_session(status=log_of_session.START))
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
         """Writes every number of a record at a step."""
@@ -55,4 +60,4 @@ class TensorBoard:
 
 def start(run: TrackedRun) -> Tracker:
     """Begins to write into the folder `tensorboard` of a run."""
-    return TensorBoard(run.folder / "tensorboard", run.log)
+    return TensorBoard(run.folder / "tensorboard", run.log, run.resumed_after)

@@ -17,7 +17,8 @@ class WandB:
 
     def __init__(self, run: TrackedRun) -> None:
         project = os.environ.get("WANDB_PROJECT", "rowmesh")
-        self._run = import_module("wandb").init(project=project, name=run.name, config=dict(run.config))
+        identity = {"id": run.id, "resume": "allow"} if run.id else {}
+        self._run = import_module("wandb").init(project=project, name=run.name, config=dict(run.config), **identity)
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
         """Logs a record; an evaluation has the step of the training line before it."""

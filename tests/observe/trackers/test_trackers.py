@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -117,7 +118,7 @@ def test_weights_and_biases(monkeypatch, tmp_path):
 def test_mlflow(monkeypatch, tmp_path):
     calls = []
     fake = SimpleNamespace(
-        start_run=lambda run_name: calls.append(run_name),
+        start_run=lambda run_name, tags: calls.append(run_name),
         log_params=calls.append,
         log_metrics=lambda numbers, step: calls.append((numbers, step)),
         end_run=lambda: calls.append("ended"),
@@ -128,6 +129,31 @@ def test_mlflow(monkeypatch, tmp_path):
     group.close()
     parameters = {"train.epochs": "2", "run.folder": "x" * 500}
     assert calls == ["criteo", parameters, ({"train/embedding_lr/dim16_ a": 0.5}, 5), "ended"]
+
+
+def test_mlflow_goes_on_with_a_run_that_is_resumed(monkeypatch, tmp_path):
+    calls = []
+    known = [SimpleNamespace(info=SimpleNamespace(run_id="theirs"))]
+    fake = SimpleNamespace(
+        start_run=lambda **options: calls.append(options),
+        search_runs=lambda filter_string, output_format: known if "'ours'" in filter_string else [],
+        log_params=calls.append,
+        end_run=lambda: calls.append("ended"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    Trackers(replace(tracked(tmp_path), id="ours"), ["mlflow"]).close()
+    assert calls[0] == {"run_name": "criteo", "tags": {"rowmesh.run": "ours"}}
+    calls.clear()
+    Trackers(replace(tracked(tmp_path), id="ours", resumed_after=7), ["mlflow"]).close()
+    assert calls == [{"run_id": "theirs"}, "ended"]
+
+
+def test_weights_and_biases_goes_on_with_a_run_that_is_resumed(monkeypatch, tmp_path):
+    calls = []
+    made = SimpleNamespace(finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: calls.append(options) or made))
+    Trackers(replace(tracked(tmp_path), id="ours", resumed_after=7), ["wandb"]).close()
+    assert (calls[0]["id"], calls[0]["resume"]) == ("ours", "allow")
 
 
 def test_a_file_for_prometheus_has_the_latest_numbers(tmp_path):

@@ -1,0 +1,104 @@
+"""Series: the checkpoints of one run, each in a folder of its own, named by the step that it is after.
+
+::
+
+    checkpoints/
+      step-000000200/      a checkpoint, as `rowmesh.checkpoint.manifest` describes it; whole once it has a manifest
+        best/              the best model by then, where the run looks for one
+      step-000000400/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from rowmesh.checkpoint.files import SavedFiles
+from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.checkpoint.read import read_manifest
+from rowmesh.errors import CheckpointError
+from rowmesh.faults import reach
+from rowmesh.files.atomic import sync_folder
+
+STEP_PATTERN = r"step-(\d{9,})"
+BEST = "best"
+
+
+class Series:
+    """The checkpoints in a folder.
+
+    Args:
+        folder: where they are; it need not exist.
+
+    Example:
+        >>> Series(Path("runs/criteo/checkpoints")).at(200).name
+        'step-000000200'
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def at(self, step: int) -> Path:
+        """The folder of the checkpoint after a step."""
+        return self.folder / f"step-{step:09}"
+
+    def steps(self) -> list[int]:
+        """After which steps there are whole checkpoints, from the oldest on."""
+        return sorted(step for step, path in self._found() if (path / MANIFEST).exists())
+
+    def prune(self, keep_last: int, keep_every: int = 0) -> None:
+        """Removes all but the newest, those after multiples of `keep_every`, and what interrupted writes left.
+
+        A checkpoint that is being removed is not whole any more, whatever interrupts that.
+        """
+        whole = self.steps()
+        kept = {*whole[-keep_last:], *(step for step in whole if keep_every and step % keep_every == 0)}
+        for step, path in self._found():
+            if step not in kept:
+                reach("checkpoint.prune", path)
+                remove(path)
+
+    def clear(self) -> None:
+        """Removes all of them."""
+        for _, path in self._found():
+            remove(path)
+        with contextlib.suppress(OSError):  # not there, or with something else in it
+            self.folder.rmdir()
+
+    def _found(self) -> list[tuple[int, Path]]:
+        """Steps and folders, whole or not."""
+        try:
+            paths = list(self.folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        named = [(re.fullmatch(STEP_PATTERN, path.name), path) for path in paths]
+        return [(int(match[1]), path) for match, path in named if match]
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint, its manifest first, as far as the system lets it."""
+    with contextlib.suppress(OSError):
+        (path / MANIFEST).unlink(missing_ok=True)
+        sync_folder(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def verify(folder: Path) -> tuple[int, int]:
+    """Compares every byte of a checkpoint, and of the best model in it, with its checksums.
+
+    Returns:
+        How many files there are, and of how many bytes.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it, and the bytes.
+    """
+    manifest = read_manifest(folder)
+    if not manifest.checksums:
+        raise CheckpointError(f"{folder} has no checksums, since an earlier version wrote it")
+    count, num_bytes = SavedFiles(folder, manifest).verify()
+    if (folder / BEST / MANIFEST).exists():
+        of_best = verify(folder / BEST)
+        count, num_bytes = count + of_best[0], num_bytes + of_best[1]
+    return count, num_bytes

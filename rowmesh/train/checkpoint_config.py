@@ -1,0 +1,37 @@
+"""The section `[checkpoint]`: when a run writes all that its next step depends on, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rowmesh.train.section import Count, Folder, Positive, Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints while training goes on; without `every_steps` and `every_minutes` there are none.
+
+    Attributes:
+        every_steps: steps between two checkpoints; 0: none by steps.
+        every_minutes: minutes between two checkpoints, by the clock of rank 0; 0: none by time.
+        keep_last: how many of the newest stay.
+        keep_every: those after a multiple of so many steps stay besides; 0: none does.
+        folder: where they are; empty: `checkpoints` in the run's folder.
+        on_failure: what a checkpoint that cannot be written does: a line, and training goes on (continue), or the run
+            ends (stop).
+        grace_s: seconds after SIGTERM or SIGUSR1 within which a checkpoint is written and the run ends.
+    """
+
+    every_steps: Count = 0
+    every_minutes: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
+    keep_last: Positive = 2
+    keep_every: Count = 0
+    folder: Folder = ""
+    on_failure: Literal["continue", "stop"] = "continue"
+    grace_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 25.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any."""
+        return bool(self.every_steps or self.every_minutes)

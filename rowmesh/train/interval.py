@@ -1,0 +1,47 @@
+"""Interval: what adds up between two lines of the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Interval:
+    """Sums on this rank since the last line of the log.
+
+    Attributes:
+        loss: of all samples.
+        samples: how many.
+        steps: since then, or since the run was resumed.
+        waited_s: for data; to which what the loader has waited is added.
+        started_s: when it began, or the run was resumed.
+        before_s: how long it had lasted before the run was resumed.
+    """
+
+    loss: float = 0.0
+    samples: int = 0
+    steps: int = 0
+    waited_s: float = 0.0
+    started_s: float = field(default_factory=time.perf_counter)
+    before_s: float = 0.0
+
+    def to_plain(self, loader_waited_s: float) -> list[float]:
+        """For a checkpoint."""
+        elapsed_s = self.before_s + time.perf_counter() - self.started_s
+        return [self.loss, self.samples, self.waited_s + loader_waited_s, elapsed_s]
+
+    @classmethod
+    def resumed(cls, saved: Sequence[Sequence[float]], rank: int, world_size: int) -> Interval:
+        """From what all ranks saved: that of the same rank, or on another number of ranks all of it on rank 0.
+
+        >>> saved = [[0.5, 2, 0.0, 1.0], [0.25, 1, 0.0, 1.0]]
+        >>> Interval.resumed(saved, 0, 4).samples, Interval.resumed(saved, 1, 2).samples
+        (3, 1)
+        """
+        of_rank = list(saved[rank]) if world_size == len(saved) else [0.0] * 4
+        if world_size != len(saved) and rank == 0:
+            of_rank = [sum(each) for each in zip(*saved, strict=True)]
+        loss, samples, waited_s = of_rank[:3]
+        return cls(loss, int(samples), 0, waited_s, before_s=max(each[3] for each in saved))

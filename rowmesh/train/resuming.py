@@ -1,0 +1,187 @@
+"""Resuming a run: where it goes on, and whether it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rowmesh import checkpoint
+from rowmesh.checkpoint import CheckpointError
+from rowmesh.checkpoint.series import BEST, Series, remove
+from rowmesh.data import Prepared
+from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.faults import reach
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.observe.json_lines import cut_after
+from rowmesh.placement import Plan
+from rowmesh.train.checkpoints import restore_best, series_of
+from rowmesh.train.config import Config
+from rowmesh.train.job import Job
+from rowmesh.train.placement import Placement, configured_placement, shapes_of
+from rowmesh.train.resolve import anchored, resolve, validate
+from rowmesh.train.run_folder import Claim, RunFolder
+from rowmesh.train.same_model import model_differences
+from rowmesh.train.together import on_rank_0
+
+Resume = Literal["no", "latest", "auto"]
+"""What a run does with the checkpoints in its folder: nothing ("no"); it goes on from the newest, and is refused where
+there is none ("latest"), or begins there ("auto")."""
+RESUMING = "resuming the run"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        steps: of the checkpoints that it may go on from, the newest first; none: at its first step.
+        is_finished: there is nothing to do.
+        plan: of the newest checkpoint, where the run is to be placed as it was; else empty.
+    """
+
+    steps: tuple[int, ...] = ()
+    is_finished: bool = False
+    plan: str = ""
+
+    def to_plain(self) -> list[Any]:
+        """To be sent to other ranks."""
+        return [list(self.steps), self.is_finished, self.plan]
+
+    @classmethod
+    def from_plain(cls, values: Any) -> Self:
+        """From what another rank sent."""
+        steps, is_finished, plan = values
+        return cls(tuple(steps), is_finished, plan)
+
+
+def find_start(claim: Claim, config: Config, data: Prepared, resume: Resume, *, overwrite: bool) -> Start:
+    """Looks at what is in a run's folder; on rank 0.
+
+    Args:
+        claim: of the folder.
+        config: of this run, with its defaults chosen.
+        data: of this run.
+        resume: what it is to do with checkpoints.
+        overwrite: whether a finished run may be replaced.
+
+    Raises:
+        RowmeshError: there is no checkpoint, and there must be one; or those that are there are of another model.
+    """
+    run = claim.unfinished
+    series = series_of(config, run)
+    if resume == "no":
+        if config.checkpoint.folder and series.steps() and not overwrite:
+            raise RowmeshError(
+                f"{series.folder} holds checkpoints of another run; give --resume to go on with it, another "
+                "checkpoint.folder=…, or --overwrite to remove them"
+            )
+        return Start()
+    if run.is_whole and not (overwrite and resume == "auto"):
+        _check_same(resolve(run.config), config, f"the run in {run.path}")
+        return Start(is_finished=True)
+    steps = [] if run.is_whole else series.steps()[::-1]
+    if not steps:
+        if resume == "auto":
+            return Start()
+        raise RowmeshError(
+            f"there is no checkpoint in {series.folder} to resume from; give --resume auto to begin where there is "
+            "none, or leave it out"
+        )
+    folder = series.at(steps[0])
+    metadata = checkpoint.read_manifest(folder).metadata
+    before = _config_of(metadata, folder)
+    _check_same(before, config, f"the checkpoint {folder}")
+    if metadata["identity"] != data.identity:
+        raise RowmeshError(
+            f"the checkpoint {folder} was trained on other data, those in {metadata['data']} at that time; "
+            f"{data.folder.absolute()} has others. Give the same data, or train anew without --resume"
+        )
+    return Start(tuple(steps), plan=metadata["plan"] if _is_placed_alike(before, anchored(config)) else "")
+
+
+def resumed_placement(config: Config, mesh: Mesh, data: Prepared, start: Start) -> Placement:
+    """The plan of the checkpoint, where it is wanted and fits the ranks; else the one that the configuration asks for.
+
+    Raises:
+        ConfigurationError: that one cannot be read or made.
+    """
+    if start.plan:
+        plan = Plan.from_json(start.plan)
+        try:
+            plan.check_fits(shapes_of(config, data), mesh.world_size, mesh.ranks_per_node)
+        except ConfigurationError:
+            return configured_placement(config, mesh, data)
+        return Placement(plan, "as in the checkpoint")
+    return configured_placement(config, mesh, data)
+
+
+def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[[str], None]) -> dict[str, Any]:
+    """Reads the newest checkpoint that is not damaged, and takes the run's folder back to its step.
+
+    Collective and blocking: every rank calls it, and reads the rows that it holds.
+
+    Args:
+        job: whose rows to set.
+        run: where the run writes.
+        steps: of the checkpoints, the newest first.
+        log: prints a line for the user.
+
+    Returns:
+        What was saved beside the rows.
+
+    Raises:
+        CheckpointError: all of them are damaged, or do not fit; says how.
+    """
+    reasons: list[str] = []
+    series = series_of(job.config, run)
+    for step in steps:
+        failure, state = "", {}
+        job.embeddings.barrier()
+        try:
+            state = checkpoint.load(series.at(step), job.embeddings)
+        except CheckpointError as error:
+            failure = str(error)
+        failures = list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, RESUMING))))
+        if not failures:
+            job.embeddings.barrier()
+            reach("resume.loaded", series.at(step))
+            go_back = partial(_go_back, run, series, step, has_best=bool(state["progress"]["best_step"]))
+            on_rank_0(job.mesh, RESUMING, go_back)
+            return state
+        reasons += failures
+        if step != steps[-1]:
+            log(f"resume    not from step {step:,}: {'; '.join(failures)}")
+    raise CheckpointError("; ".join(reasons))
+
+
+def _go_back(run: RunFolder, series: Series, step: int, *, has_best: bool) -> None:
+    """Cuts off what the run wrote after the step; what is interrupted here is done again by the next one to resume."""
+    for path in (run.metrics, run.counters):
+        reach("resume.cut", path)
+        cut_after(path, step)
+    restore_best(run, series.at(step) / BEST if has_best else None)
+    for newer in [each for each in series.steps() if each > step]:
+        remove(series.at(newer))
+
+
+def _config_of(metadata: dict[str, Any], folder: Path) -> Config:
+    if metadata.get("kind") != "checkpoint":
+        raise CheckpointError(f"{folder} is a model, and no checkpoint that `rowmesh train` wrote")
+    return validate(metadata["config"], str(folder))
+
+
+def _check_same(before: Config, now: Config, what: str) -> None:
+    if differing := model_differences(before, now):
+        raise ConfigurationError(
+            f"{what} is of another model: {'; '.join(differing)}. Give the keys as they were, or train anew without "
+            "--resume"
+        )
+
+
+def _is_placed_alike(before: Config, now: Config) -> bool:
+    """Whether nothing asks for another placement than the run had."""
+    return (before.placement, before.parallel.replicas) == (now.placement, now.parallel.replicas)

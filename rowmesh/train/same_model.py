@@ -1,0 +1,51 @@
+"""Which keys of a configuration a model depends on, and how two configurations differ in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rowmesh.files.manifest import differences
+from rowmesh.train.config import Config
+
+_FREE_SECTIONS = ("run", "checkpoint", "placement", "pipeline", "tiers")
+_FREE_KEYS = {
+    "data": ("folder", "test"),  # the contents are compared by their digest
+    "parallel": ("transport", "timeout_s", "together"),
+    "train": ("device", "cuda_graphs", "log_every"),
+}
+
+
+def model_differences(before: Config, now: Config) -> list[str]:
+    """The keys on which the model depends and that differ, each with both values.
+
+    Ranks, plan, transport, pipeline, tiers and device are free: every choice of them trains the same model.
+
+    Example:
+        >>> before = Config.model_validate({"data": {"folder": "clicks"}})
+        >>> now = before.model_copy(update={"tables": before.tables.model_copy(update={"dim": 8})})
+        >>> model_differences(before, now)
+        ['tables.dim was 16, is 8']
+    """
+    names = sorted(before.tables.overridden.keys() | now.tables.overridden.keys())
+    return differences(_of_model(before, names), _of_model(now, names))
+
+
+def _of_model(config: Config, tables: list[str]) -> dict[str, Any]:
+    """Of the keys those that matter; None is left out, as in files."""
+    values = config.model_dump(exclude=set(_FREE_SECTIONS), exclude_none=True)
+    for section, keys in _FREE_KEYS.items():
+        values[section] = {key: value for key, value in values[section].items() if key not in keys}
+    averages = config.parallel.synchronization == "average"
+    if not averages:
+        del values["parallel"]["replicas"]
+    if not config.train.patience:  # evaluations choose nothing
+        del values["train"]["eval_every"], values["data"]["validation"]
+    own = {name: config.tables.of(name).model_dump(exclude_none=True) for name in tables}
+    values["tables"] = {key: value for key, value in values["tables"].items() if key not in own} | own
+    for table in (values["tables"], *own.values()):
+        if not averages:
+            table.pop("replicas", None)
+        is_plain = table["storage"] == "auto" and "min_rows" not in table["tensor_train"]
+        if is_plain or table["storage"] == "tiered":
+            table["storage"] = "dense"
+    return values

@@ -1,0 +1,20 @@
+"""Section: a TOML table of a configuration, and the kinds of values that several of them have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_LARGEST = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
+"""A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
+
+
+class Section(BaseModel):
+    """A TOML table: unknown keys are errors, values are not converted between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
