@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rowmesh.collection import EmbeddingCollection
     from rowmesh.embeddings import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
+    from rowmesh.linear_layers import FastLinear, fast_linear
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
@@ -31,6 +32,7 @@ _EXPORTS = {
     "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
+    "rowmesh.linear_layers": ("FastLinear", "fast_linear"),
     "rowmesh.mesh": ("Mesh",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
@@ -53,6 +55,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingOptimizer",
     "Embeddings",
+    "FastLinear",
     "JaggedRows",
     "JointOptimizer",
     "Mesh",
@@ -70,6 +73,7 @@ __all__ = [
     "TensorTrainOptimizer",
     "Tiers",
     "Uniform",
+    "fast_linear",
     "load",
     "load_run",
     "save",

@@ -14,6 +14,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
+from rowmesh.linear_layers import FastLinear, fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
@@ -39,6 +40,7 @@ class Job:
         embeddings: the tables.
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
+        linear: how the network's linear layers are computed.
         own: the network as a user's model, where it is one.
     """
 
@@ -48,6 +50,7 @@ class Job:
     embeddings: EmbeddingCollection
     network: nn.Module
     placement: Placement
+    linear: FastLinear
     own: OwnModel | None = None
 
     def logits(self, batch: Batch) -> Tensor:
@@ -63,9 +66,10 @@ class Job:
             network: what computes them in place of the network, unless that is a user's.
         """
         dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
-        if self.own is not None:
-            return self.own.logits(dense, embeddings)
-        return (network or self.network)(dense, embeddings.stacked())
+        with self.linear():
+            if self.own is not None:
+                return self.own.logits(dense, embeddings)
+            return (network or self.network)(dense, embeddings.stacked())
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of some samples, from `[B]` and `[B]`."""
@@ -89,10 +93,11 @@ class Job:
         )
 
 
-def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> Job:
+def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, trains: bool = True) -> Job:
     """Makes the tables and the network for a data set.
 
-    Collective and blocking: every rank calls it, with the same configuration.
+    Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
+    layers are computed best; a model that was trained says so itself.
 
     Raises:
         ConfigurationError: tables, sizes or a placement that cannot work.
@@ -115,7 +120,10 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         tiers=_tiers(config),
         device=device,
     )
-    return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement, own)
+    network = network.to(embeddings.device)
+    use = config.train.linear if trains else "torch"
+    linear = fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=use)
+    return Job(config, mesh, data, embeddings, network, placement, linear, own)
 
 
 def make_network(config: Config, data: Prepared) -> DLRM:

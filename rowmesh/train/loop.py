@@ -192,6 +192,7 @@ class Trainer:
         with in_form("elsewhere"):
             return {
                 "network": self.job.network.state_dict(),
+                "linear": self.job.linear.state_dict(),
                 "dense_optimizer": self._dense_optimizer.state_dict(),
                 "embedding_optimizer": self._embedding_optimizer.state_dict(),
                 "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -207,6 +208,8 @@ class Trainer:
             keep_stopping: do not forget what was evaluated since.
         """
         self.job.network.load_state_dict(state["network"])
+        if "linear" in state:  # not in models of earlier versions
+            self.job.linear.load_state_dict(state["linear"])
         self._dense_optimizer.load_state_dict(state["dense_optimizer"])
         with in_form("elsewhere"):
             self._embedding_optimizer.load_state_dict(state["embedding_optimizer"])
