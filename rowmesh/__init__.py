@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rowmesh.linear_layers import FastLinear, fast_linear
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
+    from rowmesh.models import DotInteraction
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
@@ -34,6 +35,7 @@ _EXPORTS = {
     "rowmesh.errors": ("RowmeshError",),
     "rowmesh.linear_layers": ("FastLinear", "fast_linear"),
     "rowmesh.mesh": ("Mesh",),
+    "rowmesh.models": ("DotInteraction",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
@@ -52,6 +54,7 @@ __all__ = [
     "Adam",
     "AveragedRows",
     "Constant",
+    "DotInteraction",
     "EmbeddingCollection",
     "EmbeddingOptimizer",
     "Embeddings",

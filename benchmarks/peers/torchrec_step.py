@@ -26,9 +26,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 
 from benchmarks import rank as rank_side  # noqa: E402
+from benchmarks.plain_dlrm import PlainDLRM  # noqa: E402
 from benchmarks.tower import Tower  # noqa: E402
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches  # noqa: E402
-from rowmesh.models import DLRM  # noqa: E402
 
 
 class CpuSharder(EmbeddingBagCollectionSharder):
@@ -55,7 +55,7 @@ class Model(nn.Module):
         if hidden:
             self.network: nn.Module = Tower(NUM_DENSE, NUM_TABLES, self.dim, hidden)
         else:
-            self.network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
+            self.network = PlainDLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor, given: Tensor | None = None) -> Tensor:
         """Logits. The look-up comes first, so that its backward comes last."""
