@@ -68,7 +68,7 @@ class Trainer:
         self._loader = job.loader(source, shuffle=config.data.shuffle)
         epochs = chosen(config.train.epochs) * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
-        self._gradients = SharedGradients(job.network, job.mesh)
+        self._gradients = SharedGradients(job.network, job.mesh, job.embeddings.transport)
         self._network = training_network(job.network, config)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
@@ -270,10 +270,11 @@ class Trainer:
 
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:
-    """The optimizer of the dense network."""
-    parameters, lr, weight_decay = network.parameters(), chosen(config.lr), config.weight_decay
+    """The optimizer of the dense network; all parameters are updated in one call where they can be."""
+    parameters, lr, weight_decay = list(network.parameters()), chosen(config.lr), config.weight_decay
+    fused = all(parameter.is_floating_point() for parameter in parameters)
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=weight_decay)
+        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=weight_decay, fused=fused)
     if config.name == "adagrad":
-        return torch.optim.Adagrad(parameters, lr, weight_decay=weight_decay)
-    return torch.optim.Adam(parameters, lr, weight_decay=weight_decay)
+        return torch.optim.Adagrad(parameters, lr, weight_decay=weight_decay, fused=fused and parameters[0].is_cpu)
+    return torch.optim.Adam(parameters, lr, weight_decay=weight_decay, fused=fused)

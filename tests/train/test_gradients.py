@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -54,3 +55,32 @@ def test_nccl_is_waited_for_without_a_timeout(monkeypatch):
     monkeypatch.setattr(module.dist, "all_reduce", lambda *of, **options: Work())
     SharedGradients(nn.Linear(2, 1), Mesh(world_size=2, group=object())).average()
     assert waited == [True, True]
+
+
+def averaged(mesh, transport, count):
+    torch.manual_seed(0)
+    network = nn.Linear(count, 1)
+    gradients = SharedGradients(network, mesh, transport)
+    means = []
+    for step in range(3):
+        gradients.zero()
+        generator = torch.Generator().manual_seed(10 * step + mesh.rank)
+        network(torch.randn(2, count, generator=generator) * 10.0**mesh.rank).sum().backward()
+        gradients.average()
+        means.append(network.weight.grad.flatten().clone())
+    return torch.stack(means).tolist()
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(2, 5), (3, 70_000)])
+def test_gradients_are_added_in_the_order_of_the_ranks(ranks, world_size, count):
+    """The second is long enough to be added in parts."""
+    generators = [[torch.Generator().manual_seed(10 * step + rank) for rank in range(world_size)] for step in range(3)]
+    expected = []
+    for step in generators:
+        total = torch.zeros(count)
+        for rank, generator in enumerate(step):
+            total = total + (torch.randn(2, count, generator=generator) * 10.0**rank).sum(0)
+        expected.append(total / world_size)
+    for transport in ("one_sided", "collective"):
+        for rank in ranks.run(averaged, transport, count, world_size=world_size):
+            assert torch.tensor(rank).equal(torch.stack(expected))
