@@ -216,7 +216,7 @@ def load_model(job: Job, run: RunFolder, verify: bool) -> None:
         raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
     except (RuntimeError, TypeError) as error:
         raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
-    if "linear" in state and job.config.train.linear != "torch":
+    if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
         job.linear.load_state_dict(state["linear"])
     job.embeddings.barrier()
 

@@ -290,6 +290,8 @@ class TrainConfig(Section):
         cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
         linear: what multiplies matrices in linear layers on a CPU: torch, onednn (faster on processors of AMD), or
             auto: the faster one for each layer, by a measurement of a second that is kept for later runs.
+        precision: what the dense network computes in on a CPU: float32, or bfloat16 (torch's autocast). Rows,
+            parameters and optimizer state stay as they are.
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
         log_every: steps between lines of `metrics.jsonl`.
@@ -303,6 +305,7 @@ class TrainConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     cuda_graphs: Literal["off", "on"] = "off"
     linear: Literal["auto", "torch", "onednn"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
     eval_every: Count | Auto = AUTO
     log_every: Positive = 50
 

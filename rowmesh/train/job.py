@@ -18,6 +18,7 @@ from rowmesh.linear_layers import FastLinear, fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
+from rowmesh.ops.linear import Choices
 from rowmesh.ops.transfer import upload
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config, chosen
@@ -25,6 +26,7 @@ from rowmesh.train.device import use_device
 from rowmesh.train.graphs import Network
 from rowmesh.train.own_model import OwnModel, make_own
 from rowmesh.train.placement import Placement
+from rowmesh.train.precision import check_precision, computing_in
 from rowmesh.train.splits import Part
 from rowmesh.train.tables import common_dim, table_specs
 
@@ -66,10 +68,12 @@ class Job:
             network: what computes them in place of the network, unless that is a user's.
         """
         dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
-        with self.linear():
+        with self.linear(), computing_in(self.config.train.precision):
             if self.own is not None:
-                return self.own.logits(dense, embeddings)
-            return (network or self.network)(dense, embeddings.stacked())
+                logits = self.own.logits(dense, embeddings)
+            else:
+                logits = (network or self.network)(dense, embeddings.stacked())
+        return logits.to(embeddings.values.dtype)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of some samples, from `[B]` and `[B]`."""
@@ -103,6 +107,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, t
         ConfigurationError: tables, sizes or a placement that cannot work.
     """
     tables = table_specs(config.tables, data)
+    check_precision(config.train.precision, config.train.device, tables)
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
@@ -121,9 +126,14 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, t
         device=device,
     )
     network = network.to(embeddings.device)
-    use = config.train.linear if trains else "torch"
-    linear = fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=use)
+    linear = _linear(config, mesh, network) if trains else FastLinear(Choices(), "by torch")
     return Job(config, mesh, data, embeddings, network, placement, linear, own)
+
+
+def _linear(config: Config, mesh: Mesh, network: nn.Module) -> FastLinear:
+    if config.train.precision == "bfloat16":
+        return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
+    return fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=config.train.linear)
 
 
 def make_network(config: Config, data: Prepared) -> DLRM:
