@@ -59,7 +59,7 @@ def contestants(
         yield own, peers
 
 
-def _peer(options: Options, workload: Workload, sharding: str, settings: dict[str, str]) -> Contestant:
+def _peer(options: Options, workload: Workload, sharding: str, settings: dict[str, Any]) -> Contestant:
     assert options.peer_python is not None
     name, ranks, python = f"torchrec {sharding}", options.ranks, options.peer_python
     return Contestant(name, PEER_MODULE, workload, ranks=ranks, python=python, sharding=sharding, **settings)

@@ -35,7 +35,8 @@ class Commands:
         tensor_train_rank: int = 0,
         precision: Precision = "float32",
     ) -> None:
-        self._workload, self._precision = workload, precision
+        self._workload = workload
+        self._precision: Precision = precision
         tables = table_specs(workload, cored_rows, tensor_train_rank)
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
         self._embedding_optimizer = EmbeddingOptimizer(self._embeddings)
