@@ -117,6 +117,7 @@ class Commands:
         self._gradients.zero()
         with self._fast(), computing_in(self._precision):
             logits = self._network(dense, vectors)
+        self._gradients.sends_early()
         self._loss(logits.float(), labels).backward()
         self._gradients.average()
         self._optimizer.step()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from rowmesh.counters import CommonCounters
+from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.bucketed_sums import BucketedSums
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.device_group import device_group
-from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
+from rowmesh.mesh.ordered_sums import SharedSums
 from rowmesh.mesh.waiting import complete
+
+USE = "network"
+BUCKET_BYTES = 1 << 19
 
 
 class SharedGradients:
@@ -25,6 +31,9 @@ class SharedGradients:
     while it holds Python's lock, which that thread may be waiting for. And in the host's memory gradients are
     added in the order of the ranks, so that both transports give the same bits; between GPUs the library
     adds them in its own.
+
+    Between hosts the gradients of the last layers, which come first, are sent while those of the first are computed,
+    where `sends_early` is called before the backward.
 
     Args:
         network: the same on every rank; rank 0's parameters are copied to the others, so construction is
@@ -39,7 +48,8 @@ class SharedGradients:
         self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self._group: Any = None
         self._waits = True
-        self._sums: OrderedSums | None = None
+        self._shared: SharedSums | None = None
+        self._buckets: Buckets | None = None
         if mesh.group is not None:
             self._group, backend, _ = device_group(mesh, self._buffer.device, "network")
             self._waits = backend != "nccl"
@@ -48,7 +58,7 @@ class SharedGradients:
                 "sharing the network's parameters",
             )
             if self._waits and self._buffer.is_cpu:
-                self._sums = self._make_sums(transport)
+                self._make_sums(transport, parameters)
         with torch.no_grad():
             for parameter, part in zip(parameters, self._views(parameters), strict=True):
                 parameter.copy_(part)
@@ -60,15 +70,23 @@ class SharedGradients:
         """Clears the gradients."""
         self._buffer.zero_()
 
+    def sends_early(self) -> None:
+        """The next backward is the only one before `average`: gradients may be sent as soon as they are there."""
+        if self._buckets is not None:
+            self._buckets.open()
+
     def average(self) -> None:
         """Averages the gradients over ranks. Collective; moves at most twice their bytes. NCCL is not waited for.
 
         Raises:
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
-        if self._sums is not None:
-            self._sums.begin()[: len(self._buffer)] = self._buffer
-            torch.div(self._sums.finish()[: len(self._buffer)], self._mesh.world_size, out=self._buffer)
+        if self._shared is not None:
+            self._shared.begin()[: len(self._buffer)] = self._buffer
+            torch.div(self._shared.finish()[: len(self._buffer)], self._mesh.world_size, out=self._buffer)
+        elif self._buckets is not None:
+            self._buckets.finish()
+            self._buffer /= self._mesh.world_size
         elif self._group is not None:
             self._run(
                 lambda: dist.all_reduce(self._buffer, group=self._group, async_op=True),
@@ -76,14 +94,12 @@ class SharedGradients:
             )
             self._buffer /= self._mesh.world_size
 
-    def _make_sums(self, transport: str) -> OrderedSums:
-        count, dtype = len(self._buffer), self._buffer.dtype
+    def _make_sums(self, transport: str, parameters: list[nn.Parameter]) -> None:
         if transport == "one_sided":
-            sums = SharedSums(self._mesh, count, dtype)
-            sums.close()  # every rank has mapped them
-            return sums
-        channel = Channel.between_hosts(self._mesh)
-        return CollectiveSums(self._mesh, channel, count, dtype, CommonCounters(), what="the network's gradients")
+            self._shared = SharedSums(self._mesh, len(self._buffer), self._buffer.dtype)
+            self._shared.close()  # every rank has mapped them
+        else:
+            self._buckets = Buckets(self._mesh, parameters, self._buffer)
 
     def _run(self, post: Callable[[], Any], doing: str) -> None:
         """Has what follows on this stream come after a collective."""
@@ -99,6 +115,78 @@ class SharedGradients:
     def _views(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+class Buckets:
+    """Gradients of a network, sent bucket by bucket, from the last parameters to the first.
+
+    A bucket is sent when it has all its gradients and those behind it were sent: all ranks send in the same order,
+    whichever of their layers get gradients. What has none is sent at the end.
+
+    Args:
+        mesh: the ranks, several of them.
+        parameters: of the network.
+        gradients: of all of them, one after the other, where autograd adds them up.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], gradients: torch.Tensor) -> None:
+        self._gradients = gradients
+        bounds, bucket_of = cut(parameters, BUCKET_BYTES)
+        self._sizes = [0] * (len(bounds) - 1)
+        for parameter, bucket in zip(parameters, bucket_of, strict=True):
+            self._sizes[bucket] += parameter.requires_grad
+        # A group of its own: at the end ranks send at another place of the step than in the backward.
+        channel = Channel(mesh, mesh.subgroup([range(mesh.world_size)], USE), mesh.rank, mesh.world_size)
+        self._sums = BucketedSums(channel, bounds, gradients.dtype, CommonCounters(), "the network's gradients")
+        self._missing, self._next, self._is_open = list(self._sizes), len(self._sizes) - 1, False
+        for parameter, bucket in zip(parameters, bucket_of, strict=True):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._came, bucket))
+
+    def open(self) -> None:
+        """Sends what the next backward completes."""
+        self._missing, self._is_open = list(self._sizes), True
+
+    def finish(self) -> None:
+        """Sends the rest, and puts the sums of all ranks into the place of the gradients."""
+        self._is_open = False
+        self._send(until=-1)
+        self._sums.finish(self._gradients)
+        self._next = len(self._sizes) - 1
+
+    def _came(self, bucket: int, parameter: torch.Tensor) -> None:
+        if not self._is_open:
+            return
+        if bucket > self._next:
+            raise RowmeshError(
+                "a parameter of the network got a gradient twice in one backward, and the first was sent; compute each "
+                "layer's gradient once, without reentrant checkpoints, or set parallel.transport=one_sided"
+            )
+        self._missing[bucket] -= 1
+        complete_from = self._next + 1
+        while complete_from > 0 and self._missing[complete_from - 1] <= 0:
+            complete_from -= 1
+        self._send(until=complete_from - 1)
+
+    def _send(self, until: int) -> None:
+        while self._next > until:
+            self._sums.post(self._next, self._gradients)
+            self._next -= 1
+
+
+def cut(parameters: Sequence[torch.Tensor], least_bytes: int) -> tuple[list[int], list[int]]:
+    """Where buckets of at least so many bytes begin, and the last one ends; and the bucket of each parameter.
+
+    >>> cut([torch.zeros(3), torch.zeros(1), torch.zeros(5), torch.zeros(2)], 16)
+    ([0, 4, 9, 11], [0, 0, 1, 2])
+    """
+    bounds, buckets, end = [0], [], 0
+    for parameter in parameters:
+        if (end - bounds[-1]) * parameter.itemsize >= least_bytes:
+            bounds.append(end)
+        buckets.append(len(bounds) - 1)
+        end += parameter.numel()
+    return [*bounds, end], buckets
 
 
 def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:

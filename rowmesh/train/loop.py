@@ -123,6 +123,7 @@ class Trainer:
         self._begin_step(batch)
         embeddings = self.job.embeddings(batch.sparse)
         self._clock.lap("rows")
+        self._gradients.sends_early()
         total = self._backward(self.job.predict(batch.dense, embeddings, self._network), batch.labels)
         self._clock.lap("network")
         self._end_step()
