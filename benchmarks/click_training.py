@@ -19,6 +19,7 @@ from rowmesh.data import Batch, Prepared
 from rowmesh.models import DLRM
 from rowmesh.tables import TableSpec
 from rowmesh.train.metrics import compute
+from rowmesh.train.precision import Precision, computing_in
 
 BOTTOM, TOP = (64,), (128, 64)  # hidden widths
 JUDGED_AT_ONCE = 8192
@@ -63,7 +64,14 @@ class Clicks:
             yield Clicks(prepared, batches, read(prepared, "test", JUDGED_AT_ONCE))
 
 
-def train(specs: Sequence[TableSpec], clicks: Clicks, network_lr: float, seed: int, num_points: int) -> list[Point]:
+def train(
+    specs: Sequence[TableSpec],
+    clicks: Clicks,
+    network_lr: float,
+    seed: int,
+    num_points: int,
+    precision: Precision = "float32",
+) -> list[Point]:
     """A DLRM from the start; first values are a function of the seed.
 
     Args:
@@ -72,6 +80,7 @@ def train(specs: Sequence[TableSpec], clicks: Clicks, network_lr: float, seed: i
         network_lr: of Adam on the dense layers.
         seed: of all first values.
         num_points: how often to judge, evenly over the batches; the last time at the end.
+        precision: what the network computes in.
     """
     torch.manual_seed(seed)
     embeddings = EmbeddingCollection(specs, seed=seed)
@@ -81,28 +90,40 @@ def train(specs: Sequence[TableSpec], clicks: Clicks, network_lr: float, seed: i
     ends = {len(clicks.batches) * (number + 1) // num_points for number in range(num_points)}
     points, losses, samples = [], [], 0
     for number, batch in enumerate(clicks.batches, start=1):
-        losses.append(_step(network, embeddings, optimizers, batch))
+        losses.append(_step(network, embeddings, optimizers, batch, precision))
         samples += len(batch.labels)
         if number in ends:
-            points.append(Point(samples, sum(losses) / len(losses), *_judged(network, embeddings, clicks.held_out)))
+            points.append(
+                Point(samples, sum(losses) / len(losses), *_judged(network, embeddings, clicks.held_out, precision))
+            )
             losses.clear()
     embeddings.close()
     return points
 
 
-def _step(network: DLRM, embeddings: EmbeddingCollection, optimizers: list[Any], batch: Batch) -> float:
+def _step(
+    network: DLRM, embeddings: EmbeddingCollection, optimizers: list[Any], batch: Batch, precision: Precision
+) -> float:
     for optimizer in optimizers:
         optimizer.zero_grad()
-    loss = F.binary_cross_entropy_with_logits(network(batch.dense, embeddings(batch.sparse).stacked()), batch.labels)
+    loss = F.binary_cross_entropy_with_logits(_logits(network, embeddings, batch, precision), batch.labels)
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
     return loss.item()
 
 
+def _logits(network: DLRM, embeddings: EmbeddingCollection, batch: Batch, precision: Precision) -> Tensor:
+    vectors = embeddings(batch.sparse).stacked()
+    with computing_in(precision):
+        return network(batch.dense, vectors).float()
+
+
 @torch.no_grad()
-def _judged(network: DLRM, embeddings: EmbeddingCollection, held_out: list[Batch]) -> tuple[float, float, float]:
-    logits: Tensor = torch.cat([network(batch.dense, embeddings(batch.sparse).stacked()) for batch in held_out])
+def _judged(
+    network: DLRM, embeddings: EmbeddingCollection, held_out: list[Batch], precision: Precision
+) -> tuple[float, float, float]:
+    logits = torch.cat([_logits(network, embeddings, batch, precision) for batch in held_out])
     labels = torch.cat([batch.labels for batch in held_out])
     metrics = compute(logits.numpy(), labels.to(torch.uint8).numpy())
     return metrics.auc, metrics.log_loss, float(((logits > 0) == (labels > 0)).double().mean())

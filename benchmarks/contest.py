@@ -22,7 +22,11 @@ Answers = dict[str, list[list[dict[str, Any]]]]  # contestant → round → rank
 
 @contextmanager
 def contestants(
-    options: Options, report: Report, workload: Workload, ours: dict[str, tuple[str, dict[str, Any]]]
+    options: Options,
+    report: Report,
+    workload: Workload,
+    ours: dict[str, tuple[str, dict[str, Any]]],
+    **of_peers: str,
 ) -> Iterator[tuple[list[Contestant], list[Contestant]]]:
     """Ours and the peer's, ready to be asked; says which are missing and why.
 
@@ -31,6 +35,7 @@ def contestants(
         report: where missing contestants are reported.
         workload: the case.
         ours: name → (module, its options).
+        of_peers: options of the peer's ranks.
 
     Raises:
         ContestantError: one of ours did not start.
@@ -47,17 +52,17 @@ def contestants(
         if options.peer_python is None:
             report.line(case=workload.name, peer="torchrec", unavailable="no --peer-python was given")
         else:
-            peers = [stack.enter_context(_peer(options, workload, sharding)) for sharding in SHARDINGS]
+            peers = [stack.enter_context(_peer(options, workload, sharding, of_peers)) for sharding in SHARDINGS]
             peers, absent = connect_all(peers, options.deadline_s)
         for name, reason in absent.items():
             report.line(case=workload.name, peer=name, unavailable=reason)
         yield own, peers
 
 
-def _peer(options: Options, workload: Workload, sharding: str) -> Contestant:
+def _peer(options: Options, workload: Workload, sharding: str, settings: dict[str, Any]) -> Contestant:
     assert options.peer_python is not None
     name, ranks, python = f"torchrec {sharding}", options.ranks, options.peer_python
-    return Contestant(name, PEER_MODULE, workload, ranks=ranks, python=python, sharding=sharding)
+    return Contestant(name, PEER_MODULE, workload, ranks=ranks, python=python, sharding=sharding, **settings)
 
 
 @contextmanager

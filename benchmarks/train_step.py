@@ -1,6 +1,11 @@
-"""The embedding tax: a full DLRM step over the same step with its embeddings given, beside TorchRec's.
+"""A full DLRM step beside TorchRec's, and the embedding tax: that over the same step with its embeddings given.
 
     python -m benchmarks.train_step --dim 16,64 --peer-python PEER/bin/python
+    python -m benchmarks.train_step --dim 16,64 --precision bfloat16 --peer-python PEER/bin/python
+
+The floor is what all products of the dense network take at the rate of the fastest one, measured in the same processes.
+Ours computes as `rowmesh train` does; the peer's network is plain torch under DistributedDataParallel. With
+`--precision bfloat16` both networks are under autocast.
 
 Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone. With `--tensor-train`
 instead: the same step with large tables as tensor-train cores, beside the step with all of them dense.
@@ -8,7 +13,7 @@ instead: the same step with large tables as tensor-train cores, beside the step 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import train_step_tensor_train
 from benchmarks.command import Options, Report, parse
@@ -24,27 +29,52 @@ TRANSPORTS = ("one_sided", "collective")
 
 def run_case(options: Options, report: Report, workload: Workload) -> None:
     """One case: rounds in turns, then memory over many steps."""
-    ours = {f"rowmesh {name}": (MODULE, {"transport": name}) for name in TRANSPORTS}
-    with contestants(options, report, workload, ours) as (own, peers):
+    precision = {"precision": options.extra["precision"]}
+    ours = {f"rowmesh {name}": (MODULE, {"transport": name, **precision}) for name in TRANSPORTS}
+    with contestants(options, report, workload, ours, **precision) as (own, peers):
         rounds = take_turns("train", [*own, *peers], options.repeats)
-        peer_tax = {peer.name: report_tax(report, workload, peer.name, rounds) for peer in peers}
-        best = min(peer_tax, key=peer_tax.__getitem__, default=None)
-        for contestant, transport in zip(own, TRANSPORTS, strict=True):
-            beside = {"peer": best, "peer_tax": best and peer_tax[best], "target": TARGETS.get(workload.dim)}
-            tax = report_tax(report, workload, contestant.name, rounds, **beside)
-            report.ratio(f"{workload.name}_{transport}", tax)
+        floor_ms = report_floor(report, workload, own[0], **precision)
+        common = {"floor_ms": floor_ms, **precision}
+        theirs = {peer.name: report_steps(report, workload, peer.name, rounds, **common) for peer in peers}
+        best = min(theirs, key=lambda name: theirs[name].full_ms, default=None)
+        beside: dict[str, Any] = {"target": TARGETS.get(workload.dim), **common}
         if best is not None:
-            report.ratio(f"{workload.name}_{best}", peer_tax[best])
+            beside |= {"peer": best, "peer_full_ms": theirs[best].full_ms, "peer_tax": theirs[best].tax}
+            report.ratio(f"{workload.name}_{best}", theirs[best].tax)
+        for contestant, transport in zip(own, TRANSPORTS, strict=True):
+            mine = report_steps(report, workload, contestant.name, rounds, **beside)
+            report.ratio(f"{workload.name}_{transport}", mine.tax)
+            report.ratio(f"{workload.name}_{transport}_over_floor", round(mine.full_ms / floor_ms, 3))
+            if best is not None:
+                report.ratio(f"{workload.name}_{best}_over_{transport}", round(theirs[best].full_ms / mine.full_ms, 3))
         for part in ("full", "sparse"):
             report_memory(report, workload, own[0], part, 20 if options.quick else options.extra["memory_steps"])
 
 
-def report_tax(report: Report, workload: Workload, name: str, rounds: Answers, **beside: Any) -> float:
-    """Reports the two steps of one contestant and their ratio; returns the ratio."""
+class Steps(NamedTuple):
+    """A full step, and that over the step with embeddings given."""
+
+    full_ms: float
+    tax: float
+
+
+def report_floor(report: Report, workload: Workload, contestant: Contestant, precision: str) -> float:
+    """Reports how long the products of a step take at least, on the slowest rank; milliseconds."""
+    slowest_rank = max(contestant.ask("floor"), key=lambda answer: answer["floor_ms"])
+    rounded = {name: round(value, 3) for name, value in slowest_rank.items()}
+    report.line(case=workload.name, precision=precision, **rounded)
+    return rounded["floor_ms"]
+
+
+def report_steps(report: Report, workload: Workload, name: str, rounds: Answers, **beside: Any) -> Steps:
+    """Reports the two steps of one contestant, their ratio, and how far they are from the floor and the peer."""
     seconds = {step: [s for answers in rounds[name] for s in slowest(answers, step)] for step in ("full", "given")}
     full, given = (summarize(seconds[step], step) for step in ("full", "given"))
     differences = [(a - b) * 1e3 for a, b in zip(seconds["full"], seconds["given"], strict=True)]
-    tax = round(full["full_ms"] / given["given_ms"], 4)
+    full_ms, tax = full["full_ms"], round(full["full_ms"] / given["given_ms"], 4)
+    ratios = {"over_floor": round(full_ms / beside["floor_ms"], 3)}
+    if "peer_full_ms" in beside:
+        ratios["peer_over_ours"] = round(beside["peer_full_ms"] / full_ms, 3)
     report.line(
         case=workload.name,
         contestant=name,
@@ -53,11 +83,12 @@ def report_tax(report: Report, workload: Workload, name: str, rounds: Answers, *
         pooling=workload.pooling,
         **(full | given),
         difference_ms=median(differences),
-        samples_per_s=round(workload.global_batch / full["full_ms"] * 1e3),
+        samples_per_s=round(workload.global_batch / full_ms * 1e3),
         tax=tax,
         **beside,
+        **ratios,
     )
-    return tax
+    return Steps(full_ms, tax)
 
 
 def report_memory(report: Report, workload: Workload, contestant: Contestant, part: str, steps: int) -> None:
@@ -81,6 +112,7 @@ def main() -> None:
         (__doc__ or "").splitlines()[0],
         defaults={"dim": [16, 64]},
         memory_steps=500,
+        precision="float32",
         tensor_train=False,
         tensor_train_rank=16,
         tensor_train_rows=100_000,

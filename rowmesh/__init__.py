@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from rowmesh.collection import EmbeddingCollection
     from rowmesh.embeddings import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
+    from rowmesh.linear_layers import FastLinear, fast_linear
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
+    from rowmesh.models import DotInteraction
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
@@ -31,7 +33,9 @@ _EXPORTS = {
     "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
+    "rowmesh.linear_layers": ("FastLinear", "fast_linear"),
     "rowmesh.mesh": ("Mesh",),
+    "rowmesh.models": ("DotInteraction",),
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
@@ -50,9 +54,11 @@ __all__ = [
     "Adam",
     "AveragedRows",
     "Constant",
+    "DotInteraction",
     "EmbeddingCollection",
     "EmbeddingOptimizer",
     "Embeddings",
+    "FastLinear",
     "JaggedRows",
     "JointOptimizer",
     "Mesh",
@@ -71,6 +77,7 @@ __all__ = [
     "TensorTrainOptimizer",
     "Tiers",
     "Uniform",
+    "fast_linear",
     "load",
     "load_run",
     "save",

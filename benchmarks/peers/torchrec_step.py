@@ -26,9 +26,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 
 from benchmarks import rank as rank_side  # noqa: E402
+from benchmarks.plain_dlrm import PlainDLRM  # noqa: E402
 from benchmarks.tower import Tower  # noqa: E402
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches  # noqa: E402
-from rowmesh.models import DLRM  # noqa: E402
 
 
 class CpuSharder(EmbeddingBagCollectionSharder):
@@ -42,9 +42,9 @@ class CpuSharder(EmbeddingBagCollectionSharder):
 class Model(nn.Module):
     """Tables and the network above them, or the network alone where embeddings are given."""
 
-    def __init__(self, workload: Workload, hidden: int) -> None:
+    def __init__(self, workload: Workload, hidden: int, precision: str) -> None:
         super().__init__()
-        self.dim = workload.dim
+        self.dim, self.is_half = workload.dim, precision == "bfloat16"
         self.tables = EmbeddingBagCollection(
             device=torch.device("meta"),
             tables=[
@@ -55,18 +55,19 @@ class Model(nn.Module):
         if hidden:
             self.network: nn.Module = Tower(NUM_DENSE, NUM_TABLES, self.dim, hidden)
         else:
-            self.network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
+            self.network = PlainDLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor, given: Tensor | None = None) -> Tensor:
         """Logits. The look-up comes first, so that its backward comes last."""
         vectors = self.tables(ids).values().view(-1, NUM_TABLES, self.dim) if given is None else given
-        return self.network(dense, vectors)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_half):
+            return self.network(dense, vectors).float()
 
 
-def build(workload: Workload, sharding: str, hidden: int) -> DistributedModelParallel:
+def build(workload: Workload, sharding: str, hidden: int, precision: str) -> DistributedModelParallel:
     """The sharded model."""
     torch.manual_seed(workload.seed)
-    model = Model(workload, hidden)
+    model = Model(workload, hidden, precision)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": workload.lr, "eps": 1e-8})
     world_size = dist.get_world_size()
     constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
@@ -92,9 +93,9 @@ def keyed_jagged(ids: Tensor) -> KeyedJaggedTensor:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, sharding: str, hidden: int) -> None:
+    def __init__(self, workload: Workload, sharding: str, hidden: int = 0, precision: str = "float32") -> None:
         self._workload = workload
-        self._model = build(workload, sharding, hidden)
+        self._model = build(workload, sharding, hidden, precision)
         sharded = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingBagCollection)]
         (self._tables,) = sharded
         dense = [p for name, p in self._model.named_parameters() if "network." in name]
@@ -140,7 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     workload, options = rank_side.settings()
-    commands = Commands(workload, options["sharding"], options.get("hidden", 0))
+    commands = Commands(workload, **options)
     rank_side.serve(round=commands.round, train=commands.train)
     dist.destroy_process_group()
 

@@ -243,17 +243,20 @@ class Channel:
 
     def exchange_equal(self, out: Tensor, counters: MessageCounters, doing: str) -> Tensor:
         """Sends row k of `out`, `[size, …]`, to member k; returns one row from each."""
+        return self.post_equal(out, counters, doing).wait()
+
+    def post_equal(self, out: Tensor, counters: MessageCounters, doing: str) -> Message:
+        """As `exchange_equal`, without waiting; `out` must stay as it is until the message is waited for."""
         into = torch.empty_like(out)
         if self.size == 1:
-            return into.copy_(out)
+            return Message(self, None, into.copy_(out), out, doing)
         num_bytes = out.nbytes // self.size * (self.size - 1)
         with _counting:
             counters.all_to_all_rounds += 1
             counters.bytes_sent += num_bytes
             counters.bytes_received += num_bytes
         work = self._started(lambda: dist.all_to_all_single(into, out, group=self._group, async_op=True), doing)
-        self.wait(work, doing)
-        return into
+        return Message(self, work, into, out, doing)
 
     def wait(self, work: Any, doing: str) -> None:
         """Until a posted collective is done; under NCCL what comes next on the current stream finds it done."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.models.interaction import DotInteraction
 
 
 class DLRM(nn.Module):
@@ -47,8 +48,6 @@ class DLRM(nn.Module):
     Systems" (arXiv:1906.00091), and its reference implementation (`dlrm_s_pytorch.py`).
     """
 
-    pairs: Tensor
-
     def __init__(
         self,
         *,
@@ -61,21 +60,16 @@ class DLRM(nn.Module):
         super().__init__()
         _check_sizes(num_dense, num_features, dim, bottom, top)
         self.num_dense, self.num_features, self.dim = num_dense, num_features, dim
-        num_vectors = num_features + 1
-        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+        self.interact = DotInteraction()
         self.bottom_widths = (num_dense, *bottom, dim) if num_dense else (dim,)
-        self.top_widths = (dim + self.pairs.numel(), *top, 1)
+        self.top_widths = (dim + num_features * (num_features + 1) // 2, *top, 1)
         self.bottom = _mlp(self.bottom_widths, relu_last=True) if num_dense else None
         self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
         self.top = _mlp(self.top_widths, relu_last=False)
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         """Logits `[B]` from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""
-        base = self._base(dense, embeddings)
-        vectors = torch.cat([base.unsqueeze(1), embeddings], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
-        return self.top(torch.cat([base, products], dim=1)).squeeze(1)
+        return self.top(self.interact(self._base(dense, embeddings), embeddings)).squeeze(1)
 
     def _base(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         if self.bottom is not None:

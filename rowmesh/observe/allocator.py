@@ -42,6 +42,6 @@ def keep_memory() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # not a system with a libc that is found so
         return False
     return all(mallopt(option, value) == 1 for option, value in _OPTIONS.items())

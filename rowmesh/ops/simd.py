@@ -313,6 +313,47 @@ def copy_bytes(typing: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 
 @_intrinsic
+def transpose_tile(
+    typing: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any, lanes: Any, storage: Any
+) -> Any:
+    """Writes the transpose of `lanes` rows of as many elements, a power of two; rows are so many bytes apart."""
+    n, s = _literal(lanes), _literal(storage)
+    if n is None or s is None:
+        return None
+    vector = ir.VectorType(_ELEMENT[s], n)
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        def pointer(number: int, row: int) -> Any:
+            offset = b.mul(args[number + 1], ir.Constant(_I64, row))
+            return b.inttoptr(b.add(args[number], offset), vector.as_pointer())
+
+        rows = []
+        for row in range(n):
+            rows.append(b.load(pointer(0, row)))
+            rows[-1].align = STORAGE_BYTES[s]
+        for row, value in enumerate(_transposed(b, rows)):
+            b.store(value, pointer(2, row)).align = STORAGE_BYTES[s]
+        return ctx.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4, lanes, storage), codegen
+
+
+def _transposed(b: Any, rows: list[Any]) -> list[Any]:
+    """Swaps halves of pairs of rows, then quarters, and so on."""
+    n, half = len(rows), 1
+    while half < n:
+        for row in (row for row in range(n) if not row & half):
+            x, y = rows[row], rows[row + half]
+            # Lanes of x are numbered 0 … n − 1, those of y from n on.
+            low = [n + lane - half if lane & half else lane for lane in range(n)]
+            high = [n + lane if lane & half else lane + half for lane in range(n)]
+            for place, lanes in ((row, low), (row + half, high)):
+                rows[place] = b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, n), lanes))
+        half *= 2
+    return rows
+
+
+@_intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
     """The int64 at `address`."""
     return _load(_I64, types.int64)

@@ -244,6 +244,8 @@ def load_model(job: Job, run: RunFolder, verify: bool) -> None:
         raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
     except (RuntimeError, TypeError) as error:
         raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
+    if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
+        job.linear.load_state_dict(state["linear"])
     job.embeddings.barrier()
 
 
@@ -332,7 +334,7 @@ def job_on(
     network = network_bytes(config, data, mesh.world_size, trains=trains) if config.train.device == "cpu" else 0
     check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages, network_bytes=network)
     reach("train.build")
-    job = build(config, mesh, data, placement)
+    job = build(config, mesh, data, placement, trains=trains)
     reach("train.built")
     try:
         yield job

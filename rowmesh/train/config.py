@@ -279,6 +279,10 @@ class TrainConfig(Section):
         seed: of the rows, the dense network and the order of samples.
         device: where rows and network are: cpu; or cuda, a GPU for each rank (ranks share them where there are fewer).
         cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
+        linear: what multiplies matrices in linear layers on a CPU: torch, onednn (faster on processors of AMD), or
+            auto: the faster one for each layer, by a measurement of a second that is kept for later runs.
+        precision: what the dense network computes in on a CPU: float32, or bfloat16 (torch's autocast). Rows,
+            parameters and optimizer state stay as they are.
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
         log_every: steps between lines of `metrics.jsonl`.
@@ -291,6 +295,8 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     cuda_graphs: Literal["off", "on"] = "off"
+    linear: Literal["auto", "torch", "onednn"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
     eval_every: Count | Auto = AUTO
     log_every: Positive = 50
 

@@ -14,9 +14,11 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
+from rowmesh.linear_layers import FastLinear, fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.models import DLRM
+from rowmesh.ops.linear import Choices
 from rowmesh.ops.transfer import upload
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config, chosen
@@ -24,6 +26,7 @@ from rowmesh.train.device import use_device
 from rowmesh.train.graphs import Network
 from rowmesh.train.own_model import OwnModel, make_own
 from rowmesh.train.placement import Placement
+from rowmesh.train.precision import check_precision, computing_in
 from rowmesh.train.splits import Part
 from rowmesh.train.tables import common_dim, table_specs
 
@@ -39,6 +42,7 @@ class Job:
         embeddings: the tables.
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
+        linear: how the network's linear layers are computed.
         own: the network as a user's model, where it is one.
     """
 
@@ -48,6 +52,7 @@ class Job:
     embeddings: EmbeddingCollection
     network: nn.Module
     placement: Placement
+    linear: FastLinear
     own: OwnModel | None = None
 
     def logits(self, batch: Batch) -> Tensor:
@@ -63,9 +68,12 @@ class Job:
             network: what computes them in place of the network, unless that is a user's.
         """
         dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
-        if self.own is not None:
-            return self.own.logits(dense, embeddings)
-        return (network or self.network)(dense, embeddings.stacked())
+        with self.linear(), computing_in(self.config.train.precision):
+            if self.own is not None:
+                logits = self.own.logits(dense, embeddings)
+            else:
+                logits = (network or self.network)(dense, embeddings.stacked())
+        return logits.to(embeddings.values.dtype)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of some samples, from `[B]` and `[B]`."""
@@ -89,15 +97,17 @@ class Job:
         )
 
 
-def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> Job:
+def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, trains: bool = True) -> Job:
     """Makes the tables and the network for a data set.
 
-    Collective and blocking: every rank calls it, with the same configuration.
+    Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
+    layers are computed best; a model that was trained says so itself.
 
     Raises:
         ConfigurationError: tables, sizes or a placement that cannot work.
     """
     tables = table_specs(config.tables, data)
+    check_precision(config.train.precision, config.train.device, tables)
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
@@ -116,7 +126,15 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement) -> J
         device=device,
         wire_dtype=torch.bfloat16 if config.parallel.wire_dtype == "bfloat16" else None,
     )
-    return Job(config, mesh, data, embeddings, network.to(embeddings.device), placement, own)
+    network = network.to(embeddings.device)
+    linear = _linear(config, mesh, network) if trains else FastLinear(Choices(), "by torch")
+    return Job(config, mesh, data, embeddings, network, placement, linear, own)
+
+
+def _linear(config: Config, mesh: Mesh, network: nn.Module) -> FastLinear:
+    if config.train.precision == "bfloat16":
+        return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
+    return fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=config.train.linear)
 
 
 def make_network(config: Config, data: Prepared) -> DLRM:

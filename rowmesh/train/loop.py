@@ -64,7 +64,7 @@ class Trainer:
         epochs = chosen(config.train.epochs) * self._loader.num_batches
         self.total_steps = min(config.train.steps or epochs, epochs)
         self._requests = Requests(config.checkpoint, job.mesh)
-        self._gradients = SharedGradients(job.network, job.mesh, NUM_FLAGS)
+        self._gradients = SharedGradients(job.network, job.mesh, job.embeddings.transport, NUM_FLAGS)
         self._network = training_network(job.network, config)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
@@ -132,6 +132,7 @@ class Trainer:
         self._begin_step(batch)
         embeddings = self.job.embeddings(batch.sparse)
         self._clock.lap("rows")
+        self._gradients.sends_early()
         total = self._backward(self.job.predict(batch.dense, embeddings, self._network), batch.labels)
         self._clock.lap("network")
         self._end_step()
@@ -203,6 +204,7 @@ class Trainer:
         with in_form("elsewhere"):
             return {
                 "network": self.job.network.state_dict(),
+                "linear": self.job.linear.state_dict(),
                 "dense_optimizer": self._dense_optimizer.state_dict(),
                 "embedding_optimizer": self._embedding_optimizer.state_dict(),
                 "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -218,6 +220,8 @@ class Trainer:
             keep_stopping: do not forget what was evaluated since.
         """
         self.job.network.load_state_dict(state["network"])
+        if "linear" in state:  # not in models of earlier versions
+            self.job.linear.load_state_dict(state["linear"])
         self._dense_optimizer.load_state_dict(state["dense_optimizer"])
         of_rows = dict(state["embedding_optimizer"])
         if len(of_rows["param_groups"]) != len(self._embedding_optimizer.param_groups):  # tables are stored otherwise
@@ -334,10 +338,11 @@ class Trainer:
 
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:
-    """The optimizer of the dense network."""
-    parameters, lr, weight_decay = network.parameters(), chosen(config.lr), config.weight_decay
+    """The optimizer of the dense network; all parameters are updated in one call where they can be."""
+    parameters, lr, weight_decay = list(network.parameters()), chosen(config.lr), config.weight_decay
+    fused = all(parameter.is_floating_point() for parameter in parameters)
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=weight_decay)
+        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=weight_decay, fused=fused)
     if config.name == "adagrad":
-        return torch.optim.Adagrad(parameters, lr, weight_decay=weight_decay)
-    return torch.optim.Adam(parameters, lr, weight_decay=weight_decay)
+        return torch.optim.Adagrad(parameters, lr, weight_decay=weight_decay, fused=fused and parameters[0].is_cpu)
+    return torch.optim.Adam(parameters, lr, weight_decay=weight_decay, fused=fused)

@@ -14,6 +14,9 @@ from rowmesh.train.tables import table_specs
 _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
 """Numbers that optimizers keep for every parameter; sgd with momentum keeps one."""
 
+_SUMMED = 4
+"""Vectors as long as all gradients that averaging takes, on one host; about as many between hosts."""
+
 
 def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bool) -> int:
     """Parameters, gradients and optimizer state, and about what a batch leaves in the network for its gradients.
@@ -31,7 +34,8 @@ def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bo
     if not trains:
         return itemsize * parameters
     samples = -(-chosen(config.data.batch_size) // world_size)
-    return itemsize * ((2 + _states(config.optimizer)) * parameters + samples * outputs)
+    copies = 2 + _states(config.optimizer) + (_SUMMED if world_size > 1 else 0)
+    return itemsize * (copies * parameters + samples * outputs)
 
 
 def _sizes(config: Config, data: Prepared) -> tuple[int, int]:

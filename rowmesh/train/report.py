@@ -35,6 +35,7 @@ def describe(job: Job) -> list[str]:
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
         *(("group", _group(group, job.embeddings.tiers)) for group in job.embeddings.groups),
         ("network", _network(job)),
+        ("linear", job.linear.reason),
         *(("memory", f"rank {rank}: {_sizes(sizes)}") for rank, sizes in enumerate(memory)),
     ]
     return [f"{name:<10}{text}" for name, text in facts]

@@ -246,7 +246,7 @@ def _connect_parts(size: int, timeout_s: float) -> dict[tuple[str, tuple[int, ..
         for part in map(tuple, (*columns, *nodes)):
             if ("", part) not in parts:
                 parts["", part] = dist.new_group(list(part), timeout=timedelta(seconds=timeout_s))
-    for use in ("tables", "rows", "gradients", "cores"):
+    for use in ("tables", "rows", "gradients", "cores", "network"):
         parts[use, tuple(range(size))] = dist.new_group(list(range(size)), timeout=timedelta(seconds=timeout_s))
     return parts
 

@@ -28,6 +28,7 @@ LAYOUTS = {
     "plain": [],
     "double": ["tables.dtype=float64"],
     "bfloat16": ["tables.dtype=bfloat16"],
+    "network in bfloat16": ["train.precision=bfloat16"],
     "tensor-train": ["tables.C3.storage=tensor_train", "tables.tensor_train.optimizer.name=adagrad"],
     "tiered": ["tables.storage=tiered", "tiers.fast_share=0.5"],
 }
