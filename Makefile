@@ -1,6 +1,7 @@
 # make train   set everything up, train a DLRM on two ranks, evaluate it (DATA=rows.tsv.gz, RANKS=2, RUN=folder, ARGS="key=value")
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
+# make docs    docs/ and the docstrings as a site, in site/; a broken link is an error
 # make bench   every benchmark, quickly
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +12,7 @@ RUN    ?= runs/make_train
 DATA   ?=
 ARGS   ?=
 
-.PHONY: train test test-slow lint format bench clean
+.PHONY: train test test-slow lint format docs bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
@@ -38,6 +39,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan cyclic" \
 		sparse_all_reduce "two_dimensional --hosts 2x2" "pipeline --hosts 2" "pipeline --tier disk" sample_clustering reordering checkpoint own_data tiered tensor_train \
@@ -46,4 +50,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) data/generated data/prepared runs/make_train
+	rm -rf $(VENV) site data/generated data/prepared runs/make_train
