@@ -2,6 +2,7 @@
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
 # make docs    docs/ and the docstrings as a site, in site/; a broken link is an error
+# make newcomer   what a newcomer does, in a fresh clone: train, own CSV, own model, predict, report
 # make bench   every benchmark, quickly
 PYTHON ?= python3
 VENV   := .venv
@@ -12,7 +13,7 @@ RUN    ?= runs/make_train
 DATA   ?=
 ARGS   ?=
 
-.PHONY: train test test-slow lint format docs bench clean
+.PHONY: train test test-slow lint format docs newcomer bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
@@ -41,6 +42,9 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+newcomer: $(READY)
+	$(BIN)/python -m pytest tests/test_newcomer.py
 
 bench: $(READY)
 	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan cyclic" \
