@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs_ready
 RANKS  ?= 2
 RUN    ?= runs/make_train
 DATA   ?=
@@ -40,7 +41,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS_READY)
 	$(BIN)/mkdocs build --strict
 
 newcomer: $(READY)

@@ -14,6 +14,7 @@ from tests.support.pages import ROOT, blocks, lacking, shell
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # on machines that are busy with other work
     pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a git checkout"),
 ]
 

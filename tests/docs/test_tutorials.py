@@ -95,10 +95,11 @@ def test_from_torchrec(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # on machines that are busy with other work
 def test_the_commands_for_a_cluster(tmp_path: Path):
     """As they stand there, with as many processes."""
     with chdir(tmp_path):
-        for block in blocks(f"{TUTORIALS}/own_csv.md")[:4]:
+        for block in blocks(f"{TUTORIALS}/own_csv.md")[:5]:
             if block.file:
                 Path(block.file).write_text(block.text)
             else:

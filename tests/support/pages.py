@@ -49,13 +49,13 @@ def lacking(shown: str, printed: str) -> list[str]:
 
 
 def shell(script: str, folder: Path, **variables: str) -> str:
-    """What a script of bash prints in a folder; its rowmesh and torchrun are those of this interpreter."""
+    """What a script of bash prints in a folder; its rowmesh and torchrun are those of this interpreter and checkout."""
     functions = (
         f'rowmesh() {{ "{sys.executable}" -m rowmesh.cli "$@"; }}\n'
         f'torchrun() {{ "{sys.executable}" -m torch.distributed.run "$@"; }}\n'
     )
     command = ["bash", "-euo", "pipefail", "-c", functions + script]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
