@@ -33,7 +33,8 @@ def run(clone: Path, script: str) -> str:
 def test_from_a_clone_to_scores(clone: Path):
     """`make train` on little data; a CSV as in the tutorial, on one rank and two; a model of one's own."""
     settings = "data.batch_size=512 schedule.warmup_steps=0 tables.dim=4 model.bottom=[16] model.top=[16]"
-    printed = run(clone, f'PYTHON="{sys.executable}" SAMPLES=20000 ARGS="{settings}" bash configs/train.sh')
+    variables = f'PYTHON="{sys.executable}" SAMPLES=20000 HELD_OUT=5000 ARGS="{settings}"'
+    printed = run(clone, f"{variables} bash configs/train.sh")
     assert "planted optimum" in printed
     assert (clone / "runs/make_train/report.html").exists()
 
