@@ -2,17 +2,20 @@
 # make demo    the same model trained in twelve ways, what each system changes, in a table (ARGS="--quick", docs/demo.md)
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
+# make docs    docs/ and the docstrings as a site, in site/; a broken link is an error
+# make newcomer   what a newcomer does, in a fresh clone: train, own CSV, own model, predict, report
 # make bench   every benchmark, quickly
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs_ready
 RANKS  ?= 2
 RUN    ?= runs/make_train
 DATA   ?=
 ARGS   ?=
 
-.PHONY: train demo test test-slow lint format bench clean
+.PHONY: train demo test test-slow lint format docs newcomer bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
@@ -42,6 +45,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS_READY)
+	$(BIN)/mkdocs build --strict
+
+newcomer: $(READY)
+	$(BIN)/python -m pytest tests/test_newcomer.py
+
 bench: $(READY)
 	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan cyclic" \
 		sparse_all_reduce "two_dimensional --hosts 2x2" "pipeline --hosts 2" "pipeline --tier disk" sample_clustering reordering checkpoint own_data tiered tensor_train \
@@ -50,4 +63,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) data/generated data/prepared runs/make_train runs/demo runs/demo_quick
+	rm -rf $(VENV) site data/generated data/prepared runs/make_train runs/demo runs/demo_quick

@@ -7,6 +7,7 @@
 #   DATA     raw Criteo rows (train.tsv, .gz), or a folder of train*, validation* and test* files; without it a
 #            data set is drawn from a planted model
 #   SAMPLES  training samples that are drawn (1,000,000)
+#   HELD_OUT samples that are drawn for validation, and as many for the test (100,000)
 #   STORE    where drawn and prepared data are kept for the next time (data)
 #   ARGS     keys of the configuration, as in ARGS="train.epochs=2 tables.dim=32"
 set -euo pipefail
@@ -16,6 +17,7 @@ RANKS=${RANKS:-2}
 RUN=${RUN:-runs/make_train}
 DATA=${DATA:-}
 SAMPLES=${SAMPLES:-1000000}
+HELD_OUT=${HELD_OUT:-100000}
 STORE=${STORE:-data}
 ARGS=${ARGS:-}
 
@@ -41,7 +43,7 @@ if [[ -n $DATA ]]; then
 else
     config=configs/criteo.toml
     prepared=$STORE/generated/criteo
-    rowmesh data synthesize "$STORE/generated/raw" --samples "$SAMPLES" --reuse
+    rowmesh data synthesize "$STORE/generated/raw" --samples "$SAMPLES" --held-out "$HELD_OUT" --reuse
     rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 1 --reuse # a row for every id
 fi
 

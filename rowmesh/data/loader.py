@@ -57,7 +57,8 @@ class Loader:
         split: "train", "validation" or "test".
         span: which samples of it, by position; default: all.
         batch_size: global, over all ranks.
-        rank, world_size: which part to yield.
+        rank: which part of each batch to yield.
+        world_size: into how many parts each batch is cut.
         shuffle: see `EpochOrder`.
         seed: of the shuffle.
         drop_last: leave out the last batch where it is smaller.

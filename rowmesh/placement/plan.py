@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def num_nodes(self) -> int:
-        """H."""
+        """H, the number of nodes."""
         return self.world_size // self.ranks_per_node
 
     @property

@@ -95,7 +95,7 @@ class SparseBatch:
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """F, the number of features."""
         return len(self.features)
 
     @property

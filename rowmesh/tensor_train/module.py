@@ -52,7 +52,8 @@ class TensorTrainEmbeddingBag(nn.Module):
     Args:
         num_embeddings: rows of the table; any number, padded to a product of three.
         embedding_dim: D, 1 to 1024.
-        max_norm, norm_type: not supported; must be None and 2.
+        max_norm: not supported; must be None.
+        norm_type: not supported; must be 2.
         scale_grad_by_freq: divide the gradient of an id by how often it occurs in the batch.
         mode: "sum", "mean" or "max" of the rows of a bag.
         sparse: gradients of the cores are sparse tensors of the touched slices, for optimizers that take them.
@@ -64,7 +65,8 @@ class TensorTrainEmbeddingBag(nn.Module):
         rank: of both bonds or of each; default 16, or the largest that the table can have.
         memory_bytes: instead of a rank: the largest at which the cores fit into so much.
         compression: instead of a rank: the largest at which the table is so many times smaller.
-        row_factors, dim_factors: how rows and columns are factorized; default: evenly.
+        row_factors: three numbers whose product has room for all rows; default: even ones.
+        dim_factors: three numbers whose product is D; default: even ones.
         initializer: the distribution of the rows, of mean 0; default: normal, standard deviation 1, like torch.
         seed: of the first values, which are a function of (seed, name); default: drawn from torch's generator.
         name: of the table; sets tables of one seed apart.

@@ -81,7 +81,7 @@ def _choose_length(config: Config, values: dict[str, Any], data: Prepared) -> It
     samples = num_training_samples(config, data, validates=stops or train["eval_every"] not in (0, AUTO))
     if config.data.batch_size == AUTO:
         size = values["data"]["batch_size"] = batch_size_for(samples)
-        yield f"data.batch_size={size}: about {STEPS_AN_EPOCH} steps an epoch of {samples:,} samples"
+        yield f"data.batch_size={size}: {max(-(-samples // size), 1):,} steps an epoch of {samples:,} samples"
     batch_size = values["data"]["batch_size"]
     num_batches = max(-(-samples // batch_size), 1)
     yield from _choose_rates(values, batch_size)

@@ -30,7 +30,7 @@ def test_batches_and_epochs_follow_from_the_samples(clicks, samples, batch_size,
     assert (config.data.batch_size, config.train.epochs, config.train.patience) == (batch_size, epochs, 4)
     assert config.train.eval_every == max(-(-samples // batch_size) // 2, 1)
     text = "\n".join(lines)
-    assert f"data.batch_size={batch_size}: about 200 steps an epoch of {samples:,} samples" in text
+    assert f"data.batch_size={batch_size}: {-(-samples // batch_size):,} steps an epoch of {samples:,} samples" in text
     assert f"train.epochs={epochs}, or until 4 evaluations bring nothing better" in text
 
 

@@ -47,8 +47,9 @@ class ReorderOptions:
     def span(self, num_rows: int) -> range:
         """The ranks that get another order in a table whose last row stands for all rare ids.
 
-        >>> ReorderOptions(hot_share=0.1, max_ids=20).span(101)
-        range(10, 30)
+        Example:
+            >>> ReorderOptions(hot_share=0.1, max_ids=20).span(101)
+            range(10, 30)
         """
         num_ids = num_rows - 1
         hot = min(int(num_rows * self.hot_share), num_ids)
@@ -57,7 +58,8 @@ class ReorderOptions:
     def rows_of_a_prefix(self, num_rows: int) -> int:
         """How many consecutive rows share a prefix.
 
-        >>> ReorderOptions().rows_of_a_prefix(1_000_001), ReorderOptions(prefix_rows=7).rows_of_a_prefix(10)
-        (107, 7)
+        Example:
+            >>> ReorderOptions().rows_of_a_prefix(1_000_001), ReorderOptions(prefix_rows=7).rows_of_a_prefix(10)
+            (107, 7)
         """
         return self.prefix_rows or factor_rows(num_rows)[2]

@@ -1,0 +1,67 @@
+"""Code on pages: the blocks of a Markdown file, and whether what a page shows is what is printed."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(r"^`(\w+\.\w+)`:\n\n\Z", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: behind the fence.
+        file: the name that the line before consists of, as in `` `schema.toml`: ``; else "".
+        text: what is between the fences.
+    """
+
+    language: str
+    file: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a shell, joined where they are continued."""
+        return self.text.replace("\\\n", " ").splitlines()
+
+
+def blocks(page: str) -> list[Block]:
+    """Those of a page, by its path in the repository."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        file = _FILE.search(text[: match.start()])
+        found.append(Block(match[1], file[1] if file else "", match[2]))
+    return found
+
+
+def lacking(shown: str, printed: str) -> list[str]:
+    """The lines of a page that were not printed, whatever the numbers, folders and widths of columns in them."""
+    lines = {_form(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if _form(line) not in lines]
+
+
+def shell(script: str, folder: Path, **variables: str) -> str:
+    """What a script of bash prints in a folder; its rowmesh and torchrun are those of this interpreter and checkout."""
+    functions = (
+        f'rowmesh() {{ "{sys.executable}" -m rowmesh.cli "$@"; }}\n'
+        f'torchrun() {{ "{sys.executable}" -m torch.distributed.run "$@"; }}\n'
+    )
+    command = ["bash", "-euo", "pipefail", "-c", functions + script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _form(line: str) -> str:
+    line = re.sub(r"/\S*/", "/", line)
+    line = re.sub(r"\d[\d.,]*", "0", line)
+    return re.sub(r"[\s│]+", " ", line).strip()
