@@ -113,6 +113,11 @@ class TableSpec:
                 "has no rows of its own, only the cores that they are computed from; take the optimizer adagrad, sgd "
                 "or adam, or storage='dense'"
             )
+        if self.optimizer.weight_decay:
+            raise ConfigurationError(
+                f"table {self.name!r}: weight_decay is of the rows that a step touches, and a tensor-train table has "
+                "no rows, only cores that all rows share; leave it out, or take storage='dense'"
+            )
         _ = self.tensor_train_shape
 
     def __repr__(self) -> str:

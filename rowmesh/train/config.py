@@ -129,6 +129,7 @@ class UpdateRuleConfig(Section):
         initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
         beta1: decay of the first moment (adam).
         beta2: decay of the second moment (adam).
+        weight_decay: L2 penalty of the rows that a step touches; of adam decoupled.
         moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam): above
             0 and at most the number of replicas that are averaged, which is the default; else at most 1.
     """
@@ -139,6 +140,7 @@ class UpdateRuleConfig(Section):
     initial_accumulator: Rate | None = None
     beta1: Decay | None = None
     beta2: Decay | None = None
+    weight_decay: Rate | None = None
     moment_scale: Factor | None = None
 
 

@@ -114,6 +114,11 @@ def update_rule(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
             f"table {name!r} has tensor-train cores, and {rule.name} keeps state by row, which cores do not have; give "
             f'tables.tensor_train.optimizer.name = "adagrad" (or sgd, adam), or tables.{name}.storage = "dense"'
         )
+    if is_cored and rule.weight_decay:
+        raise ConfigurationError(
+            f"{key}.weight_decay: table {name!r} has tensor-train cores, and weight decay is of rows; give "
+            f'tables.tensor_train.optimizer without it, or tables.{name}.storage = "dense"'
+        )
     return rule
 
 
