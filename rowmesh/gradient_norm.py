@@ -37,6 +37,8 @@ def gradient_norm(mesh: Mesh, exchanges: Sequence[GroupExchange], routes: Sequen
     """
     total = 0.0
     for number, exchange in enumerate(exchanges):
+        if exchange.is_frozen:
+            continue
         _check(exchange)
         groups = [route.groups[number] for route in routes]
         total += _sum_of_squares(mesh, exchange, groups)

@@ -108,7 +108,7 @@ def test_frozen_tables_do_not_change():
     after = (embeddings.state_dict(), optimizer.state_dict()["rows"])
     assert all(value.equal(b[name]) for a, b in zip(before, after, strict=True) for name, value in a.items())
     assert network.weight.grad is not None
-    with pytest.raises(RowmeshError, match="tables are frozen, and a pipeline waits for their gradients"):
+    with pytest.raises(RowmeshError, match="all tables are frozen, and a pipeline waits for their gradients"):
         next(iter(Pipeline(embeddings).windows([Item(batch())])))
     embeddings.requires_grad_()
     step(2)

@@ -287,6 +287,8 @@ class CoreShardGroup:
     def _found(self, pushed: Sequence[Sequence[AnyRouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
         """Tables with gradients here: number of the group, number of the table in it, look-up and gradients of rows."""
         for number, (group, of_group) in enumerate(zip(self._groups, pushed, strict=True)):
+            if group.exchange.is_frozen:
+                continue
             for table in range(len(group.arena.tables)):
                 if (found := group.gradients(of_group, table)) is not None:
                     yield number, table, found

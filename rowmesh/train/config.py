@@ -199,6 +199,7 @@ class TableConfig(Section):
             `tiers` says; or tensor_train, computed on each rank from small cores. auto: dense, but for tables of
             `tensor_train.min_rows` rows or more.
         tensor_train: what the cores are like.
+        frozen: whether rows are looked up and not trained.
     """
 
     dim: Positive = 16
@@ -210,6 +211,7 @@ class TableConfig(Section):
     replicas: Positive | None = None
     storage: Literal["auto", "dense", "tiered", "tensor_train"] = "auto"
     tensor_train: TensorTrainConfig = TensorTrainConfig()
+    frozen: bool = False
 
 
 class TablesConfig(TableConfig):

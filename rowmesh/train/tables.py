@@ -93,6 +93,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
             storage="tensor_train" if is_cored else "tiered" if config.storage == "tiered" else "dense",
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
+            frozen=config.frozen,
         )
     except TypeError as error:
         raise ConfigurationError(f"table {name!r}: {error}") from None
