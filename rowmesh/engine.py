@@ -283,7 +283,7 @@ class Engine:
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
                 "dense parameters alone, or take exact synchronization"
             )
-        return gradient_norm(self.mesh, self.exchanges, self.pending.routes)
+        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes)
 
     def agree(self, value: float) -> list[float]:
         """The values of all ranks. Collective."""

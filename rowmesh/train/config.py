@@ -295,6 +295,7 @@ class TrainConfig(Section):
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
         log_every: steps between lines of `metrics.jsonl`.
+        clip_grad_norm: what the norm of all gradients of a step, those of rows too, may be; 0: any.
     """
 
     epochs: Positive | Auto = AUTO
@@ -306,6 +307,7 @@ class TrainConfig(Section):
     cuda_graphs: Literal["off", "on"] = "off"
     eval_every: Count | Auto = AUTO
     log_every: Positive = 50
+    clip_grad_norm: Rate = 0.0
 
 
 class ParallelConfig(Section):
@@ -455,6 +457,20 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     pipeline: PipelineConfig = PipelineConfig()
     tiers: TiersConfig = TiersConfig()
+
+    @model_validator(mode="after")
+    def _can_clip(self) -> Self:
+        obstacle = "pipeline" if not self.pipeline.is_off else ""
+        if self.parallel.synchronization == "average":
+            obstacle = "parallel.synchronization = 'average'"
+        if self.train.clip_grad_norm and obstacle:
+            why = (
+                "gradients go before all are there"
+                if obstacle == "pipeline"
+                else "replicas step on their own gradients"
+            )
+            raise ValueError(f"train.clip_grad_norm and {obstacle} do not go together: {why}; leave one of them out")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -162,10 +162,15 @@ class Trainer:
     def _end_step(self) -> None:
         """Updates rows and network; rows first: under a pipeline they do so beside the rest."""
         self._lrs = self._current_lrs()
+        if most := self.config.train.clip_grad_norm:  # of what all ranks have together: the average comes before
+            self._gradients.average()
+            self._clock.lap("all_reduce")
+            self._embedding_optimizer.clip_grad_norm_(most, self.job.network.parameters())
         self._embedding_optimizer.step()
         self._clock.lap("update")
-        self._gradients.average()
-        self._clock.lap("all_reduce")
+        if not most:
+            self._gradients.average()
+            self._clock.lap("all_reduce")
         self._dense_optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
