@@ -16,7 +16,7 @@ LAYERS = [
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train", "layout"},
     {"exchange"},
-    {"embeddings", "pooling", "pending", "gradient_norm", "engine", "row_state", "module_hooks"},
+    {"embeddings", "pooling", "pending", "gradient_norm", "freezing", "engine", "row_state", "module_hooks"},
     {"collection"},
     {"pipeline", "averaged_rows", "parts", "saving", "sharded_state"},
     {"train", "doctor"},
