@@ -23,7 +23,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.devices import usable_device
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.threads import warn_of_threads
-from rowmesh.module_hooks import TableModule, frozen_or_not
+from rowmesh.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
@@ -118,7 +118,7 @@ class EmbeddingCollection(TableModule):
         self.common_counters = CommonCounters()
         options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place, wire_dtype)
         self.engine = Engine(self.tables, plan, self.mesh, options, seed, str(device))
-        self.device, self.groups = self.engine.device, self.engine.groups
+        self.device, self.groups, self.is_frozen = self.engine.device, self.engine.groups, all_frozen(self.engine)
         self.features, self.dims = self.engine.outputs.features, self.engine.outputs.dims
 
     @property

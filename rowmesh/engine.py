@@ -31,6 +31,7 @@ from rowmesh.exchange.route import AnyRouteGroup, Route, Router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
+from rowmesh.freezing import freeze
 from rowmesh.gate import Gate
 from rowmesh.gradient_norm import gradient_norm
 from rowmesh.mesh import Mesh
@@ -280,7 +281,7 @@ class Engine:
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
                 "dense parameters alone, or take exact synchronization"
             )
-        return gradient_norm(self.mesh, self.exchanges, self.pending.routes)
+        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes)
 
     def agree(self, value: float) -> list[float]:
         """The values of all ranks. Collective."""
@@ -399,6 +400,13 @@ class Engine:
         for each in self._stored:
             each.synchronize()
 
+    def freeze(self, tables: Sequence[str], *, is_frozen: bool) -> None:
+        """Freezes tables, or lets them train again, as `rowmesh.freezing` has it. Collective."""
+        with self.gate.writing:
+            if self._driver is not None:
+                raise self._is_driven("tables are frozen, or train again")
+            freeze(self.mesh, self.exchanges, tables, len(self.pending), is_frozen=is_frozen)
+
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas."""
         if self._driver is not None:
@@ -465,6 +473,7 @@ class Engine:
             new.allocate("; the old plan goes on")
             mine = new.fill_from(self.shard_groups)
             for before, after in zip(self.exchanges, new.exchanges, strict=True):
+                after.freeze(is_frozen=before.is_frozen)
                 after.counters = before.counters  # now: what synchronizes replicas goes on with those that it finds
             new.connect()
         except BaseException:

@@ -1,23 +1,26 @@
 """The norm of the gradients of rows, for clipping: of the sums over all ids of all ranks that name a row.
 
-No rank has these sums before the update, in which owners make them. So gradients travel once more: those of a row go to
-the rank that its number gives, which adds them up in float64.
+No rank has these sums before the update, in which owners make them. So gradients travel once more, between hosts, also
+those that are on a device: those of a row go to the rank that its number gives, which adds them up in float64. Of
+tensor-train tables the gradients are those of the cores, which are made here and, by the update, once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.route import Route, RouteGroup
+from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete, gather_objects
+from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.ops.look_up.host import HostLookUp
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import RELAYS
@@ -26,45 +29,39 @@ from rowmesh.tables.dense import compute_dtype
 _DOING = "computing the norm of gradients"
 
 
-def gradient_norm(mesh: Mesh, exchanges: Sequence[GroupExchange], routes: Sequence[Route]) -> float:
+def gradient_norm(
+    mesh: Mesh, exchanges: Sequence[GroupExchange], computed: Sequence[CoreShardGroup], routes: Sequence[Route]
+) -> float:
     """The norm of the gradients that wait, of the mean over ranks; the same number on all ranks.
 
     Collective and blocking; moves every gradient once, as a step does.
 
+    Args:
+        mesh: all ranks.
+        exchanges: of all groups.
+        computed: those of tensor-train tables.
+        routes: whose gradients wait.
+
     Raises:
-        ConfigurationError: some tables have gradients whose norm cannot be computed here.
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
-    total = 0.0
+    total = sum(_of_cores(mesh, each, routes) for each in computed)
     for number, exchange in enumerate(exchanges):
-        _check(exchange)
+        if exchange.is_frozen or exchange.group.storage == "tensor_train":
+            continue
         groups = [route.groups[number] for route in routes]
         total += _sum_of_squares(mesh, exchange, groups)
     sums = gather_objects(mesh, total, _DOING)
     return float(np.sqrt(sum(sums))) / mesh.world_size
 
 
-def _check(exchange: GroupExchange) -> None:
-    names = [table.name for table in exchange.group.tables]
-    if exchange.group.storage == "tensor_train":
-        raise ConfigurationError(
-            f"tables {names} are tensor-train tables, whose gradients are those of cores, made within the step: their "
-            "norm is not known before. Clip the dense parameters alone, or keep these tables dense"
-        )
-    if exchange.device is not None:
-        raise ConfigurationError(
-            f"tables {names} are on a device, where the norm of gradients of rows is not computed yet; clip the dense "
-            "parameters alone"
-        )
-
-
-def _sum_of_squares(mesh: Mesh, exchange: GroupExchange, groups: Sequence[RouteGroup]) -> float:
+def _sum_of_squares(mesh: Mesh, exchange: GroupExchange, groups: Sequence[AnyRouteGroup]) -> float:
     """Of the rows that this rank adds up."""
     dim, dtype = exchange.group.dim, compute_dtype(exchange.group.dtype)
-    rows = _RowNumbers(exchange)
-    keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(rows(group.look_up) for group in groups)])
-    found = [group.look_up.send.gradients.tensor(dtype, group.num_unique, dim) for group in groups]
-    gradients = torch.cat([torch.empty(0, dim, dtype=dtype, device="cpu"), *found])
+    find = _on_host(exchange) if exchange.device is None else _on_device(exchange)
+    pairs = [find(group.look_up) for group in groups]
+    keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(numbers for numbers, _ in pairs)])
+    gradients = torch.cat([torch.empty(0, dim, dtype=dtype, device="cpu"), *(found for _, found in pairs)])
     if mesh.group is not None:
         order = torch.argsort(keys % mesh.world_size, stable=True)
         counts = torch.bincount(keys % mesh.world_size, minlength=mesh.world_size)
@@ -87,6 +84,42 @@ def _all_to_all(mesh: Mesh, into: Tensor, out: Tensor, sizes_in: list[int] | Non
     complete(mesh, send, _DOING)
 
 
+def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Tensor]]:
+    """What finds the numbers of rows that a look-up asked for, int64 `[U]`, and their gradients, `[U, D]`."""
+    rows, dim, dtype = _RowNumbers(exchange), exchange.group.dim, compute_dtype(exchange.group.dtype)
+
+    def find(look_up: HostLookUp) -> tuple[Tensor, Tensor]:
+        return rows(look_up), look_up.send.gradients.tensor(dtype, look_up.num_unique, dim)
+
+    return find
+
+
+def _on_device(exchange: GroupExchange) -> Callable[[DeviceLookUp], tuple[Tensor, Tensor]]:
+    """The same of a look-up on a device, which knows the unique ids of each table."""
+    first = torch.tensor(_first_numbers(exchange)[:-1], device=exchange.device)
+
+    def find(look_up: DeviceLookUp) -> tuple[Tensor, Tensor]:
+        unique, count = look_up.unique, int(look_up.unique.num_unique)
+        numbers = unique.unique[:count] + torch.repeat_interleave(first, unique.offsets.diff(), output_size=count)
+        if look_up.order is not None:  # gradients stand as the rows were asked for
+            numbers = numbers[look_up.order[:count]]
+        return numbers.cpu(), look_up.summed[:count].cpu()
+
+    return find
+
+
+def _first_numbers(exchange: GroupExchange) -> list[int]:
+    return list(accumulate((table.num_rows for table in exchange.group.tables), initial=0))
+
+
+def _of_cores(mesh: Mesh, shard_group: CoreShardGroup, routes: Sequence[Route]) -> float:
+    """The sum of squares of the gradients of cores; of all ranks the first one gives it."""
+    found = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *shard_group.gradients(routes)])
+    if mesh.group is not None:
+        complete(mesh, lambda: dist.all_reduce(found, group=mesh.group, async_op=True), _DOING)
+    return float(found.square().sum()) if mesh.rank == 0 else 0.0
+
+
 class _RowNumbers:
     """Which row of its group each request of a look-up is for: its table's first number and its own.
 
@@ -96,7 +129,7 @@ class _RowNumbers:
 
     def __init__(self, exchange: GroupExchange) -> None:
         names = [table.name for table in exchange.group.tables]
-        first = np.cumsum([0, *(table.num_rows for table in exchange.group.tables)])
+        first = _first_numbers(exchange)
         self._map = address_map = exchange.address_map
         self._relayed = np.repeat([kind in RELAYS for kind in address_map.kinds], address_map.num_tables)
         self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

@@ -6,8 +6,8 @@ Rows are neither parameters nor buffers, so `nn.Module` would pass over them in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from rowmesh.row_state import Holder, Kind, entries, load_rows, save_rows
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged
 from rowmesh.state_form import state_form
+
+if TYPE_CHECKING:
+    from rowmesh.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,18 +57,23 @@ def _refuse_trained_weights(batch: object) -> None:
         )
 
 
+def all_frozen(engine: Engine) -> bool:
+    """Whether no table trains."""
+    return all(exchange.is_frozen for exchange in engine.exchanges)
+
+
 class TableModule(nn.Module):
     """Base of `EmbeddingCollection`: the methods of `nn.Module` that must know of rows."""
 
     device: torch.device
-    is_frozen = False
+    engine: Engine
+    is_frozen = False  # all tables
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freezes all tables, or lets them train again: frozen ones are looked up as under `torch.no_grad()`.
 
-        Frozen tables send no gradients, and a step changes nothing of them. Every rank must call it. To freeze some
-        tables, put them into a collection of their own. `requires_grad_` of a module around this one does not come
-        here: torch calls it for parameters alone.
+        Frozen tables send no gradients, and a step changes nothing of them. Collective. `freeze` is for some tables.
+        `requires_grad_` of a module around this one does not come here: torch calls it for parameters alone.
 
         Example:
             >>> from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
@@ -73,8 +81,48 @@ class TableModule(nn.Module):
             >>> embeddings(SparseBatch.from_bags({"item": [[7]]})).values.requires_grad
             False
         """
-        self.is_frozen = not requires_grad
+        (self.unfreeze if requires_grad else self.freeze)(*(table.name for table in cast("Holder", self).tables))
         return super().requires_grad_(requires_grad)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of the tables that are looked up and not trained."""
+        exchanges = self.engine.exchanges
+        return tuple(table.name for each in exchanges if each.is_frozen for table in each.group.tables)
+
+    def freeze(self, *tables: str) -> None:
+        """Lets tables be looked up and not trained: no gradients of them are sent, and a step changes nothing of them.
+
+        They keep their optimizer state, are saved as usual, and train again from where they were after `unfreeze`.
+        Collective: every rank names the same tables, between two steps. Fused tables freeze together: name all of
+        them, or give those that are to freeze apart `TableSpec(frozen=True)`, and `unfreeze` them at first. On a
+        device, and in a pipeline there, gradients of frozen tables are sent, and dropped by their owners.
+
+        Raises:
+            ConfigurationError: there is no such table; a table that is fused with it is not named; or ranks name
+                different ones.
+            RowmeshError: a batch had its backward and no step; or a pipeline runs.
+
+        Example:
+            >>> from rowmesh import EmbeddingCollection, TableSpec
+            >>> tables = [TableSpec(name=name, num_rows=10, dim=4, frozen=name == "item") for name in ("user", "item")]
+            >>> embeddings = EmbeddingCollection(tables)
+            >>> embeddings.frozen
+            ('item',)
+            >>> embeddings.unfreeze("item")
+            >>> embeddings.freeze("user")
+            >>> embeddings.frozen
+            ('user',)
+        """
+        self._freeze(tables, is_frozen=True)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Lets frozen tables train again; as for `freeze`."""
+        self._freeze(tables, is_frozen=False)
+
+    def _freeze(self, tables: Sequence[str], *, is_frozen: bool) -> None:
+        self.engine.freeze(tables, is_frozen=is_frozen)
+        self.is_frozen = all_frozen(self.engine)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As `to`, `half`, `cuda` and others call it.

@@ -63,12 +63,13 @@ class Pooling:
     def backward(self, groups: Sequence[AnyRouteGroup], gradients: Sequence[Tensor]) -> None:
         """Sums the gradients of equal ids, for push to send."""
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
-            group.look_up.backward(group.layout, grad)
+            if group.exchange.sums_gradients:
+                group.look_up.backward(group.layout, grad)
 
     def is_finite(self, groups: Sequence[AnyRouteGroup]) -> bool:
         """Whether all summed gradients are finite."""
-        found = [group.look_up.is_finite() for group in groups]
-        return bool(torch.stack(found).all())  # a device is waited for once
+        found = [group.look_up.is_finite() for group in groups if not group.exchange.is_frozen]
+        return not found or bool(torch.stack(found).all())  # a device is waited for once
 
     def by_group(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the output that each group wrote into."""

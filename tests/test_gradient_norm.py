@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh import (
     SGD,
-    AdaGrad,
     EmbeddingCollection,
     EmbeddingOptimizer,
     JointOptimizer,
@@ -22,6 +21,7 @@ from rowmesh import (
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from tests.support.ranks import RankPool
+from tests.support.triton import kernels_of
 
 LR = 0.1
 TABLES = (
@@ -59,12 +59,12 @@ def plan_of(layout, world_size):
     return Plan(tuple(tables), world_size=world_size, ranks_per_node=2)
 
 
-def train(mesh, layout, max_norm, transport: Any = "auto", replicas=1):
+def train(mesh, layout, max_norm, transport: Any = "auto", replicas=1, device="cpu"):
     """Three steps of two backward passes; norms, this rank's rows by table and number, and the network."""
     if layout != "plain" and mesh.world_size > 1:
         mesh = replace(mesh, hosts=tuple(rank // 2 for rank in range(mesh.world_size)))
     options: dict[str, Any] = {"replicas": replicas} if replicas > 1 else {"plan": plan_of(layout, mesh.world_size)}
-    embeddings = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, **options)
+    embeddings = EmbeddingCollection(TABLES, mesh=mesh, transport=transport, device=device, **options)
     dense = head()
     model = dense if mesh.group is None else DistributedDataParallel(dense, process_group=mesh.group)
     dense_optimizer, optimizer = torch.optim.SGD(dense.parameters(), lr=LR), EmbeddingOptimizer(embeddings)
@@ -220,8 +220,94 @@ def test_what_several_ranks_refuse(ranks: RankPool, refused):
     ranks.run(refused)
 
 
-def test_cores_have_no_norm():
-    embeddings, optimizer = make(storage="tensor_train", optimizer=AdaGrad())
-    backward(embeddings)
-    with pytest.raises(ConfigurationError, match=r"tables \['item'\] are tensor-train tables"):
-        optimizer.clip_grad_norm_(1.0)
+@pytest.mark.triton
+def test_a_device_clips_as_plain_torch():
+    kernels_of("merge_update")
+    compare(train(Mesh(), "plain", 0.05, device="cuda"), reference(0.05))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "transport, layout", [("collective", "plain"), ("collective", "nodes"), ("one_sided", "nodes")]
+)
+def test_devices_clip_as_plain_torch(ranks: RankPool, transport, layout):
+    kernels_of("merge_update")
+    for found in ranks.run(train, layout, 0.05, transport, 1, "cuda"):
+        compare(found, reference(0.05))
+
+
+CORED = (
+    TableSpec(name="a", num_rows=60, dim=8, optimizer=SGD(lr=LR), dtype=torch.float64, storage="tensor_train"),
+    TableSpec(name="b", num_rows=9, dim=8, optimizer=SGD(lr=LR), dtype=torch.float64),
+)
+
+
+def cored_batch(step, rank=0, size=1):
+    generator = torch.Generator().manual_seed(step)
+    return torch.stack([torch.randint(table.num_rows, (8,), generator=generator) for table in CORED])[:, rank::size]
+
+
+def train_cores(mesh, max_norm, device="cpu"):
+    """Norms, cores and rows after two steps of two backward passes; without a norm nothing is clipped."""
+    if device != "cpu":
+        kernels_of("merge_update")
+    embeddings = EmbeddingCollection(CORED, mesh=mesh, device=device)
+    optimizer, norms = EmbeddingOptimizer(embeddings), []
+    for step in range(2):
+        for part in range(2):
+            ids = cored_batch(2 * step + part, mesh.rank, mesh.world_size)
+            values = embeddings(SparseBatch.from_dense(["a", "b"], ids)).values
+            torch.tanh(values).square().mean().backward()
+        norms.append(0.0 if max_norm is None else float(optimizer.clip_grad_norm_(max_norm)))
+        optimizer.step()
+    rows = {
+        row: value.clone()
+        for piece in embeddings.held_rows("b")
+        for row, value in zip(piece.rows, piece.values, strict=True)
+    }
+    cores = [core.clone() for core in embeddings.cores("a").cores]
+    embeddings.close()
+    return norms, cores, rows
+
+
+def reference_cores(max_norm):
+    """The same with the cores as parameters and torch's own clipping."""
+    collection = EmbeddingCollection(CORED)
+    cores = [torch.nn.Parameter(core.clone()) for core in collection.cores("a").cores]
+    rows = torch.nn.Parameter(collection.local_rows("b")[0].values.clone())
+    optimizer, norms = torch.optim.SGD([*cores, rows], lr=LR), []
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in range(2):
+            first, second = cored_batch(2 * step + part)
+            table = torch.einsum("aur,brvs,cws->abcuvw", *cores).flatten(3).flatten(0, 2)
+            torch.tanh(torch.cat([table[first], rows[second]], dim=1)).square().mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_([*cores, rows], max_norm)))
+        optimizer.step()
+    return norms, [core.detach() for core in cores], dict(enumerate(rows.detach()))
+
+
+def compare_cores(found, max_norm):
+    expected = reference_cores(max_norm)
+    assert max(expected[0]) > max_norm
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found[2], {row: expected[2][row] for row in found[2]}, rtol=1e-7, atol=1e-9)
+
+
+def test_cores_are_clipped_as_plain_torch(ranks: RankPool):
+    compare_cores(train_cores(Mesh(), 0.002), 0.002)
+    for found in ranks.run(train_cores, 0.002):
+        compare_cores(found, 0.002)
+
+
+def test_asking_for_the_norm_changes_nothing():
+    plain, asked = train_cores(Mesh(), None), train_cores(Mesh(), 1e9)
+    assert all(map(torch.equal, plain[1], asked[1]))
+    assert all(value.equal(asked[2][row]) for row, value in plain[2].items())
+
+
+@pytest.mark.triton
+def test_cores_on_a_device():
+    kernels_of("merge_update")
+    compare_cores(train_cores(Mesh(), 0.002, "cuda"), 0.002)

@@ -108,7 +108,7 @@ def test_frozen_tables_do_not_change():
     after = (embeddings.state_dict(), optimizer.state_dict()["rows"])
     assert all(value.equal(b[name]) for a, b in zip(before, after, strict=True) for name, value in a.items())
     assert network.weight.grad is not None
-    with pytest.raises(RowmeshError, match="tables are frozen, and a pipeline waits for their gradients"):
+    with pytest.raises(RowmeshError, match="all tables are frozen, and a pipeline waits for their gradients"):
         next(iter(Pipeline(embeddings).windows([Item(batch())])))
     embeddings.requires_grad_()
     step(2)
@@ -232,3 +232,35 @@ def test_the_dense_part_can_be_exported():
     loaded = torch.export.load(file).module()
     vectors, dense = torch.cat([vectors, vectors]), torch.rand(8, 3)
     torch.testing.assert_close(loaded(dense, vectors), network(dense, vectors), rtol=0, atol=0)
+
+
+def average_in_a_pipeline(mesh):
+    """Averages after steps of the plain loop, and of a pipeline; which does not let them be applied."""
+    found = []
+    for is_piped in (False, True):
+        embeddings = make(mesh)
+        optimizer, averages = EmbeddingOptimizer(embeddings), AveragedRows(embeddings, decay=0.9)
+        items = [Item(batch(step, mesh.rank, mesh.world_size)) for step in range(4)]
+        if is_piped:
+            with Pipeline(embeddings, depth=2) as pipeline:
+                for window in pipeline.windows(items):
+                    for part in window:
+                        part.embeddings.values.square().mean().backward()
+                    optimizer.step()
+                    averages.update()
+                    with pytest.raises(RowmeshError, match="a pipeline runs"), averages.applied():
+                        pass
+        else:
+            for item in items:
+                embeddings(item.sparse).values.square().mean().backward()
+                optimizer.step()
+                averages.update()
+        with averages.applied(), torch.no_grad():
+            found.append(embeddings(batch(9, mesh.rank, mesh.world_size)).values.clone())
+        embeddings.close()
+    return found
+
+
+def test_averages_in_a_pipeline(ranks: RankPool):
+    for plain, piped in (average_in_a_pipeline(Mesh()), *ranks.run(average_in_a_pipeline)):
+        assert plain.equal(piped)

@@ -141,7 +141,8 @@ class CollectiveTransport(Transport):
         most, is_equal = self._compare(routes, step)
         if not is_equal:
             routes = self._request_again(routes, most)
-        pushed = [[route.groups[index] for route in routes] for index in range(len(self._groups))]
+        frozen = [messages.exchange.is_frozen for messages in self._groups]
+        pushed = [[] if frozen[index] else [route.groups[index] for route in routes] for index in range(len(frozen))]
         gradients = [
             [messages.post_gradients(group) for group in groups]
             for messages, groups in zip(self._groups, pushed, strict=True)

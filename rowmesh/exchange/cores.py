@@ -284,9 +284,25 @@ class CoreShardGroup:
         for group, of_group in zip(self._groups, pushed, strict=True):
             group.finish(of_group)
 
+    def gradients(self, routes: Sequence[Route]) -> list[Tensor]:
+        """Of all cores, of the ids of this rank, flat, in float64 and in the host's memory; for their norm."""
+        pushed = [[route.groups[index] for route in routes] for index in self.indices]
+        found = {(number, table): (lookup, rows) for number, table, (lookup, rows) in self._found(pushed)}
+        gradients: list[Tensor] = []
+        for number, group in enumerate(self._groups):
+            for table, cores in enumerate(group.arena.tables):
+                of_cores: Sequence[Tensor] = [torch.zeros_like(core) for core in cores.cores]
+                if (number, table) in found:
+                    lookup, rows = found[number, table]
+                    of_cores = lookup.gradients(cores.cores, rows, sparse=False)
+                gradients += [gradient.flatten().cpu().double() for gradient in of_cores]
+        return gradients
+
     def _found(self, pushed: Sequence[Sequence[AnyRouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
         """Tables with gradients here: number of the group, number of the table in it, look-up and gradients of rows."""
         for number, (group, of_group) in enumerate(zip(self._groups, pushed, strict=True)):
+            if group.exchange.is_frozen:
+                continue
             for table in range(len(group.arena.tables)):
                 if (found := group.gradients(of_group, table)) is not None:
                     yield number, table, found

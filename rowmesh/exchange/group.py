@@ -81,6 +81,8 @@ class GroupExchange:
         look_ups: what is found of batches.
         merger: on the host, merged requests of all ranks.
         replicated: keeps replicas together, where there are any.
+        is_frozen: whether rows are looked up and not updated; `freeze` sets it.
+        sums_gradients: whether backward sums their gradients: on a device also those of frozen rows, for nothing.
         comes_early: whether cached rows begin to come when a batch is routed; false while a pipeline says when.
     """
 
@@ -110,6 +112,7 @@ class GroupExchange:
             Wire(dtype, wire_dtype) if wire_dtype is not None and wire_dtype.itemsize < dtype.itemsize else None
             for dtype in (group.dtype, compute_dtype(group.dtype))
         )
+        self.freeze(is_frozen=group.tables[0].frozen)
         self.replicated: ReplicatedSums | ReplicatedMeans | None = None
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables), device=device)
         self.num_destinations = self.world_size
@@ -158,6 +161,10 @@ class GroupExchange:
         )
         flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
         return DeviceLookUps(device_map, flags, dtype)
+
+    def freeze(self, *, is_frozen: bool) -> None:
+        """Rows are looked up and not updated from now on, or are trained again."""
+        self.is_frozen, self.sums_gradients = is_frozen, not is_frozen or self.device is not None
 
     @property
     def num_places(self) -> int:
@@ -366,6 +373,8 @@ class GroupExchange:
             part: on the host, which of the rows: first and one past the last; default: all.
             num: on a device, how many rows there are, where the host knows it.
         """
+        if self.is_frozen:
+            return
         if self.replicated is not None:
             self.replicated.apply(merged, update, part, num=num)
         elif self.is_tiered and self.device is None:

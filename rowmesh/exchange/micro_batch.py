@@ -333,15 +333,16 @@ class MicroBatchExchange:
             self._pack(window, part)
 
     def _pack(self, window: Window, part: int) -> None:
-        for _, group in self._pairs(window):
+        for _, group in self._trained(window):
             group.memory.pack_gradients(part + 1)
 
     def push(self, window: Window, part: int) -> None:
         """Sends the gradients that go with a micro-batch. Collective."""
         if self._form != "naive":
             self._pack(window, part)
-        posted = [each.post_gradients(group, part + 1) for each, group in self._pairs(window)]
-        for (_, group), message in zip(self._pairs(window), posted, strict=True):
+        pairs = self._trained(window)
+        posted = [each.post_gradients(group, part + 1) for each, group in pairs]
+        for (_, group), message in zip(pairs, posted, strict=True):
             message.wait()
             group.memory.take_gradients(part + 1)
 
@@ -369,6 +370,9 @@ class MicroBatchExchange:
 
     def _pairs(self, window: Window) -> list[tuple[MicroBatchGroup, WindowGroup]]:
         return list(zip(self._groups, [window.groups[index] for index in self._shard_group.indices], strict=True))
+
+    def _trained(self, window: Window) -> list[tuple[MicroBatchGroup, WindowGroup]]:
+        return [(each, group) for each, group in self._pairs(window) if group.group.exchange.sums_gradients]
 
 
 Windows = WholeExchange | MicroBatchExchange

@@ -227,18 +227,25 @@ class OnHost(MicroBatchGroup):
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows, and their copies."""
         group, merger = window.group, window.on_host.merger
+        if self.exchange.is_frozen:
+            group.unpin()
+        else:
+            self._change(window, update)
+        self.exchange.counters.count_tables(group.incoming.accesses.sum(0), merger.merged_offsets)
+        if self._verifies:
+            self._versions[merger.slots] = number
+
+    def _change(self, window: WindowGroup, update: Update) -> None:
+        group, merger = window.group, window.on_host.merger
         pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
         if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
             pinned.apply(merger, update.lr, update.scaling, update.step)
         else:
             self.exchange.apply(merger, update, (0, copied))
-        self.exchange.counters.count_tables(group.incoming.accesses.sum(0), merger.merged_offsets)
         if self._copies is not None:
             self._copies.share(merger, (copied, merger.num_merged), self._gradients, update)
         if pinned is not None:
             pinned.unpin(changed=True)
-        if self._verifies:
-            self._versions[merger.slots] = number
 
     def _check_versions(self, window: WindowGroup, phase: int) -> None:
         """Raises RowmeshError where a row that is about to be read is not the one that steps in turn would read.

@@ -106,6 +106,8 @@ class OneSidedTransport(Transport):
         self._check(step)
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            if exchange.is_frozen:
+                continue
             sources = Sources(exchange.merger, exchange.gradient_bytes, exchange.num_segments)
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:

@@ -124,6 +124,10 @@ class LocalTransport(Transport):
         """Merges the routes' gradients and updates."""
         self._late.read()
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            if exchange.is_frozen:
+                for route in routes:
+                    route.groups[index].unpin()
+                continue
             groups = [route.groups[index] for route in routes]
             if exchange.device is None:
                 self._update(exchange, groups, update)

@@ -135,7 +135,8 @@ class Window:
     def add_gradients(self, part: int, gradients: Sequence[Tensor]) -> None:
         """Adds the gradients of the rows of one micro-batch to the sums, given those of its vectors by group."""
         for group, grad in zip(self.groups, gradients, strict=True):
-            group.memory.add_gradients(part, grad)
+            if group.group.exchange.sums_gradients:
+                group.memory.add_gradients(part, grad)
 
     def __del__(self) -> None:
         self._give_back()

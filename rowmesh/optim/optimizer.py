@@ -133,8 +133,9 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         """Clips the gradients of rows and of dense parameters by the norm of all of them together.
 
         As `torch.nn.utils.clip_grad_norm_` over all of a dense model: the gradient of a row is the mean over ranks of
-        its sums over all ids that name it. Call it after the last backward of a step, and after `scaler.unscale_`.
-        Collective and blocking; it moves the gradients of rows once more, and returns the same norm on all ranks.
+        its sums over all ids that name it; of tensor-train tables the gradients are those of their cores. Call it after
+        the last backward of a step, and after `scaler.unscale_`. Collective and blocking; it moves the gradients of
+        rows once more, and returns the same norm on all ranks.
 
         Args:
             max_norm: what the norm may be.
@@ -147,7 +148,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
 
         Raises:
             RowmeshError: the norm is not finite; or dense gradients differ between ranks; or a pipeline runs.
-            ConfigurationError: tensor-train tables, tables on a device or averaged replicas have no norm here.
+            ConfigurationError: replicas are averaged, whose gradients have no norm in common.
 
         Example:
             >>> from rowmesh import EmbeddingCollection, SparseBatch, TableSpec

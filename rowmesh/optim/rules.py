@@ -15,6 +15,19 @@ plain optimizer, to the bit. None leaves it to the collection, which knows the g
 
 Source: Two-dimensional sparse parallelism, §3.2, Algorithm 1 line 6 and Scaling Rule 1. Differs: AdaGrad element by
 element has it too, as well as Adam, which the paper only mentions.
+
+[Note: weight decay]
+`weight_decay` λ draws rows towards 0. It is lazy: a row decays in the steps that touch it, once a step however many ids
+name it, and not in between. 0 is no decay, with kernels of its own, to the bit those without.
+
+    SGD and both AdaGrads, L2:  g ← g + λw, before all else, so that squares have it too
+    Adam, decoupled:            w ← w − lr · λ · w, then the step, whose moments know nothing of it
+
+g is as it was clipped and unscaled: clipping does not see the decay.
+
+Source: torch.optim.SGD, Adagrad and AdamW, on the rows that a step touches (those of torch refuse `weight_decay` with
+sparse gradients); FBGEMM's exact row-wise AdaGrad with WeightDecayMode.L2, and its Adam, which decays decoupled.
+Differs: tensor-train tables, which have no rows, refuse it.
 """
 
 from __future__ import annotations
@@ -61,16 +74,18 @@ class UpdateRule:
 
     Attributes:
         lr: the learning rate a table starts with; schedules change it in the optimizer, not here.
+        weight_decay: λ of [Note: weight decay], for the rows that a step touches.
         name: the rule's name in configuration, counters and checkpoints.
         state: name → whether the state has one value a row ("row") or one an element ("element").
     """
 
     lr: float = 0.01
+    weight_decay: float = 0.0
     name: ClassVar[str]
     state: ClassVar[dict[str, str]]
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "initial_accumulator"):
+        for name in ("lr", "weight_decay", "eps", "initial_accumulator"):
             value = getattr(self, name, 0.0)
             if not 0.0 <= value < math.inf:
                 raise ConfigurationError(f"{self.name}: {name} must be 0 or more and finite, got {value}")
@@ -95,6 +110,8 @@ class UpdateRule:
     def numbers(self, lr: float, scaling: float, step: int) -> tuple[float, ...]:
         """What kernels take: learning rate, factor of gradients, eps, β₁, β₂ and what √v is multiplied by.
 
+        A rule that decays has one more: λ, or for Adam 1 − lr · λ.
+
         Args:
             lr: the learning rate now.
             scaling: what gradients are multiplied by.
@@ -103,8 +120,11 @@ class UpdateRule:
         Example:
             >>> AdaGrad().numbers(lr=0.1, scaling=0.5, step=1)
             (0.1, 0.5, 1e-10, 0.0, 0.0, 1.0)
+            >>> SGD(weight_decay=0.01).numbers(lr=0.1, scaling=0.5, step=1)
+            (0.1, 0.5, 0.0, 0.0, 0.0, 1.0, 0.01)
         """
-        return lr, scaling, *self.hyperparameters, self.root_factor
+        decay = (self.weight_decay,) if self.weight_decay else ()
+        return lr, scaling, *self.hyperparameters, self.root_factor, *decay
 
     @property
     def initial_state(self) -> dict[str, float]:
@@ -114,7 +134,7 @@ class UpdateRule:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(UpdateRule):
-    """w −= lr · g."""
+    """w −= lr · g, where g has λw in it too, see [Note: weight decay]."""
 
     name: ClassVar[str] = "sgd"
     state: ClassVar[dict[str, str]] = {}
@@ -143,7 +163,8 @@ class _Accumulating(UpdateRule):
 class AdaGrad(_Accumulating):
     """v += g²;  w −= lr · g / (√(v / c) + eps), element by element, c = `moment_scale` or 1.
 
-    With c = 1 torch.optim.Adagrad on sparse gradients; c is explained in [Note: moment scaling].
+    With c = 1 torch.optim.Adagrad on sparse gradients; c is explained in [Note: moment scaling]. g has λw in it too,
+    see [Note: weight decay].
     """
 
     eps: float = 1e-10
@@ -157,7 +178,8 @@ class RowWiseAdaGrad(_Accumulating):
 
     Source: FBGEMM's exact row-wise AdaGrad for c = 1; Two-dimensional sparse parallelism, Algorithm 1 lines 5 and 6 for
     the rest. Differs: the paper writes the sum of squares, D times our mean; and where its text (not its Algorithm 1)
-    has eps under the root, ours is added to it. c is explained in [Note: moment scaling].
+    has eps under the root, ours is added to it. c is explained in [Note: moment scaling]. g has λw in it too, see
+    [Note: weight decay].
     """
 
     eps: float = 1e-8
@@ -171,6 +193,7 @@ class Adam(UpdateRule):
 
     m = β₁m + (1−β₁)g;  v = β₂v + (1−β₂)g²;  w −= lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ) / c) + eps)
 
+    Before that w *= 1 − lr · λ, as torch.optim.AdamW has it, see [Note: weight decay].
     c = `moment_scale` or 1, applied to the bias-corrected v; it is explained in [Note: moment scaling].
     t counts the steps of the optimizer, not the touches of the row: the semantics of
     torch.optim.SparseAdam, whose eps is added to √(v) before its bias correction is applied; ours
@@ -192,7 +215,8 @@ class Adam(UpdateRule):
     def numbers(self, lr: float, scaling: float, step: int) -> tuple[float, ...]:
         """With the bias corrections of both moments."""
         corrected = lr / (1.0 - self.beta1**step), scaling, *self.hyperparameters
-        return *corrected, self.root_factor * (1.0 - self.beta2**step) ** -0.5
+        decay = (1.0 - lr * self.weight_decay,) if self.weight_decay else ()
+        return *corrected, self.root_factor * (1.0 - self.beta2**step) ** -0.5, *decay
 
     def __post_init__(self) -> None:
         super().__post_init__()

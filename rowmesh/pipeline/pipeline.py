@@ -194,7 +194,7 @@ class Pipeline(Generic[T]):
     def _begin(self, items: Iterable[T]) -> Runner:
         if self._embeddings.is_frozen:
             raise RowmeshError(
-                "these tables are frozen, and a pipeline waits for their gradients; look them up in a plain loop, or "
+                "all tables are frozen, and a pipeline waits for their gradients; look them up in a plain loop, or "
                 "call requires_grad_(True)"
             )
         reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()

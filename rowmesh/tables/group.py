@@ -86,6 +86,7 @@ def fuse(tables: Sequence[TableSpec], replicas: Mapping[str, int] | None = None)
         count = replicas.get(table.name, 1) if replicas else 1
         is_sequence = table.pooling == "none"
         key = (table.dim, table.optimizer, table.initializer, table.dtype, is_sequence, table.storage, count)
+        key += (table.frozen,)
         groups.setdefault(key, []).append(table)
     names: set[str] = set()
     fused = []
@@ -104,6 +105,8 @@ def _describe(table: TableSpec) -> str:
         parts.append(table.storage)
     if table.pooling == "none":
         parts.append("sequence")
+    if table.frozen:
+        parts.append("frozen")
     return "_".join(parts)
 
 

@@ -40,6 +40,8 @@ class TableSpec:
             a backing store; or "tensor_train": every rank computes rows from three small
             cores, which are what is trained.
         tensor_train: how big the cores may be, where there are any; default: of rank 16.
+        frozen: whether rows begin frozen: looked up, and not trained. Such tables fuse with each other alone, so that
+            `EmbeddingCollection.unfreeze` and `freeze` can name them apart from others.
 
     Example:
         >>> TableSpec(name="item", num_rows=1_000_000, dim=64).features
@@ -57,6 +59,7 @@ class TableSpec:
     out_of_range: Literal["error"] | int = "error"
     storage: Storage = "dense"
     tensor_train: TensorTrain | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
@@ -112,6 +115,11 @@ class TableSpec:
                 f"table {self.name!r}: {self.optimizer.name} keeps {strangers[0]!r} by row, and a tensor-train table "
                 "has no rows of its own, only the cores that they are computed from; take the optimizer adagrad, sgd "
                 "or adam, or storage='dense'"
+            )
+        if self.optimizer.weight_decay:
+            raise ConfigurationError(
+                f"table {self.name!r}: weight_decay is of the rows that a step touches, and a tensor-train table has "
+                "no rows, only cores that all rows share; leave it out, or take storage='dense'"
             )
         _ = self.tensor_train_shape
 

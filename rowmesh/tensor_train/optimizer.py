@@ -58,6 +58,11 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
             raise ConfigurationError(
                 f"tensor-train cores have no rows, and {self.rule.name} keeps state by row; they are trained by {known}"
             )
+        if self.rule.weight_decay:
+            raise ConfigurationError(
+                f"weight_decay of {self.rule.name} is of the rows that a step touches, and tensor-train cores have "
+                "none; leave it out, or train the bag by an optimizer of torch that has one"
+            )
         for bag in self.bags:
             if not isinstance(bag, TensorTrainEmbeddingBag):
                 raise TypeError(f"TensorTrainOptimizer takes TensorTrainEmbeddingBags, not {type(bag).__name__}")

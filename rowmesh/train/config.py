@@ -120,6 +120,7 @@ class UpdateRuleConfig(Section):
         initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
         beta1: decay of the first moment (adam).
         beta2: decay of the second moment (adam).
+        weight_decay: L2 penalty of the rows that a step touches; of adam decoupled.
         moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam): above
             0 and at most the number of replicas that are averaged, which is the default; else at most 1.
     """
@@ -130,6 +131,7 @@ class UpdateRuleConfig(Section):
     initial_accumulator: Rate | None = None
     beta1: Decay | None = None
     beta2: Decay | None = None
+    weight_decay: Rate | None = None
     moment_scale: Factor | None = None
 
 
@@ -188,6 +190,7 @@ class TableConfig(Section):
             `tiers` says; or tensor_train, computed on each rank from small cores. auto: dense, but for tables of
             `tensor_train.min_rows` rows or more.
         tensor_train: what the cores are like.
+        frozen: whether rows are looked up and not trained.
     """
 
     dim: Positive = 16
@@ -199,6 +202,7 @@ class TableConfig(Section):
     replicas: Positive | None = None
     storage: Literal["auto", "dense", "tiered", "tensor_train"] = "auto"
     tensor_train: TensorTrainConfig = TensorTrainConfig()
+    frozen: bool = False
 
 
 class TablesConfig(TableConfig):
@@ -286,6 +290,7 @@ class TrainConfig(Section):
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
         log_every: steps between lines of `metrics.jsonl`.
+        clip_grad_norm: what the norm of all gradients of a step, those of rows too, may be; 0: any.
     """
 
     epochs: Positive | Auto = AUTO
@@ -299,6 +304,7 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     eval_every: Count | Auto = AUTO
     log_every: Positive = 50
+    clip_grad_norm: Rate = 0.0
 
 
 class ParallelConfig(Section):
@@ -454,6 +460,20 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     tiers: TiersConfig = TiersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _can_clip(self) -> Self:
+        obstacle = "pipeline" if not self.pipeline.is_off else ""
+        if self.parallel.synchronization == "average":
+            obstacle = "parallel.synchronization = 'average'"
+        if self.train.clip_grad_norm and obstacle:
+            why = (
+                "gradients go before all are there"
+                if obstacle == "pipeline"
+                else "replicas step on their own gradients"
+            )
+            raise ValueError(f"train.clip_grad_norm and {obstacle} do not go together: {why}; leave one of them out")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -172,17 +172,25 @@ class Trainer:
     def _end_step(self) -> None:
         """Updates rows and network; rows first: under a pipeline they do so beside the rest."""
         self._lrs = self._current_lrs()
+        if most := self.config.train.clip_grad_norm:  # of what all ranks have together: the average comes before
+            self._average()
+            self._embedding_optimizer.clip_grad_norm_(most, self.job.network.parameters())
         self._embedding_optimizer.step()
         self._clock.lap("update")
-        self._requests.put(self._gradients.flags)
-        self._gradients.average()
-        self._requests.take(self._gradients.flags)
-        self._clock.lap("all_reduce")
+        if not most:
+            self._average()
         self._dense_optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
         self._clock.lap("optimizer")
         self.step += 1
+
+    def _average(self) -> None:
+        """Averages the network's gradients; with them ranks learn what others were asked for."""
+        self._requests.put(self._gradients.flags)
+        self._gradients.average()
+        self._requests.take(self._gradients.flags)
+        self._clock.lap("all_reduce")
 
     def _make_steps(self, can_migrate: bool, log: RunLog) -> Steps:
         config = self.config

@@ -93,6 +93,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
             storage="tensor_train" if is_cored else "tiered" if config.storage == "tiered" else "dense",
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
+            frozen=config.frozen,
         )
     except TypeError as error:
         raise ConfigurationError(f"table {name!r}: {error}") from None
@@ -113,6 +114,11 @@ def update_rule(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
         raise ConfigurationError(
             f"table {name!r} has tensor-train cores, and {rule.name} keeps state by row, which cores do not have; give "
             f'tables.tensor_train.optimizer.name = "adagrad" (or sgd, adam), or tables.{name}.storage = "dense"'
+        )
+    if is_cored and rule.weight_decay:
+        raise ConfigurationError(
+            f"{key}.weight_decay: table {name!r} has tensor-train cores, and weight decay is of rows; give "
+            f'tables.tensor_train.optimizer without it, or tables.{name}.storage = "dense"'
         )
     return rule
 

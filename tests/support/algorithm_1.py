@@ -82,6 +82,10 @@ class Algorithm1:
         """Lines 3 to 7, for all rows i at once."""
         rule, k, c = self.rule, self.iteration, self.c
         w, moments, g = self.weights[m], self.moments[m], gradient[i]
+        if isinstance(rule, Adam):
+            w[i] = w[i] * (1 - lr * rule.weight_decay)
+        else:
+            g = g + rule.weight_decay * w[i]
         if isinstance(rule, SGD):
             w[i] = w[i] - lr * g
         elif isinstance(rule, AdaGrad):

@@ -362,6 +362,10 @@ class ReferenceTable:
         if gradient is None:  # no sample anywhere
             gradient = torch.zeros_like(weight)
         before = weight.clone()
+        if isinstance(rule, Adam):
+            weight[self.touched] *= 1 - rule.lr * decay * rule.weight_decay
+        elif rule.weight_decay:
+            gradient[self.touched] += rule.weight_decay * weight[self.touched]
         if self._torch is not None:
             self._torch.param_groups[0]["lr"] = rule.lr * decay
             self._torch.step()

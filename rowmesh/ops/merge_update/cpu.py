@@ -47,6 +47,7 @@ GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
+NUM_WITHOUT_DECAY = 6  # numbers of a rule; one that decays has one more
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -217,17 +218,24 @@ def change_row(
     rest1,
     rest2,
     correction,
+    decay,
     size,
     dim,
     storage,
     out,
     rule,
+    decays,
     row_bytes,
     state_bytes,
 ):
     """One row and its state, given the row's gradient; the formulas of `rowmesh.optim.rules`."""
     address = arena + slot * row_bytes
     row = load_row(address, dim, storage)
+    if decays:
+        if rule == ADAM:
+            row = scale(decay, row)
+        else:
+            gradient = axpy(decay, row, gradient)
     at1, at2 = state1 + slot * state_bytes, state2 + slot * state_bytes
     if rule == SGD:
         row = axpy(-lr, gradient, row)
@@ -284,14 +292,14 @@ def _sum_chain(entry, nexts, addresses, node_ends, num_nodes, dim, out):
 
 
 @functools.cache
-def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
-    """The update kernels of one rule, for one dimension and storage, compiled at their first call.
+def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False) -> SimpleNamespace:
+    """The update kernels of one rule, with or without decay, for one dimension and storage, compiled at the first call.
 
-    Their last arguments are the learning rate, what gradients are multiplied by, eps, β₁, β₂ and a correction, which √v
-    is multiplied by before eps is added: c^-½ for a moment scale of c. For Adam the learning rate is lr / (1 − β₁ᵗ) and
-    the correction (c · (1 − β₂ᵗ))^-½; SGD takes no notice of it.
+    Their last arguments are the learning rate, what gradients are multiplied by, eps, β₁, β₂, a correction, which √v is
+    multiplied by before eps is added: c^-½ for a moment scale of c; and the decay, which only those that decay read.
+    For Adam the learning rate is lr / (1 − β₁ᵗ) and the correction (c · (1 − β₂ᵗ))^-½; SGD takes no notice of it.
     """
-    DIM, STORAGE, RULE = dim, storage, RULES[rule_name]
+    DIM, STORAGE, RULE, DECAYS = dim, storage, RULES[rule_name], decays
     ROW_BYTES = dim * STORAGE_BYTES[storage]
     ELEMENT = COMPUTE_BYTES[storage]
     OUT = FLOAT64 if storage == FLOAT64 else FLOAT32
@@ -318,12 +326,13 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
         beta1_,
         beta2_,
         correction_,
+        decay_,
     ):
         """Sums the chains of the distinct slots first … end − 1 and updates their rows."""
         lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
         # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
         rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
-        scaling, correction, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(DIM)
+        scaling, correction, decay, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(decay_), SCALAR(DIM)
         for m in range(first, end):
             ahead = load_u32(slots + 4 * min(m + AHEAD, end - 1))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
@@ -343,11 +352,13 @@ def update_kernels(dim: int, storage: int, rule_name: str) -> SimpleNamespace:
                 rest1,
                 rest2,
                 correction,
+                decay,
                 size,
                 DIM,
                 STORAGE,
                 OUT,
                 RULE,
+                DECAYS,
                 ROW_BYTES,
                 STATE_BYTES,
             )
@@ -369,7 +380,8 @@ def update(
     first, end = part or (0, merged.num_merged)
     state1 = state[0].data_ptr() if state else 0
     state2 = state[1].data_ptr() if len(state) > 1 else 0
-    update_kernels(rows.shape[1], STORAGE[rows.dtype], rule).update_merged(
+    decays = len(numbers) > NUM_WITHOUT_DECAY
+    update_kernels(rows.shape[1], STORAGE[rows.dtype], rule, decays).update_merged(
         merged.merged_slots,
         merged.heads,
         merged.nexts,
@@ -381,7 +393,7 @@ def update(
         rows.data_ptr(),
         state1,
         state2,
-        *numbers,
+        *(numbers if decays else (*numbers, 0.0)),
     )
 
 

@@ -316,9 +316,11 @@ def change(
     rest1_,
     rest2_,
     correction_,
+    decay_,
     D: tl.constexpr,
     DTYPE: tl.constexpr,
     RULE: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):
     """Rows and their states, given the gradients; the formulas of `rowmesh.optim.rules`.
 
@@ -329,6 +331,11 @@ def change(
     row = tl.load(rows + at, mask=inside, other=0)
     storage: tl.constexpr = row.dtype
     row = row.to(DTYPE)
+    if DECAYS:
+        if RULE == "adam":
+            row *= tl.full((), decay_, DTYPE)
+        else:
+            g += tl.full((), decay_, DTYPE) * row
     if RULE == "sgd":
         row -= lr * g
     elif RULE == "adagrad":
@@ -374,8 +381,10 @@ def _update_merged(
     rest1: tl.float64,
     rest2: tl.float64,
     correction: tl.float64,
+    decay: tl.float64,
     D: tl.constexpr,
     RULE: tl.constexpr,
+    DECAYS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -408,9 +417,11 @@ def _update_merged(
             rest1,
             rest2,
             correction,
+            decay,
             D,
             dtype,
             RULE,
+            DECAYS,
         )
 
 
@@ -466,7 +477,7 @@ def update(
     check("gradients", gradients, (compute, rows.dtype), 2, rows.device)
     for tensor in state:
         check("state", tensor, (compute,), tensor.dim(), rows.device)
-    lr, scaling, eps, beta1, beta2, correction = numbers
+    lr, scaling, eps, beta1, beta2, correction, *decay = numbers
     shape = _shape_of(rows.shape[1])
     launch(
         _update_merged,
@@ -488,7 +499,9 @@ def update(
         1.0 - beta1,
         1.0 - beta2,
         correction,
+        *(decay or (0.0,)),
         RULE=rule,
+        DECAYS=bool(decay),
         NUM_NODES=merged.num_nodes,
         **shape,
     )
@@ -565,13 +578,17 @@ def _shape_of(dim: int) -> dict[str, int]:
     return {"D": dim, "ROWS": max(1, _TILE // columns), "COLUMNS": columns, "CHUNK": CHUNK}
 
 
-def _update_signature(storage: str, rule: str, dim: int, num_nodes: int = 1, num_states: int = 0) -> Signature:
+def _update_signature(
+    storage: str, rule: str, dim: int, num_nodes: int = 1, num_states: int = 0, *, decays: bool = False
+) -> Signature:
     compute = "fp64" if storage == "fp64" else "fp32"
     missing = dict.fromkeys(["state1", "state2"][num_states:])
     missing |= {"partials" if num_nodes > 1 else "node_ends": None}
     between = "*i64" if num_nodes > 1 else f"*{compute}"
-    types = f"*i64 *i64 *i32 *i32 {between} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 8
-    return Signature(_update_merged, types, {"RULE": rule, "NUM_NODES": num_nodes, **_shape_of(dim), **missing})
+    types = f"*i64 *i64 *i32 *i32 {between} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
+    return Signature(
+        _update_merged, types, {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, **_shape_of(dim), **missing}
+    )
 
 
 SIGNATURES = (
@@ -589,4 +606,6 @@ SIGNATURES = (
     _update_signature("fp32", "row_wise_adagrad", 1024, num_states=1),
     _update_signature("fp32", "adam", 100, num_states=2),
     _update_signature("fp64", "adam", 64, num_states=2),
+    _update_signature("fp32", "row_wise_adagrad", 64, num_states=1, decays=True),
+    _update_signature("bf16", "adam", 64, num_states=2, decays=True),
 )

@@ -27,10 +27,15 @@ def update(
     beta2: float = 0.0,
     step: int = 1,
     moment_scale: float = 1.0,
+    weight_decay: float = 0.0,
 ) -> None:
     """Applies one step of a rule to distinct rows, in place; see `rowmesh.optim.rules` for the formulas."""
     g = grads
     rows = weights[slots].to(g.dtype)
+    if rule == "adam":
+        rows *= 1 - lr * weight_decay
+    elif weight_decay:
+        g = g + weight_decay * rows
     if rule == "sgd":
         rows -= lr * g
     elif rule == "adagrad":

@@ -311,9 +311,11 @@ def _finish_second(
             rest1,
             rest2,
             correction,
+            0.0,
             1,
             total.dtype,
             RULE,
+            False,
         )
 
 
@@ -379,9 +381,11 @@ def _finish(
             rest1,
             rest2,
             correction,
+            0.0,
             1,
             total.dtype,
             RULE,
+            False,
         )
 
 

@@ -73,11 +73,13 @@ def change_slice(
             rest1,
             rest2,
             correction,
+            0.0,
             chunk,
             chunk,
             storage,
             storage,
             rule,
+            False,
             0,
             0,
         )

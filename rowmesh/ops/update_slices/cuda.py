@@ -64,9 +64,11 @@ def _update_slices(
         rest1,
         rest2,
         correction,
+        0.0,
         1,
         total.dtype,
         RULE,
+        False,
     )
 
 
