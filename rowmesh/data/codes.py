@@ -98,7 +98,8 @@ def encode_block(
         multi_hot: which categorical features hold lists.
         encodings: the number of each of some raw ids, by categorical feature.
     """
-    columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
+    weights = [] if block.weights is None else [pa.array(block.weights)]
+    columns = [*map(pa.array, block.labels), *weights, *(pa.array(column) for column in block.dense.T)]
     for encode, is_list, ids in zip(encodings, multi_hot, block.categorical, strict=True):
         if is_list and pa.types.is_null(ids.type):
             ids = pa.nulls(len(ids), pa.list_(pa.null()))

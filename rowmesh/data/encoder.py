@@ -61,7 +61,8 @@ class Encoder:
         """
         columns = encode_block(block, self._multi_hot, self._encodings)
         dense = scale_columns(block.dense.T, self.prepared.dense_scales)  # the labels keep their NaN
-        columns[1 : 1 + len(dense)] = [pa.array(values) for values in dense]
+        first = self.prepared.schema.num_targets
+        columns[first : first + len(dense)] = [pa.array(values) for values in dense]
         kinds = self._kinds.types
         arrays = [column.cast(kind) for column, kind in zip(columns, kinds, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._kinds)
