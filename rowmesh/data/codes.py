@@ -48,11 +48,12 @@ class CodedRows:
 
 
 class Coder:
-    """Reads raw files and writes their rows with codes; holds the vocabulary of every column."""
+    """Reads raw files and writes their rows with codes; holds the vocabulary of every column; several may share one."""
 
     def __init__(self, schema: Schema, multi_hot: Sequence[bool], quarantine: Quarantine, progress: Progress) -> None:
         self.schema, self.multi_hot = schema, multi_hot
-        self.vocabularies = tuple(Vocabulary(name) for name in schema.features)
+        distinct = {feature.table: Vocabulary(feature.table) for feature in schema.categorical}
+        self.vocabularies = tuple(distinct[feature.table] for feature in schema.categorical)
         self._quarantine = quarantine
         self._progress = progress
 

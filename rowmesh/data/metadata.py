@@ -130,6 +130,11 @@ def _check_tables(metadata: _Metadata, schema: Schema, path: Path) -> None:
     names = [table.name for table in metadata.tables]
     if names != list(schema.features):
         raise _refusal(path, ["tables"], "their names are not those of the categorical features of the schema")
+    rows = {table.name: table.num_rows for table in metadata.tables}
+    for name in names:
+        if rows[name] != rows[schema.table_of(name)]:
+            message = f"not that of {schema.table_of(name)!r}, whose table it has"
+            raise _refusal(path, ["tables", name, "num_rows"], message)
     orders = metadata.reordering.tables if metadata.reordering else {}
     for name, order in orders.items():
         if name not in names:

@@ -202,7 +202,8 @@ def _count(
     parts: _Parts, schema: Schema, vocabularies: Sequence[Vocabulary], min_count: int, progress: Progress
 ) -> tuple[list[Ranking], tuple[DenseScale, ...] | None]:
     """How codes become rows, and how dense columns are scaled, if they are."""
-    counts = [np.zeros(len(vocabulary), np.int64) for vocabulary in vocabularies]
+    by_table = {each.name: np.zeros(len(each), np.int64) for each in vocabularies}
+    counts = [by_table[each.name] for each in vocabularies]  # features that share a vocabulary add to one array
     statistics = DenseStatistics(schema.dense) if schema.dense and schema.dense_transform == "standardize" else None
     done = 0
     for split, batch in parts.batches():
@@ -215,13 +216,16 @@ def _count(
                 np.add.at(count, flat_ids(column), 1)
         done += batch.num_rows
         progress("counting", done / parts.num_samples)
-    return [Ranking.from_counts(count, min_count) for count in counts], statistics.scales() if statistics else None
+    rankings = {name: Ranking.from_counts(count, min_count) for name, count in by_table.items()}
+    return [rankings[each.name] for each in vocabularies], statistics.scales() if statistics else None
 
 
 def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequence[Vocabulary]) -> None:
     (folder / "counts").mkdir()
     (folder / "vocabulary").mkdir()
-    for ranking, vocabulary in zip(rankings, vocabularies, strict=True):
+    pairs = zip(rankings, vocabularies, strict=True)
+    distinct = {vocabulary.name: (ranking, vocabulary) for ranking, vocabulary in pairs}
+    for ranking, vocabulary in distinct.values():
         np.save(counts_path(folder, vocabulary.name), ranking.counts)
         write_vocabulary(vocabulary_path(folder, vocabulary.name), vocabulary.values(ranking.code_of_row))
 

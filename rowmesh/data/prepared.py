@@ -181,6 +181,7 @@ class Prepared:
             str(path(Path(), table.name))
             for path in (counts_path, vocabulary_path, bijection_path)
             for table in self.tables
+            if self.schema.table_of(table.name) == table.name
         ]
         self.files.pin([split_file(split) for split in self.splits], others)
 
@@ -237,15 +238,17 @@ class Prepared:
         return self.folder / split_file(split)
 
     def counts(self, name: str) -> NDArray[np.int64]:
-        """How often each row of a table occurs in the training split, `[num_rows]`, memory-mapped.
+        """How often each row of a table occurs in the training split, in all features that share it: `[num_rows]`.
+
+        Memory-mapped.
 
         Non-increasing up to the rare row, which is last and holds the sum of the rare ids, but for `unordered_rows`.
 
         Raises:
             DataError: the file is missing, damaged, of another table, or was replaced since the data set was opened.
         """
-        table = self.table(name)
-        return self.files.array(str(counts_path(Path(), name)), np.int64, table.num_rows)
+        table = self.table(self.schema.table_of(name))
+        return self.files.array(str(counts_path(Path(), table.name)), np.int64, table.num_rows)
 
     def vocabulary(self, name: str) -> pa.Array:
         """The value of each row but the rare one, memory-mapped; null stands for missing.
@@ -253,8 +256,8 @@ class Prepared:
         Raises:
             DataError: see `counts`.
         """
-        table = self.table(name)
-        return self.files.column(str(vocabulary_path(Path(), name)), table.num_rows - 1)
+        table = self.table(self.schema.table_of(name))
+        return self.files.column(str(vocabulary_path(Path(), table.name)), table.num_rows - 1)
 
     def unordered_rows(self, name: str) -> range:
         """The rows of a table that are in order of communities; all others but the rare row are by frequency."""

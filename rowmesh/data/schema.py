@@ -48,6 +48,8 @@ class Categorical(BaseModel):
         derive: compute the id from a time: "hour_of_day" (0–23) or "weekday" (0 = Monday).
         time_format: how the time is written, for `derive`: directives of `strptime`, or "unix" for seconds since
             1970, UTC.
+        vocabulary: the feature whose ids these are, as in a history of items: both have one vocabulary, over all their
+            columns, and one table of that feature's name. Default: its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,6 +59,7 @@ class Categorical(BaseModel):
     separator: str | None = None
     derive: Derivation | None = None
     time_format: str = "%y%m%d%H"
+    vocabulary: str = ""
 
     @field_validator("separator")
     @classmethod
@@ -72,6 +75,11 @@ class Categorical(BaseModel):
         if self.time_format != UNIX_TIME:
             _check_time_format(self.time_format)
         return self
+
+    @property
+    def table(self) -> str:
+        """The feature whose vocabulary and table this one has."""
+        return self.vocabulary or self.name
 
     @property
     def source(self) -> str:
@@ -150,6 +158,7 @@ class Schema(BaseModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"named more than once: {', '.join(twice)}; give each feature its own name")
+        self._check_vocabularies()
         if self.columns:
             if twice := sorted({name for name in self.source_columns if self.columns.count(name) > 1}):
                 raise ValueError(f"columns: {', '.join(twice)} more than once; give each column its own name")
@@ -157,6 +166,19 @@ class Schema(BaseModel):
                 if column not in self.columns:
                     raise ValueError(f"column {column!r} is not among columns{hint(column, self.columns)}")
         return self
+
+    def _check_vocabularies(self) -> None:
+        owners = [feature.name for feature in self.categorical if feature.table == feature.name]
+        for feature in self.categorical:
+            if feature.table not in owners:
+                raise ValueError(
+                    f"{feature.name!r} has vocabulary {feature.vocabulary!r}, which is no categorical feature with a "
+                    f"vocabulary of its own{hint(feature.vocabulary, owners)}"
+                )
+
+    def table_of(self, feature: str) -> str:
+        """The feature whose vocabulary and table a feature has; itself, unless the schema says otherwise."""
+        return next((each.table for each in self.categorical if each.name == feature), feature)
 
     @property
     def source_columns(self) -> tuple[str, ...]:

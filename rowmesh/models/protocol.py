@@ -66,7 +66,8 @@ class Model(Protocol):
         """Makes the model.
 
         Args:
-            dims: D of the vector of every categorical feature, by its name, in the order of the data.
+            dims: D of the vector of every categorical feature, by its name, in the order of the data; those that
+                share a table stand together.
             num_dense: number of dense features, 0 or more.
             **options: the keys of `model.options`; and `labels`, a tuple of names, where there are several.
         """

@@ -135,7 +135,7 @@ def make_network(config: Config, data: Prepared) -> DLRM:
     tables = table_specs(config.tables, data)
     return DLRM(
         num_dense=data.num_dense,
-        num_features=len(tables),
+        num_features=sum(len(table.features) for table in tables),
         dim=common_dim(tables),
         bottom=config.model.bottom,
         top=config.model.top,

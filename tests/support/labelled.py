@@ -26,26 +26,33 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
             rating = 1 + (user + item) % 5
             heavy = 9.0 if number % 64 < 32 else 0.25
             weight = 0 if draw.random() < 0.1 else round(heavy * draw.random(), 3)
-            tags = "|".join(str(tag) for tag in draw.integers(5, size=draw.integers(3)))
+            tags = "|".join(f"i{tag}" for tag in draw.integers(5, size=draw.integers(3)))
             dense = [round(draw.normal(), 3), round(draw.normal(), 3)]
             lines.writerow([click, buy, rating, weight, *dense, f"u{user}", f"i{item}", tags])
     return path
 
 
-def labelled_schema(label: object, weight: str | None = None) -> Schema:
-    """Of the rows that `write_rows` writes."""
+def labelled_schema(label: object, weight: str | None = None, *, shared: bool = False) -> Schema:
+    """Of the rows that `write_rows` writes; `shared`: items and tags have one vocabulary."""
     return Schema.parse(
         {
             "label": label,
             "weight": weight,
             "dense": ["price", "age"],
-            "categorical": ["user", "item", {"name": "tags", "separator": "|"}],
+            "categorical": ["user", "item", {"name": "tags", "separator": "|", "vocabulary": "item" if shared else ""}],
         }
     )
 
 
 def prepare_labelled(
-    folder: Path, label: object, weight: str | None = None, *, train: int = 200, test: int = 90, seed: int = 0
+    folder: Path,
+    label: object,
+    weight: str | None = None,
+    *,
+    train: int = 200,
+    test: int = 90,
+    seed: int = 0,
+    shared: bool = False,
 ) -> Prepared:
     """`folder / "prepared"`, of rows drawn into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,4 +61,4 @@ def prepare_labelled(
         name: [write_rows(folder / f"{name}.csv", size, seed=10 * seed + i)]
         for i, (name, size) in enumerate(sizes.items())
     }
-    return prepare(files, folder / "prepared", labelled_schema(label, weight), block_samples=64)
+    return prepare(files, folder / "prepared", labelled_schema(label, weight, shared=shared), block_samples=64)

@@ -46,7 +46,8 @@ class Reference:
 
     def __init__(self, job: Job) -> None:
         self.features = job.data.features
-        self.rows = {name: rows.requires_grad_() for name, rows in all_rows(job).items()}
+        self.table_of = job.data.schema.table_of
+        self.rows = {self.table_of(name): rows.requires_grad_() for name, rows in all_rows(job).items()}
         self.network = type(job.network)(
             num_dense=2, num_features=3, dim=4, bottom=[8], top=[16], num_labels=len(job.targets)
         ).double()
@@ -57,7 +58,7 @@ class Reference:
         for place, name in enumerate(self.features):
             bags = batch.sparse.offsets[place * len(batch.labels) : (place + 1) * len(batch.labels) + 1].tolist()
             ids = batch.sparse.ids
-            found = [self.rows[name][ids[low:high]].sum(0) for low, high in pairwise(bags)]
+            found = [self.rows[self.table_of(name)][ids[low:high]].sum(0) for low, high in pairwise(bags)]
             vectors.append(torch.stack(found))
         return self.network(batch.dense.double(), torch.stack(vectors, 1)).reshape(len(batch.labels), -1)
 
@@ -92,9 +93,12 @@ def drawn(seed: int) -> tuple[Sequence[object], str | None, list[str]]:
 
 @pytest.mark.parametrize("seed", range(9))
 def test_plain_torch_trains_the_same(tmp_path, seed):
-    """Σ_l factor_l Σ_b w_b loss_l(b) / Σ_b w_b, over each global batch, the last of which is smaller."""
+    """Σ_l factor_l Σ_b w_b loss_l(b) / Σ_b w_b, over each global batch, the last of which is smaller.
+
+    With every second seed two features share a table.
+    """
     labels, weight, options = drawn(seed)
-    data = prepare_labelled(tmp_path, labels, weight, seed=seed)
+    data = prepare_labelled(tmp_path, labels, weight, seed=seed, shared=seed % 2 == 1)
     config, _ = choose_defaults(configured(tmp_path, *options), data)
     mesh = Mesh()
     placement = Placement(Plan.cyclic(shapes_of(config, data), 1, 1), "for a test")
@@ -113,7 +117,7 @@ def test_plain_torch_trains_the_same(tmp_path, seed):
         found = trainer.train_step(batch)
         assert found == pytest.approx(float(loss.detach() * weights.sum()), rel=1e-10)
     for name, rows in all_rows(job).items():
-        torch.testing.assert_close(rows, reference.rows[name].detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(rows, reference.rows[reference.table_of(name)].detach(), rtol=1e-10, atol=1e-12)
     for mine, theirs in zip(job.network.parameters(), reference.network.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     job.embeddings.close()
