@@ -14,7 +14,7 @@ from rowmesh.data.reorder.reorder import choose_tables
 from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.placement.profile import Profile
-from rowmesh.train.commands import run_evaluation
+from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.config import TablesConfig
 from rowmesh.train.export import export
 from rowmesh.train.placement import shapes_of
@@ -105,3 +105,21 @@ def test_a_vocabulary_must_be_a_features_own():
         schema_of(wrong)
     with pytest.raises(ConfigurationError, match="'a' has vocabulary 'b', which is no categorical feature with a voc"):
         schema_of([{"name": "a", "vocabulary": "b"}, {"name": "b", "vocabulary": "a"}])
+
+
+def test_a_column_in_two_tables(data, tmp_path):
+    """A column read under two names has two tables, of different dims and pooling, with the same ids."""
+    path = data.folder.parent / "train.csv"
+    tags = {"column": "history", "separator": "|"}
+    schema = schema_of(["user", {"name": "history", **tags}, {"name": "wide", **tags}])
+    prepared = prepare({"train": [path], "test": [path]}, tmp_path / "prepared", schema)
+    (batch,) = Loader(prepared, "train", batch_size=200)
+    ids = [batch.sparse.ids[slice(*batch.sparse.feature_range(place))].tolist() for place in (1, 2)]
+    assert ids[0] == ids[1]
+    config = write_config(
+        tmp_path / "two.toml", tmp_path / "run", prepared.folder, "wide.dim = 6", "wide.pooling = 'mean'"
+    )
+    config.write_text(config.read_text().replace("bottom = [8]\ntop = [16]\n", ""))
+    trained = run_training(resolve(config, ["model.name=tests.support.own_models:Wide", "train.epochs=1"]))
+    assert trained is not None
+    assert run_evaluation(tmp_path / "run") == trained
