@@ -63,7 +63,7 @@ def train(prepared: Prepared, setting: Setting, seed: int) -> Trained:
         lines = [json.loads(line) for line in RunFolder(Path(folder) / "run").metrics.read_text().splitlines()]
     evaluations = [line for line in lines if line["kind"] == "validation"]
     best = min(evaluations, key=lambda line: line["log_loss"])
-    return Trained(best["auc"], metrics, lines[-1]["step"], time.perf_counter() - started_s)
+    return Trained(best["auc"], metrics.first, lines[-1]["step"], time.perf_counter() - started_s)
 
 
 def compare(own: OwnSet, data: Path, report: Report, seeds: int, share: float, grid: Mapping[str, Sequence]) -> None:

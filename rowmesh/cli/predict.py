@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,20 +26,21 @@ def predict(
 ) -> None:
     """Score raw rows with the model of a finished run, in one process.
 
-    Writes a Parquet file with the line and the score of each row: the probability of label 1.
+    Writes a Parquet file with the line and the score of each row: the probability of label 1, or the value that is
+    predicted; a score a label where there are several.
 
     Parameters
     ----------
     run
         The run's folder.
     file
-        Raw rows, in the format and with the columns of the training's raw files; the label may be missing.
+        Raw rows, in the format and with the columns of the training's raw files; labels and weight may be missing.
     out
         File to write; FILE.scores.parquet by default. It appears whole or not at all.
     keep
         Columns of the file to copy beside the scores, such as an id or the label.
     label
-        Whether lines hold the label, in a file without a header; --no-label where they do not.
+        Whether lines hold labels and weight, in a file without a header; --no-label where they do not.
     data
         The prepared data of the training, where they are no longer where they were.
     max_bad_rows
@@ -76,7 +78,7 @@ def predict(
             progress=progress,
             log=partial(write_line, console),
         )
-    write_line(console, f"scores    {out}: {done.num_rows:,} rows, mean {done.mean:.6g}")
+    write_line(console, f"scores    {out}: {done.num_rows:,} rows, {_means(done.means)}")
     if done.quarantine is not None:
         write_line(console, f"bad rows  {done.bad_rows:,} without a score, in {done.quarantine}")
     shown = table_of_numbers("feature", "ids", "rare or unseen", "share")
@@ -84,3 +86,14 @@ def predict(
         unseen = done.unseen[name]
         shown.add_row(name, f"{count:,}", f"{unseen:,}", f"{unseen / max(count, 1):.2%}")
     show(console, shown)
+
+
+def _means(means: Mapping[str, float]) -> str:
+    """The mean score, or that of each label.
+
+    >>> _means({"score": 0.25}), _means({"score_click": 0.5, "score_buy": 0.25})
+    ('mean 0.25', 'means score_click 0.5, score_buy 0.25')
+    """
+    if len(means) == 1:
+        return f"mean {next(iter(means.values())):.6g}"
+    return "means " + ", ".join(f"{name} {mean:.6g}" for name, mean in means.items())

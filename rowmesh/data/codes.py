@@ -48,11 +48,12 @@ class CodedRows:
 
 
 class Coder:
-    """Reads raw files and writes their rows with codes; holds the vocabulary of every column."""
+    """Reads raw files and writes their rows with codes; holds the vocabulary of every column; several may share one."""
 
     def __init__(self, schema: Schema, multi_hot: Sequence[bool], quarantine: Quarantine, progress: Progress) -> None:
         self.schema, self.multi_hot = schema, multi_hot
-        self.vocabularies = tuple(Vocabulary(name) for name in schema.features)
+        distinct = {feature.table: Vocabulary(feature.table) for feature in schema.categorical}
+        self.vocabularies = tuple(distinct[feature.table] for feature in schema.categorical)
         self._quarantine = quarantine
         self._progress = progress
 
@@ -98,7 +99,8 @@ def encode_block(
         multi_hot: which categorical features hold lists.
         encodings: the number of each of some raw ids, by categorical feature.
     """
-    columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense.T)]
+    weights = [] if block.weights is None else [pa.array(block.weights)]
+    columns = [*map(pa.array, block.labels), *weights, *(pa.array(column) for column in block.dense.T)]
     for encode, is_list, ids in zip(encodings, multi_hot, block.categorical, strict=True):
         if is_list and pa.types.is_null(ids.type):
             ids = pa.nulls(len(ids), pa.list_(pa.null()))

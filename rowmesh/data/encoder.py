@@ -51,6 +51,7 @@ class Encoder:
         self.unseen: Counter[str] = Counter(dict.fromkeys(prepared.features, 0))
         self._multi_hot = [table.multi_hot for table in prepared.tables]
         self._kinds = arrow_schema(prepared.schema, self._multi_hot)
+        self._vocabularies: dict[str, Vocabulary] = {}
         self._encodings = [self._encoding(name) for name in prepared.features]
 
     def encode(self, block: Block) -> pa.RecordBatch:
@@ -61,7 +62,8 @@ class Encoder:
         """
         columns = encode_block(block, self._multi_hot, self._encodings)
         dense = scale_columns(block.dense.T, self.prepared.dense_scales)  # the labels keep their NaN
-        columns[1 : 1 + len(dense)] = [pa.array(values) for values in dense]
+        first = self.prepared.schema.num_targets
+        columns[first : first + len(dense)] = [pa.array(values) for values in dense]
         kinds = self._kinds.types
         arrays = [column.cast(kind) for column, kind in zip(columns, kinds, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._kinds)
@@ -104,9 +106,10 @@ class Encoder:
         return check_rows(raw, VALUES, plain, NoBadRows())
 
     def _encoding(self, name: str) -> Callable[[pa.Array], NDArray[np.int32]]:
-        rare_row, values = self.prepared.table(name).rare_row, self.prepared.vocabulary(name)
-        vocabulary = Vocabulary(name)
-        vocabulary.encode(values)
+        rare_row, table = self.prepared.table(name).rare_row, self.prepared.schema.table_of(name)
+        if (vocabulary := self._vocabularies.get(table)) is None:
+            vocabulary = self._vocabularies[table] = Vocabulary(table)
+            vocabulary.encode(self.prepared.vocabulary(table))
         if len(vocabulary) != rare_row:
             raise DataError(
                 f"{self.prepared.folder}: the vocabulary of {name!r} has a value twice; prepare the data again"

@@ -30,16 +30,20 @@ class Batch:
     Attributes:
         dense: float32 `[B, number of dense features]`.
         sparse: the ids of B samples.
-        labels: float32 `[B]`, 0 or 1.
+        labels: float32 `[B]`; or `[B, L]` where the data have several labels. Each is 0 or 1, or any finite number, as
+            the schema says.
+        weights: float32 `[B]`, how much each sample counts, 0 or more; None where all count alike.
     """
 
     dense: Tensor
     sparse: SparseBatch
     labels: Tensor
+    weights: Tensor | None = None
 
     def take(self, samples: Tensor) -> Batch:
         """The given samples (int64), in their order."""
-        return Batch(self.dense[samples], take(self.sparse, samples), self.labels[samples])
+        weights = None if self.weights is None else self.weights[samples]
+        return Batch(self.dense[samples], take(self.sparse, samples), self.labels[samples], weights)
 
 
 class Loader:
@@ -261,20 +265,23 @@ class _Pieces:
 
 def to_batch(samples: pa.RecordBatch, prepared: Prepared) -> Batch:
     """The batch of all samples of a record batch, in their order; its columns are those of `arrow_schema`."""
-    window = window_of([samples], prepared.num_dense, [table.multi_hot for table in prepared.tables])
+    window = window_of([samples], prepared.schema, [table.multi_hot for table in prepared.tables])
     return _gather(iter([(window, np.arange(samples.num_rows, dtype=np.int32))]), samples.num_rows, prepared)
 
 
 def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Batch:
     num_one_hot = sum(not table.multi_hot for table in prepared.tables)
-    labels = np.empty(num_samples, np.float32)
+    labels = np.empty((num_samples, len(prepared.schema.labels)), np.float32)
+    weights = None if prepared.schema.weight is None else np.empty(num_samples, np.float32)
     dense = np.empty((num_samples, prepared.num_dense), np.float32)
     ids = np.empty((num_one_hot, num_samples), np.int64)
     bags: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = []
     done = 0
     for window, samples in pieces:
         part = slice(done, done + len(samples))
-        labels[part] = window.labels[samples]
+        gather_rows(window.labels, samples, labels[part])
+        if weights is not None and window.weights is not None:
+            weights[part] = window.weights[samples]
         gather_rows(window.dense, samples, dense[part])
         gather_columns(window.ids, samples, ids[:, part])
         bags.append([_take_bags(column.ids, column.offsets, samples) for column in window.bags])
@@ -284,7 +291,8 @@ def _gather(pieces: Iterator[Piece], num_samples: int, prepared: Prepared) -> Ba
         sparse = SparseBatch.from_dense(prepared.features, torch.from_numpy(ids))
     else:
         sparse = _jagged(ids, bags, num_samples, prepared)
-    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+    targets = torch.from_numpy(labels[:, 0] if labels.shape[1] == 1 else labels)
+    return Batch(torch.from_numpy(dense), sparse, targets, None if weights is None else torch.from_numpy(weights))
 
 
 def _take_bags(

@@ -42,8 +42,9 @@ class _Table(_Section):
 
 class _Split(_Section):
     samples: Count
-    positive_rate: Share
+    positive_rate: Share | None
     optimum: Annotated[dict[str, Finite], AfterValidator(check_optimum)] | None = None
+    label_means: dict[str, Finite] | None = None
 
 
 class _Scale(_Section):
@@ -117,6 +118,8 @@ def check(values: dict[str, Any], path: Path) -> Schema:
     except ConfigurationError as error:
         raise _refusal(path, ["schema"], str(error)) from None
     _check_tables(metadata, schema, path)
+    for name, split in metadata.splits.items():
+        _check_labels(split, schema, path, name)
     is_scaled = bool(schema.dense) and schema.dense_transform == "standardize"
     if [scale.name for scale in metadata.dense_scales or ()] != list(schema.dense if is_scaled else ()):
         raise _refusal(path, ["dense_scales"], "their names are not those of the standardized features of the schema")
@@ -127,12 +130,26 @@ def _check_tables(metadata: _Metadata, schema: Schema, path: Path) -> None:
     names = [table.name for table in metadata.tables]
     if names != list(schema.features):
         raise _refusal(path, ["tables"], "their names are not those of the categorical features of the schema")
+    rows = {table.name: table.num_rows for table in metadata.tables}
+    for name in names:
+        if rows[name] != rows[schema.table_of(name)]:
+            message = f"not that of {schema.table_of(name)!r}, whose table it has"
+            raise _refusal(path, ["tables", name, "num_rows"], message)
     orders = metadata.reordering.tables if metadata.reordering else {}
     for name, order in orders.items():
         if name not in names:
             raise _refusal(path, ["reordering", "tables", name], "there is no such table")
         if order.first + order.num_ids >= metadata.tables[names.index(name)].num_rows:
             raise _refusal(path, ["reordering", "tables", name], "first and num_ids lead past the last row")
+
+
+def _check_labels(split: _Split, schema: Schema, path: Path, name: str) -> None:
+    means = split.label_means
+    if (split.positive_rate is None) != (schema.labels[0].kind != "binary"):
+        raise _refusal(path, ["splits", name, "positive_rate"], "there is one where the first label is of 0 and 1")
+    is_plain = len(schema.labels) == 1 and split.positive_rate is not None
+    if (means is None and not is_plain) or (means is not None and list(means) != list(schema.label_names)):
+        raise _refusal(path, ["splits", name, "label_means"], "their names are not those of the labels of the schema")
 
 
 def _refusal(path: Path, keys: Sequence[int | str], message: str) -> DataError:

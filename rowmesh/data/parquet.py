@@ -103,7 +103,7 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
         DataError: a column is missing, or of a type that cannot be used; names it and `path`.
     """
     check_columns(path, schema, types.names)
-    for name in ((schema.label,) if schema.is_labelled else ()) + schema.dense:
+    for name in schema.target_columns + schema.dense:
         kind = types.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not is_text(kind) and not _can_cast(kind, pa.float64()):

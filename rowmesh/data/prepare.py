@@ -111,7 +111,7 @@ def prepare(
             writers = {
                 name: stack.enter_context(SplitWriter(path, kinds, block_samples)) for name, path in paths.items()
             }
-            tallies = _write_splits(parts, _Mapping(len(schema.dense), scales, rankings), writers, progress)
+            tallies = _write_splits(parts, _Mapping(schema, scales, rankings), writers, progress)
         sums.update({split_file(name): writer.checksums for name, writer in writers.items()})
         for source in sources.values():
             source.path.unlink()
@@ -119,7 +119,7 @@ def prepare(
             folder=folder,
             schema=schema,
             tables=_tables(schema, coder.multi_hot, rankings, tallies),
-            splits={name: tally.split((optimum or {}).get(name)) for name, tally in tallies.items()},
+            splits={name: tally.split(name, (optimum or {}).get(name)) for name, tally in tallies.items()},
             min_count=min_count,
             bad_rows=quarantine.num_bad_rows,
             block_samples=block_samples,
@@ -202,25 +202,30 @@ def _count(
     parts: _Parts, schema: Schema, vocabularies: Sequence[Vocabulary], min_count: int, progress: Progress
 ) -> tuple[list[Ranking], tuple[DenseScale, ...] | None]:
     """How codes become rows, and how dense columns are scaled, if they are."""
-    counts = [np.zeros(len(vocabulary), np.int64) for vocabulary in vocabularies]
+    by_table = {each.name: np.zeros(len(each), np.int64) for each in vocabularies}
+    counts = [by_table[each.name] for each in vocabularies]  # features that share a vocabulary add to one array
     statistics = DenseStatistics(schema.dense) if schema.dense and schema.dense_transform == "standardize" else None
     done = 0
     for split, batch in parts.batches():
         if statistics is not None:
-            dense = batch.columns[1 : 1 + len(schema.dense)]
+            first = schema.num_targets
+            dense = batch.columns[first : first + len(schema.dense)]
             statistics.add(split, np.stack([column.to_numpy() for column in dense]))
         if split == "train":
             for count, column in zip(counts, batch.columns[-len(counts) :], strict=True):
                 np.add.at(count, flat_ids(column), 1)
         done += batch.num_rows
         progress("counting", done / parts.num_samples)
-    return [Ranking.from_counts(count, min_count) for count in counts], statistics.scales() if statistics else None
+    rankings = {name: Ranking.from_counts(count, min_count) for name, count in by_table.items()}
+    return [rankings[each.name] for each in vocabularies], statistics.scales() if statistics else None
 
 
 def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequence[Vocabulary]) -> None:
     (folder / "counts").mkdir()
     (folder / "vocabulary").mkdir()
-    for ranking, vocabulary in zip(rankings, vocabularies, strict=True):
+    pairs = zip(rankings, vocabularies, strict=True)
+    distinct = {vocabulary.name: (ranking, vocabulary) for ranking, vocabulary in pairs}
+    for ranking, vocabulary in distinct.values():
         np.save(counts_path(folder, vocabulary.name), ranking.counts)
         write_vocabulary(vocabulary_path(folder, vocabulary.name), vocabulary.values(ranking.code_of_row))
 
@@ -229,21 +234,45 @@ def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequ
 class _Tally:
     """What is counted while a split is written."""
 
+    schema: Schema
     samples: int = 0
     positives: int = 0
+    weight: float = 0.0
+    labels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1))
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     rare_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def split(self, optimum: Mapping[str, float] | None) -> Split:
-        known = dict(optimum) if optimum and optimum.get("samples") == self.samples else None
-        return Split(samples=self.samples, positive_rate=self.positives / self.samples, optimum=known)
+    def add(self, columns: Sequence[pa.Array]) -> None:
+        """Takes in the labels, and the weights behind them, of some samples."""
+        *labels, weights = [column.to_numpy().astype(np.float64) for column in columns] + (
+            [np.ones(len(columns[0]))] if self.schema.weight is None else []
+        )
+        self.samples += len(weights)
+        self.positives += int((labels[0] == 1).sum())
+        self.weight += float(weights.sum())
+        self.labels = self.labels + np.array([(label * weights).sum() for label in labels])
+
+    def split(self, name: str, optimum: Mapping[str, float] | None) -> Split:
+        """Raises DataError where no sample counts."""
+        if not self.weight > 0:
+            raise DataError(
+                f"every sample of the {name} split has weight 0 in column {self.schema.weight!r}; give at least one a "
+                "weight above 0, or leave weight out of the schema"
+            )
+        means = (self.labels / self.weight).tolist()
+        return Split(
+            samples=self.samples,
+            positive_rate=self.positives / self.samples if self.schema.labels[0].kind == "binary" else None,
+            optimum=dict(optimum) if optimum and optimum.get("samples") == self.samples else None,
+            label_means=dict(zip(self.schema.label_names, means, strict=True)),
+        )
 
 
 @dataclass(frozen=True)
 class _Mapping:
     """From rows with codes and raw dense values to what is kept."""
 
-    num_dense: int
+    schema: Schema
     scales: Sequence[DenseScale] | None
     rankings: Sequence[Ranking]
 
@@ -258,7 +287,7 @@ def _write_splits(
 ) -> dict[str, _Tally]:
     num_tables = len(mapping.rankings)
     tallies = {
-        name: _Tally(ids=np.zeros(num_tables, np.int64), rare_ids=np.zeros(num_tables, np.int64))
+        name: _Tally(mapping.schema, ids=np.zeros(num_tables, np.int64), rare_ids=np.zeros(num_tables, np.int64))
         for name in parts.splits
     }
     done = 0
@@ -271,10 +300,10 @@ def _write_splits(
 
 def _map_batch(batch: pa.RecordBatch, mapping: _Mapping, tally: _Tally) -> list[pa.Array]:
     columns = batch.columns
-    first = 1 + mapping.num_dense
-    columns[1:first] = mapping.dense(columns[1:first])
-    tally.samples += batch.num_rows
-    tally.positives += int(columns[0].to_numpy().sum())
+    begin = mapping.schema.num_targets
+    first = begin + len(mapping.schema.dense)
+    tally.add(columns[:begin])
+    columns[begin:first] = mapping.dense(columns[begin:first])
     for i, ranking in enumerate(mapping.rankings):
         mapped = map_ids(columns[first + i], lambda ids, rows=ranking.row_of_code: rows[ids.to_numpy()])
         rows = flat_ids(mapped)

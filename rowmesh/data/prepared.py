@@ -60,13 +60,22 @@ class Split:
 
     Attributes:
         samples: how many.
-        positive_rate: the share of label 1.
+        positive_rate: the share of label 1; None where the (first) label is not of 0 and 1.
+        label_means: label → its mean, by sample weights where there are any; None in data of earlier versions.
         optimum: scores of the true probabilities where they are known: "auc", "log_loss".
     """
 
     samples: int
-    positive_rate: float
+    positive_rate: float | None
     optimum: dict[str, float] | None = None
+    label_means: dict[str, float] | None = None
+
+    def mean(self, label: str) -> float:
+        """The mean of a label; in data of earlier versions there is one label, of 0 and 1."""
+        if self.label_means is not None:
+            return self.label_means[label]
+        assert self.positive_rate is not None
+        return self.positive_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +181,7 @@ class Prepared:
             str(path(Path(), table.name))
             for path in (counts_path, vocabulary_path, bijection_path)
             for table in self.tables
+            if self.schema.table_of(table.name) == table.name
         ]
         self.files.pin([split_file(split) for split in self.splits], others)
 
@@ -184,7 +194,7 @@ class Prepared:
         values = {
             "format_version": FORMAT_VERSION,
             "rowmesh_version": self.rowmesh_version,
-            "splits": {name: asdict(split) for name, split in self.splits.items()},
+            "splits": {name: _known(asdict(split)) for name, split in self.splits.items()},
             "tables": [asdict(table) for table in self.tables],
             "min_count": self.min_count,
             "bad_rows": self.bad_rows,
@@ -228,15 +238,17 @@ class Prepared:
         return self.folder / split_file(split)
 
     def counts(self, name: str) -> NDArray[np.int64]:
-        """How often each row of a table occurs in the training split, `[num_rows]`, memory-mapped.
+        """How often each row of a table occurs in the training split, in all features that share it: `[num_rows]`.
+
+        Memory-mapped.
 
         Non-increasing up to the rare row, which is last and holds the sum of the rare ids, but for `unordered_rows`.
 
         Raises:
             DataError: the file is missing, damaged, of another table, or was replaced since the data set was opened.
         """
-        table = self.table(name)
-        return self.files.array(str(counts_path(Path(), name)), np.int64, table.num_rows)
+        table = self.table(self.schema.table_of(name))
+        return self.files.array(str(counts_path(Path(), table.name)), np.int64, table.num_rows)
 
     def vocabulary(self, name: str) -> pa.Array:
         """The value of each row but the rare one, memory-mapped; null stands for missing.
@@ -244,8 +256,8 @@ class Prepared:
         Raises:
             DataError: see `counts`.
         """
-        table = self.table(name)
-        return self.files.column(str(vocabulary_path(Path(), name)), table.num_rows - 1)
+        table = self.table(self.schema.table_of(name))
+        return self.files.column(str(vocabulary_path(Path(), table.name)), table.num_rows - 1)
 
     def unordered_rows(self, name: str) -> range:
         """The rows of a table that are in order of communities; all others but the rare row are by frequency."""
@@ -268,6 +280,11 @@ class Prepared:
             return Bijection(rows.start, row_of_rank)
         except DataError as error:
             raise DataError(f"{bijection_path(self.folder, name)}: {error}; reorder the data again") from error
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the key that earlier versions did not write, where it has no value."""
+    return {key: value for key, value in values.items() if key != "label_means" or value is not None}
 
 
 def _scales(values: Sequence[Mapping[str, Any]] | None) -> tuple[DenseScale, ...] | None:
@@ -330,9 +347,10 @@ def _not_prepared(folder: Path) -> DataError:
 
 
 def arrow_schema(schema: Schema, multi_hot: Sequence[bool]) -> pa.Schema:
-    """The columns of a split's Arrow file: the label, dense features, categorical features."""
-    fields = [pa.field(schema.label, pa.float32(), nullable=False)]
-    fields += [pa.field(name, pa.float32(), nullable=False) for name in schema.dense]
+    """The columns of a split's Arrow file: the labels, the weight, dense features, categorical features."""
+    weight = () if schema.weight is None else (schema.weight,)
+    numbers = (*schema.label_names, *weight, *schema.dense)
+    fields = [pa.field(name, pa.float32(), nullable=False) for name in numbers]
     for name, is_list in zip(schema.features, multi_hot, strict=True):
         kind = pa.list_(pa.int32()) if is_list else pa.int32()
         fields.append(pa.field(name, kind, nullable=False))

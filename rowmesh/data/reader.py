@@ -1,7 +1,7 @@
 """Readers: any data set as a stream of checked blocks of rows.
 
-A row that cannot be used (wrong number of columns, a label other than 0 and 1, a dense value that is no
-finite number, a time that does not parse) goes to the quarantine; nothing is dropped silently.
+A row that cannot be used (wrong number of columns, a label other than 0 and 1, a weight below 0, a dense value that is
+no finite number, a time that does not parse) goes to the quarantine; nothing is dropped silently.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import BadRows
-from rowmesh.data.schema import UNIX_TIME, Categorical, Schema
+from rowmesh.data.schema import UNIX_TIME, Categorical, Label, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
 
@@ -31,7 +31,8 @@ class Block:
     """Checked rows.
 
     Attributes:
-        labels: float32 `[n]`, 0 or 1; NaN where the schema does not read them.
+        labels: float32 `[L, n]`, a row a label; NaN where the schema does not read them.
+        weights: float32 `[n]`, 0 or more; None where the schema has none, NaN where it does not read them.
         dense: float32 `[n, number of dense features]`, transformed if that takes no statistics of the data; NaN where
             missing, else finite.
         categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
@@ -42,6 +43,7 @@ class Block:
     """
 
     labels: NDArray[np.float32]
+    weights: NDArray[np.float32] | None
     dense: NDArray[np.float32]
     categorical: tuple[pa.Array, ...]
     position: int
@@ -96,9 +98,7 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
     """The usable ones of some rows; the others go to the quarantine under the name `path`."""
     columns = {name: _plain(raw.table.column(name)) for name in raw.table.column_names}
     faults = _Faults()
-    labels = np.full(raw.table.num_rows, np.nan, np.float32)
-    if schema.is_labelled:
-        labels = _labels(columns[schema.label], schema.label, faults)
+    labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
     lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
@@ -106,12 +106,13 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
         bad = sorted(faults.reasons)
         for row in bad:
             quarantine.add(path, int(raw.lines[row]), faults.reasons[row], raw.text(row))
-        keep = np.ones(len(labels), bool)
+        keep = np.ones(len(lines), bool)
         keep[bad] = False
-        labels, dense, lines = labels[keep], dense[keep], lines[keep]
+        labels, dense, lines = labels[:, keep], dense[keep], lines[keep]
+        weights = None if weights is None else weights[keep]
         categorical = tuple(array.filter(pa.array(keep)) for array in categorical)
         copied = tuple(array.filter(pa.array(keep)) for array in copied)
-    return Block(labels, dense, categorical, raw.position, lines, copied)
+    return Block(labels, weights, dense, categorical, raw.position, lines, copied)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -121,10 +122,43 @@ def _plain(column: pa.ChunkedArray) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def _labels(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float32]:
-    values = _numbers(column, name, faults)
-    faults.add(np.flatnonzero((values != 0) & (values != 1)), name, column, "not 0 or 1")
-    return values.astype(np.float32)
+def _targets(
+    columns: dict[str, pa.Array], schema: Schema, faults: _Faults, num_rows: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Labels and weights; NaN where the schema does not read them."""
+    labels = np.full((len(schema.labels), num_rows), np.nan, np.float32)
+    weights = None if schema.weight is None else np.full(num_rows, np.nan, np.float32)
+    if schema.is_labelled:
+        for row, label in zip(labels, schema.labels, strict=True):
+            row[:] = _label(columns[label.name], label, faults)
+        if schema.weight is not None:
+            weights = _weights(columns[schema.weight], schema.weight, faults)
+    return labels, weights
+
+
+def _label(column: pa.Array, label: Label, faults: _Faults) -> NDArray[np.float32]:
+    numbers = _numbers(column, label.name, faults)
+    values = transform_dense(numbers, "none")
+    if label.kind == "value":
+        faults.add(np.flatnonzero(~np.isfinite(values)), label.name, column, "not a finite number")
+        return values
+    found = np.flatnonzero((numbers != 0) & (numbers != 1))
+    # The setting is named where it would help: not beside a missing label.
+    others = np.isfinite(numbers[found])
+    faults.add(found[~others], label.name, column, "not 0 or 1")
+    faults.add(found[others], label.name, column, f"not 0 or 1; {_declared(label.name)}")
+    return values
+
+
+def _declared(name: str) -> str:
+    return f'a label of other numbers is label = {{ name = "{name}", kind = "value" }} in the schema'
+
+
+def _weights(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float32]:
+    values = transform_dense(_numbers(column, name, faults), "none")
+    bad = ~np.isfinite(values) | (values < 0)
+    faults.add(np.flatnonzero(bad), name, column, "not a weight: a finite number, 0 or more")
+    return values
 
 
 def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults, num_rows: int) -> NDArray[np.float32]:

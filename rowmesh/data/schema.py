@@ -7,10 +7,10 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError, field_validator, model_validator
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.files.atomic import replacing_file
@@ -19,6 +19,22 @@ from rowmesh.suggest import hint
 DenseTransform = Literal["standardize", "log1p", "none"]
 UNIX_TIME = "unix"
 Derivation = Literal["hour_of_day", "weekday"]
+LabelKind = Literal["binary", "value"]
+
+
+class Label(BaseModel):
+    """One label: what a model predicts.
+
+    Attributes:
+        name: its column.
+        kind: "binary": 0 or 1, of which a model predicts the probability of 1; or "value": any finite number, such as a
+            rating or a time, which a model predicts itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    kind: LabelKind = "binary"
 
 
 class Categorical(BaseModel):
@@ -32,6 +48,8 @@ class Categorical(BaseModel):
         derive: compute the id from a time: "hour_of_day" (0–23) or "weekday" (0 = Monday).
         time_format: how the time is written, for `derive`: directives of `strptime`, or "unix" for seconds since
             1970, UTC.
+        vocabulary: the feature whose ids these are, as in a history of items: both have one vocabulary, over all their
+            columns, and one table of that feature's name. Default: its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +59,7 @@ class Categorical(BaseModel):
     separator: str | None = None
     derive: Derivation | None = None
     time_format: str = "%y%m%d%H"
+    vocabulary: str = ""
 
     @field_validator("separator")
     @classmethod
@@ -58,9 +77,24 @@ class Categorical(BaseModel):
         return self
 
     @property
+    def table(self) -> str:
+        """The feature whose vocabulary and table this one has."""
+        return self.vocabulary or self.name
+
+    @property
     def source(self) -> str:
         """The column this feature is read from."""
         return self.column or self.name
+
+
+def _form(value: Any) -> str:
+    return "column" if isinstance(value, str) else "labels"
+
+
+Labels = Annotated[
+    Annotated[str, Tag("column")] | Annotated[tuple[Label, ...], Tag("labels")],
+    Discriminator(_form),  # so that errors are about one form alone
+]
 
 
 class Schema(BaseModel):
@@ -71,7 +105,9 @@ class Schema(BaseModel):
         delimiter: between the values of a text line, one character of ASCII.
         quote: what may surround a text value, one character of ASCII; empty where quotes have no meaning.
         columns: names of the text columns in file order; empty where the first line names them.
-        label: the column that holds 0 or 1.
+        label: the column that holds 0 or 1; or several labels, each a column's name or a `Label`. In TOML one label of
+            another kind is `label = { name = "rating", kind = "value" }`.
+        weight: the column of sample weights, finite and not negative; None: every sample counts alike.
         dense: numeric columns; a missing value becomes 0 after the transform.
         dense_transform: "standardize": mean 0 and deviation 1 in training, of the logarithm where a column is
             heavy-tailed; "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
@@ -89,32 +125,40 @@ class Schema(BaseModel):
     delimiter: str = ","
     quote: str = '"'
     columns: tuple[str, ...] = ()
-    label: str
+    label: Labels
+    weight: str | None = None
     dense: tuple[str, ...] = ()
     dense_transform: DenseTransform = "standardize"
     categorical: tuple[Categorical, ...]
 
+    @field_validator("label", mode="before")
+    @classmethod
+    def _plain_labels(cls, value: Any) -> Any:
+        return _named(value if isinstance(value, str | list | tuple) else (value,))
+
     @field_validator("categorical", mode="before")
     @classmethod
     def _plain_names(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        return [{"name": item} if isinstance(item, str) else item for item in value]
+        return _named(value)
 
     @model_validator(mode="after")
     def _check(self) -> Schema:
         if not self.categorical:
             raise ValueError("categorical is empty; name at least one categorical feature")
+        if not self.labels:
+            raise ValueError("label is empty; name at least one column")
         if not _is_punctuation(self.delimiter):
             raise ValueError(f"delimiter must be one character of ASCII, no line break, got {self.delimiter!r}")
         if self.quote and not _is_punctuation(self.quote):
             raise ValueError(f"quote must be one character of ASCII or empty, got {self.quote!r}")
         if self.quote == self.delimiter:
             raise ValueError(f"delimiter and quote are both {self.quote!r}; they must differ")
-        names = [self.label, *self.dense, *(feature.name for feature in self.categorical)]
+        weight = [self.weight] if self.weight is not None else []
+        names = [*self.label_names, *weight, *self.dense, *(feature.name for feature in self.categorical)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"named more than once: {', '.join(twice)}; give each feature its own name")
+        self._check_vocabularies()
         if self.columns:
             if twice := sorted({name for name in self.source_columns if self.columns.count(name) > 1}):
                 raise ValueError(f"columns: {', '.join(twice)} more than once; give each column its own name")
@@ -123,16 +167,52 @@ class Schema(BaseModel):
                     raise ValueError(f"column {column!r} is not among columns{hint(column, self.columns)}")
         return self
 
+    def _check_vocabularies(self) -> None:
+        owners = [feature.name for feature in self.categorical if feature.table == feature.name]
+        for feature in self.categorical:
+            if feature.table not in owners:
+                raise ValueError(
+                    f"{feature.name!r} has vocabulary {feature.vocabulary!r}, which is no categorical feature with a "
+                    f"vocabulary of its own{hint(feature.vocabulary, owners)}"
+                )
+
+    def table_of(self, feature: str) -> str:
+        """The feature whose vocabulary and table a feature has; itself, unless the schema says otherwise."""
+        return next((each.table for each in self.categorical if each.name == feature), feature)
+
     @property
     def source_columns(self) -> tuple[str, ...]:
         """Every column that is read, each once."""
-        label = (self.label,) if self.is_labelled else ()
         sources = (feature.source for feature in self.categorical)
-        return tuple(dict.fromkeys((*label, *self.dense, *sources, *self.copied_columns)))
+        return tuple(dict.fromkeys((*self.target_columns, *self.dense, *sources, *self.copied_columns)))
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The labels, one or several."""
+        return (Label(name=self.label),) if isinstance(self.label, str) else self.label
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The columns of the labels."""
+        return tuple(label.name for label in self.labels)
+
+    @property
+    def target_columns(self) -> tuple[str, ...]:
+        """What is read of labels and weight; it stands before the features in prepared data."""
+        return self._targets if self.is_labelled else ()
+
+    @property
+    def num_targets(self) -> int:
+        """How many columns of prepared data stand before the dense features: labels, and the weight if there is one."""
+        return len(self._targets)
+
+    @property
+    def _targets(self) -> tuple[str, ...]:
+        return (*self.label_names, *((self.weight,) if self.weight is not None else ()))
 
     @property
     def is_labelled(self) -> bool:
-        """Whether the label is read."""
+        """Whether labels and weight are read."""
         return True
 
     @property
@@ -141,12 +221,12 @@ class Schema(BaseModel):
         return ()
 
     def for_scoring(self, keep: Sequence[str] = (), *, has_label: bool = True) -> ScoringSchema:
-        """The same columns, to be scored: without the label, which files may lack.
+        """The same columns, to be scored: without the labels and the weight, which files may lack.
 
         Args:
             keep: columns to copy.
-            has_label: whether lines of a text file without a header hold the label. Where the first line, or Parquet,
-                names the columns, these names say it.
+            has_label: whether lines of a text file without a header hold labels and weight. Where the first line, or
+                Parquet, names the columns, these names say it.
 
         Raises:
             ConfigurationError: a column of `keep` is not in the file, or the schema does not list the columns that
@@ -157,7 +237,7 @@ class Schema(BaseModel):
                 "only of files without a header must be said that they have no label; this schema reads the names of "
                 "columns from the file: leave it out"
             )
-        columns = self.columns if has_label else tuple(name for name in self.columns if name != self.label)
+        columns = self.columns if has_label else tuple(name for name in self.columns if name not in self._targets)
         try:
             return ScoringSchema.model_validate({**self.model_dump(), "columns": columns, "keep": tuple(keep)})
         except ValidationError as error:
@@ -221,13 +301,20 @@ class ScoringSchema(Schema):
 
     @property
     def is_labelled(self) -> bool:
-        """The label is not read, but where it is to be copied."""
+        """Labels and weight are not read, but where it is to be copied."""
         return False
 
     @property
     def copied_columns(self) -> tuple[str, ...]:
         """As asked for."""
         return self.keep
+
+
+def _named(value: Any) -> Any:
+    """The items of a list, of which a plain string is a name."""
+    if not isinstance(value, list | tuple):
+        return value
+    return [{"name": item} if isinstance(item, str) else item for item in value]
 
 
 def _check_time_format(time_format: str) -> None:
@@ -245,9 +332,9 @@ def _is_punctuation(text: str) -> bool:
 
 
 def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    where = ".".join(str(part) for part in error["loc"] if part not in ("column", "labels"))
     if error["type"] == "extra_forbidden":
-        model = Categorical if len(error["loc"]) > 1 else Schema
+        model = Schema if len(error["loc"]) == 1 else Label if error["loc"][0] == "label" else Categorical
         return f"unknown key {where!r}{hint(str(error['loc'][-1]), model.model_fields)}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message

@@ -169,7 +169,7 @@ def _table(samples: Samples, schema: Schema) -> pa.Table:
             offsets = np.concatenate([[0], samples.bag_lengths[table].cumsum()])
             values = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
         columns.append(values)
-    return pa.table(columns, names=[schema.label, *schema.dense, *schema.features])
+    return pa.table(columns, names=[*schema.label_names, *schema.dense, *schema.features])
 
 
 def _hex(ids: NDArray[np.int64]) -> NDArray[np.str_]:

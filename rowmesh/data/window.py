@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowmesh.data.prepared import Prepared, arrow_schema, split_file
+from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
 from rowmesh.faults import reach
 from rowmesh.files.verified import PositionedReader
@@ -31,26 +32,31 @@ class Window:
     """Samples of some blocks, column by column.
 
     Attributes:
-        labels: float32 `[n]`.
+        labels: float32 `[L, n]`.
+        weights: float32 `[n]`; None where samples have none.
         dense: float32 `[number of dense features, n]`.
         ids: int32 `[number of one-hot features, n]`.
         bags: one for each multi-hot feature.
     """
 
     labels: NDArray[np.float32]
+    weights: NDArray[np.float32] | None
     dense: NDArray[np.float32]
     ids: NDArray[np.int32]
     bags: tuple[Bags, ...]
 
 
-def window_of(batches: Sequence[pa.RecordBatch], num_dense: int, multi_hot: Sequence[bool]) -> Window:
+def window_of(batches: Sequence[pa.RecordBatch], schema: Schema, multi_hot: Sequence[bool]) -> Window:
     """A copy of the samples of some record batches, whose columns are those of `arrow_schema`."""
     columns = list(zip(*(batch.columns for batch in batches), strict=True))
-    features = list(zip(multi_hot, columns[1 + num_dense :], strict=True))
+    num_labels, first = len(schema.labels), schema.num_targets
+    num_dense = len(schema.dense)
+    features = list(zip(multi_hot, columns[first + num_dense :], strict=True))
     num_samples = sum(batch.num_rows for batch in batches)
     return Window(
-        labels=_stack(columns[:1], num_samples, np.float32)[0],
-        dense=_stack(columns[1 : 1 + num_dense], num_samples, np.float32),
+        labels=_stack(columns[:num_labels], num_samples, np.float32),
+        weights=_stack(columns[num_labels:first], num_samples, np.float32)[0] if first > num_labels else None,
+        dense=_stack(columns[first : first + num_dense], num_samples, np.float32),
         ids=_stack([parts for is_list, parts in features if not is_list], num_samples, np.int32),
         bags=tuple(_bags(parts) for is_list, parts in features if is_list),
     )
@@ -73,7 +79,7 @@ class SplitFile:
 
     def __init__(self, prepared: Prepared, split: str, span: range | None = None) -> None:
         self.path = prepared.split_path(split)
-        self._tables, self._num_dense = prepared.tables, prepared.num_dense
+        self._tables, self._schema = prepared.tables, prepared.schema
         self._num_samples, self._block_samples = prepared.splits[split].samples, prepared.block_samples
         self._span = range(self._num_samples) if span is None else span
         self._file = prepared.files.open(split_file(split))
@@ -93,7 +99,7 @@ class SplitFile:
         """Copies some blocks into memory, one sequential read for each; of them only the samples of the span."""
         reach("data.window", self.path)
         batches = [self._within_span(self.block(int(block)), int(block)) for block in blocks]
-        return window_of(batches, self._num_dense, [table.multi_hot for table in self._tables])
+        return window_of(batches, self._schema, [table.multi_hot for table in self._tables])
 
     def block(self, number: int) -> pa.RecordBatch:
         """One record batch, in the map, checked.
@@ -127,7 +133,7 @@ class SplitFile:
         for name, column in zip(self.schema.names, batch.columns, strict=True):
             if column.null_count:
                 raise self._refusal(f"{where}: {name!r} has {column.null_count:,} missing values")
-        for table, column in zip(self._tables, batch.columns[1 + self._num_dense :], strict=True):
+        for table, column in zip(self._tables, batch.columns[-len(self._tables) :], strict=True):
             if table.multi_hot:
                 self._check_lists(f"{where}, feature {table.name!r}", column)
             ids = column.values if table.multi_hot else column

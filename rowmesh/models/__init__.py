@@ -1,4 +1,4 @@
-"""Models in plain torch: dense features and looked-up embeddings in, one logit a sample out."""
+"""Models in plain torch: dense features and looked-up embeddings in, one logit a sample and label out."""
 
 from rowmesh.models.dlrm import DLRM
 from rowmesh.models.interaction import DotInteraction

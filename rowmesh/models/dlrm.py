@@ -19,11 +19,12 @@ class DLRM(nn.Module):
 
         b = bottom(dense)                               [B, D]
         T = (b, embeddings)                             [B, F + 1, D]
-        logit = top(b, ⟨T_i, T_j⟩ for all j < i)        [B]
+        logit = top(b, ⟨T_i, T_j⟩ for all j < i)        [B], or [B, L]
 
     Weights start from N(0, 2 / (in + out)) and biases from N(0, 1 / out), as in the reference
     implementation. Without dense features a learned vector stands in for the bottom output, so that
-    every embedding still has a first-order term.
+    every embedding still has a first-order term. Several labels share all layers but the last one, which has a head of
+    its own for each.
 
     Attributes:
         bottom_widths: of all layers, from the dense features to D; only D without dense features.
@@ -34,7 +35,8 @@ class DLRM(nn.Module):
         num_features: F, the number of embeddings a sample has.
         dim: D, the length of every embedding.
         bottom: widths of the hidden layers of the bottom MLP; a last layer of width D is added.
-        top: widths of the hidden layers of the top MLP; a last layer of width 1 is added.
+        top: widths of the hidden layers of the top MLP; a last layer of width L is added.
+        num_labels: L, the number of labels, each of which gets a logit.
 
     Raises:
         ConfigurationError: a size is not positive, or there is nothing to interact.
@@ -56,20 +58,22 @@ class DLRM(nn.Module):
         dim: int,
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
+        num_labels: int = 1,
     ) -> None:
         super().__init__()
-        _check_sizes(num_dense, num_features, dim, bottom, top)
+        _check_sizes(num_dense, num_features, dim, bottom, top, num_labels)
         self.num_dense, self.num_features, self.dim = num_dense, num_features, dim
         self.interact = DotInteraction()
         self.bottom_widths = (num_dense, *bottom, dim) if num_dense else (dim,)
-        self.top_widths = (dim + num_features * (num_features + 1) // 2, *top, 1)
+        self.top_widths = (dim + num_features * (num_features + 1) // 2, *top, num_labels)
         self.bottom = _mlp(self.bottom_widths, relu_last=True) if num_dense else None
         self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
         self.top = _mlp(self.top_widths, relu_last=False)
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits `[B]` from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""
-        return self.top(self.interact(self._base(dense, embeddings), embeddings)).squeeze(1)
+        """Logits `[B]`, or `[B, L]` of several labels, from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""
+        logits = self.top(self.interact(self._base(dense, embeddings), embeddings))
+        return logits.squeeze(1) if self.top_widths[-1] == 1 else logits
 
     def _base(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         if self.bottom is not None:
@@ -89,8 +93,16 @@ def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
     return nn.Sequential(*(layers if relu_last else layers[:-1]))
 
 
-def _check_sizes(num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int]) -> None:
-    sizes = {"num_features": [num_features], "dim": [dim], "bottom": bottom, "top": top}
+def _check_sizes(
+    num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int], num_labels: int
+) -> None:
+    sizes = {
+        "num_features": [num_features],
+        "dim": [dim],
+        "bottom": bottom,
+        "top": top,
+        "num_labels": [num_labels],
+    }
     for name, values in sizes.items():
         if any(size < 1 for size in values):
             raise ConfigurationError(f"dlrm: {name} must be positive, got {list(values)}")

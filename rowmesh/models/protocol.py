@@ -37,9 +37,13 @@ class Model(Protocol):
     rank 0. It has at least one parameter; tables are not among them. A batch that gives a rank no samples is not shown
     to it.
 
+    Of data with several labels it gives a logit for each, `[B, L]`, and is made with `labels`, their names, too. For a
+    label of kind "value" what it gives is the value itself.
+
     It may have a loss of its own: `loss(logits, labels)`, a method or an attribute such as `nn.BCEWithLogitsLoss()`.
-    `labels` are `[B]`, of the dtype of the logits; it returns the losses of the samples `[B]`, or their mean. Without
-    one the loss is the binary cross entropy.
+    `labels` are `[B]`, or `[B, L]`, of the dtype of the logits; it returns the losses of the samples `[B]`, or their
+    mean. Where samples have weights it must be `[B]`, and rowmesh takes the weighted mean. Without one the loss is that
+    of `train.loss`.
 
     Example:
         >>> import torch
@@ -62,14 +66,15 @@ class Model(Protocol):
         """Makes the model.
 
         Args:
-            dims: D of the vector of every categorical feature, by its name, in the order of the data.
+            dims: D of the vector of every categorical feature, by its name, in the order of the data; those that
+                share a table stand together.
             num_dense: number of dense features, 0 or more.
-            **options: the keys of `model.options`.
+            **options: the keys of `model.options`; and `labels`, a tuple of names, where there are several.
         """
         ...
 
     def __call__(self, dense: Tensor, embeddings: Vectors) -> Tensor:
-        """Logits `[B]`; as in every `nn.Module`, what is written is `forward`.
+        """Logits `[B]`, or `[B, L]` of several labels; as in every `nn.Module`, what is written is `forward`.
 
         Args:
             dense: `[B, num_dense]`.

@@ -247,11 +247,12 @@ class Profile:
             prepared, "train", batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=num_samples > batch_size
         )
         for batch in loader:
-            ids = batch.sparse.ids.numpy()
+            ids, found = batch.sparse.ids.numpy(), {name: [] for name in counters}
             for feature, name in enumerate(batch.sparse.features):
-                if name in counters:
-                    first, stop = batch.sparse.feature_range(feature)
-                    counters[name].add(ids[first:stop])
+                if (table := prepared.schema.table_of(name)) in counters:  # which several features may share
+                    found[table].append(slice(*batch.sparse.feature_range(feature)))
+            for table, parts in found.items():
+                counters[table].add(np.concatenate([ids[part] for part in parts]))
         scale = max(num_samples / batch_size, 1.0) / loader.num_batches
         counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths * scale) for t in tables)
         return Profile(counted, num_samples, batch_size)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -97,10 +98,14 @@ def _what_is_rare(min_count: int) -> str:
 
 def _splits(prepared: Prepared) -> Table:
     is_known = any(split.optimum for split in prepared.splits.values())
-    table = table_of_numbers("split", "samples", "positive rate", *(("best AUC", "best log-loss") if is_known else ()))
+    labels = prepared.schema.labels
+    is_plain = len(labels) == 1 and labels[0].kind == "binary" and prepared.schema.weight is None
+    heads = ["positive rate"] if is_plain else [f"mean of {label.name}" for label in labels]
+    best_heads = ("best AUC", "best log-loss") if is_known else ()
+    table = table_of_numbers("split", "samples", *map(escape, heads), *best_heads)
     for name, split in prepared.splits.items():
         best = _best(split.optimum or {}) if is_known else ()
-        table.add_row(name, f"{split.samples:,}", f"{split.positive_rate:.4f}", *best)
+        table.add_row(name, f"{split.samples:,}", *(f"{split.mean(label.name):.4f}" for label in labels), *best)
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 
@@ -17,6 +17,9 @@ from rowmesh.train.score_bins import ScoreBins
 
 CALIBRATION_BINS, DENSITY_CELLS = 15, 40
 GIGABYTE = 1e9
+CLICK_KEYS = ("base_rate", "auc", "log_loss", "normalized_entropy", "calibration")
+VALUE_KEYS = ("mean_label", "mean_prediction", "rmse", "mae", "baseline_rmse", "baseline_mae")
+NAMES = {"loss": "loss", "log_loss": "log-loss", "auc": "AUC", "rmse": "RMSE", "mae": "MAE"}
 
 
 def curves_section(runs: Sequence[Shown]) -> str:
@@ -29,14 +32,18 @@ def _charts(runs: Sequence[Shown]) -> Iterator[str]:
     losses = _lines(runs, "loss", "loss")
     if len(runs) == 1:
         losses += [
-            Line(f"log-loss, {split}", runs[0].record.series("log_loss", split), "b", dots=True)
+            Line(f"{_titled(NAMES[key], name, split)}", runs[0].record.series(name, split), style, dots=True)
             for split in runs[0].record.evaluations
+            for key in ("loss", "log_loss")
+            for name, style in zip(runs[0].record.names(key, split)[:3], "bcd", strict=False)
         ]
     yield card("Loss of training", line_chart("loss", losses))
     for split in dict.fromkeys(split for run in runs for split in run.record.evaluations):
-        if len(runs) > 1:
-            yield card(f"Log-loss, {split}", line_chart("log-loss", _lines(runs, "log_loss", "log-loss", split)))
-        yield card(f"AUC, {split}", line_chart("AUC", _lines(runs, "auc", "AUC", split)))
+        for key in ("loss", "log_loss", "auc", "rmse", "mae"):
+            for name in dict.fromkeys(name for run in runs for name in run.record.names(key, split)):
+                if len(runs) > 1 or key not in ("loss", "log_loss"):
+                    lines = _lines(runs, name, NAMES[key], split)
+                    yield card(capital(_titled(NAMES[key], name, split)), line_chart(NAMES[key], lines))
     rates = _lines(runs, "samples_per_s", "samples/s", text="{:,.0f}")
     yield card("Samples a second", line_chart("samples a second", rates, from_zero=True))
     if any(run.record.step_ms for run in runs):
@@ -44,6 +51,17 @@ def _charts(runs: Sequence[Shown]) -> Iterator[str]:
     yield card("Learning rates", line_chart("learning rates", _learning_rates(runs), from_zero=True))
     memory = _lines(runs, "memory_bytes", "memory", text="{:.3g} GB", scale=1 / GIGABYTE)
     yield card("Memory of all ranks, GB", line_chart("memory", memory, from_zero=True))
+
+
+def _titled(number: str, name: str, split: str) -> str:
+    """As in "AUC, validation", or of one of several labels "AUC, validation, click"."""
+    label = name.partition("/")[2]
+    return f"{number}, {split}" + (f", {label}" if label else "")
+
+
+def capital(text: str) -> str:
+    """With a capital first letter."""
+    return text[:1].upper() + text[1:]
 
 
 def _lines(
@@ -96,7 +114,7 @@ def _learning_rates(runs: Sequence[Shown]) -> list[Line]:
 
 def quality_section(runs: Sequence[Shown]) -> str:
     """The metrics of the evaluated splits, and curves of the first."""
-    found = [(run, run.record.results[0]) for run in runs if run.record.results]
+    found = [(run, _first_with_bins(run)) for run in runs if run.record.results]
     curves = [(run, result, result.score_bins) for run, result in found if result.score_bins is not None]
     charts = ""
     if curves:
@@ -115,6 +133,12 @@ def quality_section(runs: Sequence[Shown]) -> str:
         "they are spread over the samples of each label."
     )
     return section("Quality", note if charts else "", charts, _results_table(runs))
+
+
+def _first_with_bins(run: Shown) -> Result:
+    """Of several labels the first that is 0 or 1."""
+    results = run.record.results
+    return next((result for result in results if result.score_bins is not None), results[0])
 
 
 def _curve_name(run: Shown, runs: Sequence[Shown], alone: str) -> str:
@@ -209,10 +233,13 @@ def calibration_curve(bins: ScoreBins, most: int = CALIBRATION_BINS) -> tuple[li
 
 
 def _results_table(runs: Sequence[Shown]) -> str:
-    rows = []
+    rows, values = [], []
     for run in runs:
         for result in run.record.results:
             dot = f'<span class="dot {run.style}"></span>' if len(runs) > 1 else ""
+            if not result.is_click:
+                values.append([f"{dot}{escape(result.split)}", *_cells(result.numbers, VALUE_KEYS)])
+                continue
             rows.append([f"{dot}{escape(result.split)}", *_cells(result.numbers)])
             if result.optimum:
                 best = {key: value for key, value in result.optimum.items() if key in ("auc", "log_loss")}
@@ -220,10 +247,11 @@ def _results_table(runs: Sequence[Shown]) -> str:
                     [f'<span class="soft">{escape(result.split)}, best that can be reached</span>', *_cells(best)]
                 )
     heads = ["split", "samples", "base rate", "AUC", "log-loss", "norm. entropy", "calibration"]
-    return data_table(heads, rows) if rows else ""
+    value_heads = ["split", "samples", "mean", "of predictions", "RMSE", "MAE", "RMSE of the mean", "MAE of the mean"]
+    tables = ((heads, rows), (value_heads, values))
+    return "".join(data_table(head, each) for head, each in tables if each)
 
 
-def _cells(numbers) -> list[str]:
-    keys = ("base_rate", "auc", "log_loss", "normalized_entropy", "calibration")
+def _cells(numbers: Mapping[str, float], keys: Sequence[str] = CLICK_KEYS) -> list[str]:
     samples = f"{numbers['samples']:,.0f}" if "samples" in numbers else ""
     return [samples, *(f"{numbers[key]:.5f}" if key in numbers else "" for key in keys)]

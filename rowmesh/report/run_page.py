@@ -90,6 +90,8 @@ def _summary(run: Shown, *, named: bool) -> str:
         if auc is not None:
             best_text = f", of {best:.5f} that can be reached" if best is not None else ""
             text = f"AUC {auc:.5f} on {result.split}{best_text}; {text}"
+        elif (rmse := result.numbers.get("rmse")) is not None:
+            text = f"RMSE {rmse:.5f} on {result.split}; {text}"
     return sentence(f"{run.name}: {text}" if named else text)
 
 
@@ -100,6 +102,8 @@ def _facts(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         if auc is not None:
             best = result.optimum.get("auc")
             yield f"AUC, {result.split}", f"{auc:.5f}", f"best {best:.5f}" if best else "0.5 is chance"
+        if (rmse := result.numbers.get("rmse")) is not None:
+            yield f"RMSE, {result.split}", f"{rmse:.5f}", f"mean of training {result.numbers['baseline_rmse']:.5f}"
         if loss is not None:
             entropy = result.numbers.get("normalized_entropy")
             of = f"{entropy:.4f} of the base rate's" if entropy is not None else ""
@@ -166,6 +170,8 @@ _NUMBERS: Sequence[tuple[str, Callable[[RunRecord], float | None], Callable[[flo
     ("log-loss", _of_result("log_loss"), "{:.5f}".format, False),
     ("normalized entropy", _of_result("normalized_entropy"), "{:.5f}".format, False),
     ("calibration", _of_result("calibration"), "{:.5f}".format, False),
+    ("RMSE", _of_result("rmse"), "{:.5f}".format, False),
+    ("MAE", _of_result("mae"), "{:.5f}".format, False),
     ("samples a second", lambda record: record.mean("samples_per_s"), "{:,.0f}".format, True),
     ("a step", lambda record: sum(record.step_ms.values()) or None, "{:.3g} ms".format, True),
     ("bytes between ranks, a step", lambda record: record.traffic.bytes_per_step, bytes_text, True),

@@ -30,7 +30,7 @@ class Result:
     """The metrics of a split at the end.
 
     Attributes:
-        split: its name.
+        split: its name, and that of the label where there are several.
         numbers: by name.
         optimum: the best that can be reached, where the data were planted.
         score_bins: None where an earlier version evaluated.
@@ -40,6 +40,11 @@ class Result:
     numbers: Mapping[str, float]
     optimum: Mapping[str, float]
     score_bins: ScoreBins | None
+
+    @property
+    def is_click(self) -> bool:
+        """Whether the label is 0 or 1; one of several has its name behind that of the split."""
+        return "rmse" not in self.numbers
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class RunRecord:
         """(step, value) of a number, of training or of a split; lines without it are left out."""
         lines = self.train if split is None else self.evaluations.get(split, ())
         return [(line["step"], line[name]) for line in lines if _is_number(line.get(name))]
+
+    def names(self, name: str, split: str) -> list[str]:
+        """The series of a number of a split: itself, or one for each of several labels, as in `auc/click`."""
+        keys = dict.fromkeys(key for line in self.evaluations.get(split, ()) for key in line)
+        return [key for key in keys if key.partition("/")[0] == name]
 
     @property
     def steady(self) -> Sequence[Record]:
@@ -178,8 +188,7 @@ def _absent(record: RunRecord) -> Iterator[str]:
         yield "metrics.jsonl has no line about training: the run ended before train.log_every steps, or has just begun"
     if not record.results:
         yield "there is no evaluation: rowmesh evaluate makes one, and curves of it"
-    elif any(result.score_bins is None for result in record.results):
-        old = ", ".join(result.split for result in record.results if result.score_bins is None)
+    elif old := ", ".join(result.split for result in record.results if result.score_bins is None and result.is_click):
         yield f"evaluation of {old}: no score bins; rowmesh evaluate stores them, for ROC and calibration"
 
 
@@ -188,11 +197,21 @@ def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
     found = []
     for path in paths:
         values = _read(path, json.loads, missing)
+        labels = values.get("labels")
+        if isinstance(labels, dict):
+            found += [_of_label(path, str(name), each, missing) for name, each in labels.items()]
+            continue
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         if numbers:
             optimum = {k: v for k, v in (values.get("planted_optimum") or {}).items() if _is_number(v)}
             found.append(Result(path.stem, numbers, optimum, _score_bins(path, values, missing)))
     return found
+
+
+def _of_label(path: Path, label: str, values: Record, missing: list[str]) -> Result:
+    """The metrics of one of several labels."""
+    numbers = {name: value for name, value in values.items() if _is_number(value)}
+    return Result(f"{path.stem}, {label}", numbers, {}, _score_bins(path, values, missing))
 
 
 def _score_bins(path: Path, values: Record, missing: list[str]) -> ScoreBins | None:

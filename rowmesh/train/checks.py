@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from rowmesh.data import Batch
+from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError, RowmeshError, Terminated
 from rowmesh.mesh import Mesh
-from rowmesh.train.metrics import check_labels
+from rowmesh.train.metrics import check_labels, check_weights
 
 SETTING_UP = "setting up"
 """What ranks do before the first step, for the message of a PeerError."""
@@ -23,12 +24,12 @@ class DivergedError(RowmeshError, ArithmeticError):
     """The loss is not finite: names the step."""
 
 
-def check_batch(batch: Batch, dense_names: Sequence[str], where: str) -> None:
-    """Raises DataError where a dense value is not finite or a label is neither 0 nor 1.
+def check_batch(batch: Batch, schema: Schema, where: str) -> None:
+    """Raises DataError where dense values or labels are not finite, labels neither 0 nor 1, or weights below 0.
 
     Args:
         batch: what a rank got.
-        dense_names: the dense features, by column.
+        schema: of the data: names what is wrong, and says which labels are 0 and 1.
         where: step and rank, for the message.
     """
     finite = torch.isfinite(batch.dense)
@@ -36,11 +37,15 @@ def check_batch(batch: Batch, dense_names: Sequence[str], where: str) -> None:
         sample, column = (int(i) for i in (~finite).nonzero()[0])
         raise DataError(
             f"{where}: {int((~finite).sum())} of {finite.numel()} dense values are not finite, the first of "
-            f"them {batch.dense[sample, column].item()} in feature {dense_names[column]!r} of "
+            f"them {batch.dense[sample, column].item()} in feature {schema.dense[column]!r} of "
             f"sample {sample}; prepare the data again"
         )
+    labels = batch.labels if batch.labels.dim() == 2 else batch.labels[:, None]
     try:
-        check_labels(batch.labels)
+        for column, label in zip(labels.unbind(1), schema.labels, strict=True):
+            check_labels(column, label.name, label.kind)
+        if batch.weights is not None:
+            check_weights(batch.weights, str(schema.weight))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,10 @@ from rowmesh.train.config import Config, chosen
 from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.device import check_device
 from rowmesh.train.evaluate import evaluate
+from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch
 from rowmesh.train.job import Job, build
 from rowmesh.train.loop import Trainer
-from rowmesh.train.metrics import Metrics
 from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
@@ -50,6 +49,7 @@ from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, Ru
 from rowmesh.train.saving import SAVING, save_model
 from rowmesh.train.splits import check_file, check_same_data, check_split, check_training_splits
 from rowmesh.train.tables import table_specs
+from rowmesh.train.targets import is_click, targets_of
 from rowmesh.train.together import on_rank_0
 
 AtEnd = Callable[[RunFolder], str]
@@ -64,7 +64,7 @@ def run_training(
     fits_threads: bool = False,
     at_end: AtEnd | None = None,
     resume: Resume = "no",
-) -> Metrics | None:
+) -> Evaluation | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
     Collective and blocking: every rank of a torchrun launch calls it; without torchrun it is one process. The data
@@ -88,6 +88,7 @@ def run_training(
     data = Prepared.open(config.data.folder, verify=verify)
     config, choices = choose_defaults(config, data)
     check_training_splits(config, data)
+    targets_of(config, data)  # refuses what does not fit before anything is made
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
@@ -133,7 +134,7 @@ def run_evaluation(
     verify: bool = True,
     fits_threads: bool = False,
     at_end: AtEnd | None = None,
-) -> Metrics:
+) -> Evaluation:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
     Collective and blocking, on any number of ranks.
@@ -218,9 +219,10 @@ def _choice(trainer: Trainer) -> dict[str, Any]:
     stopping = trainer.stopping
     if not stopping.patience:
         return {}
+    loss = "validation_log_loss" if is_click(trainer.job.targets) else "validation_loss"
     return {
         "trained_steps": trainer.trained_steps,
-        "validation_log_loss": stopping.losses.get(trainer.step),
+        loss: stopping.losses.get(trainer.step),
         "is_best": trainer.step == stopping.best_step,
     }
 
@@ -262,15 +264,15 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: b
     )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str) -> Metrics:
+def _evaluate(job: Job, run: RunFolder, split: str) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
     known = job.data.splits[split]
     num_batches = -(-known.samples // chosen(job.config.data.batch_size))
     with Progress(num_batches, title=split, enabled=job.mesh.rank == 0) as progress:
         metrics = evaluate(job, split, progress.advance)
     _write(job.mesh, *results(split, metrics, known))
-    record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_record()}
-    record |= {"planted_optimum": known.optimum, "score_bins": asdict(metrics.score_bins)}
+    record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_file()}
+    record |= {"planted_optimum": known.optimum}
     doing = f"writing the metrics of {split}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(split), record))
     return metrics

@@ -279,6 +279,9 @@ class TrainConfig(Section):
         steps: where to stop within them; 0 means at the end of the last epoch.
         patience: how many evaluations in a row may bring no lower loss before training stops; the best model is kept.
             0: none is looked for, and the last model is kept; auto: that, unless epochs are auto too.
+        loss: of the labels: binary, the cross entropy, or mse, the squared error; auto: binary for labels of 0 and 1,
+            mse for those of kind "value". A model with a loss of its own keeps that.
+        loss_weights: label → the factor of its loss in the sum over labels, 1 where it is not named.
         validation_fraction: of the training samples, the last that are for validation where there is no such split.
         seed: of the rows, the dense network and the order of samples.
         device: where rows and network are: cpu; or cuda, a GPU for each rank (ranks share them where there are fewer).
@@ -296,6 +299,8 @@ class TrainConfig(Section):
     epochs: Positive | Auto = AUTO
     steps: Count = 0
     patience: Count | Auto = AUTO
+    loss: Literal["auto", "binary", "mse"] = AUTO
+    loss_weights: dict[str, Rate] = Field(default={})
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5, allow_inf_nan=False)] = 0.1
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["cpu", "cuda"] = "cpu"

@@ -13,6 +13,7 @@ class Interval:
 
     Attributes:
         loss: of all samples.
+        weight: of all samples; as many as there are where they have none.
         samples: how many.
         steps: since then, or since the run was resumed.
         waited_s: for data; to which what the loader has waited is added.
@@ -21,6 +22,7 @@ class Interval:
     """
 
     loss: float = 0.0
+    weight: float = 0.0
     samples: int = 0
     steps: int = 0
     waited_s: float = 0.0
@@ -30,18 +32,18 @@ class Interval:
     def to_plain(self, loader_waited_s: float) -> list[float]:
         """For a checkpoint."""
         elapsed_s = self.before_s + time.perf_counter() - self.started_s
-        return [self.loss, self.samples, self.waited_s + loader_waited_s, elapsed_s]
+        return [self.loss, self.weight, self.samples, self.waited_s + loader_waited_s, elapsed_s]
 
     @classmethod
     def resumed(cls, saved: Sequence[Sequence[float]], rank: int, world_size: int) -> Interval:
         """From what all ranks saved: that of the same rank, or on another number of ranks all of it on rank 0.
 
-        >>> saved = [[0.5, 2, 0.0, 1.0], [0.25, 1, 0.0, 1.0]]
+        >>> saved = [[0.5, 2.0, 2, 0.0, 1.0], [0.25, 0.5, 1, 0.0, 1.0]]
         >>> Interval.resumed(saved, 0, 4).samples, Interval.resumed(saved, 1, 2).samples
         (3, 1)
         """
-        of_rank = list(saved[rank]) if world_size == len(saved) else [0.0] * 4
+        of_rank = list(saved[rank]) if world_size == len(saved) else [0.0] * 5
         if world_size != len(saved) and rank == 0:
             of_rank = [sum(each) for each in zip(*saved, strict=True)]
-        loss, samples, waited_s = of_rank[:3]
-        return cls(loss, int(samples), 0, waited_s, before_s=max(each[3] for each in saved))
+        loss, weight, samples, waited_s = of_rank[:4]
+        return cls(loss, weight, int(samples), 0, waited_s, before_s=max(each[4] for each in saved))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.data import Batch, Loader, Prepared
@@ -29,6 +28,7 @@ from rowmesh.train.placement import Placement
 from rowmesh.train.precision import check_precision, computing_in
 from rowmesh.train.splits import Part
 from rowmesh.train.tables import common_dim, table_specs
+from rowmesh.train.targets import Target, targets_of, total_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,7 @@ class Job:
         placement: which ranks hold each row, and why.
         linear: how the network's linear layers are computed.
         own: the network as a user's model, where it is one.
+        targets: what it predicts, one for each label.
     """
 
     config: Config
@@ -54,13 +55,14 @@ class Job:
     placement: Placement
     linear: FastLinear
     own: OwnModel | None = None
+    targets: tuple[Target, ...] = (Target("label"),)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Logits `[B]` of this rank's part of a batch. Collective: every rank calls it."""
+        """Logits `[B]`, or `[B, L]` of several labels, of this rank's samples. Collective: every rank calls it."""
         return self.predict(batch.dense, self.embeddings(batch.sparse))
 
     def predict(self, dense: Tensor, embeddings: Embeddings, network: Network | None = None) -> Tensor:
-        """Logits `[B]` of samples.
+        """Logits `[B]`, or `[B, L]` of several labels.
 
         Args:
             dense: `[B, …]`, their dense features.
@@ -75,12 +77,14 @@ class Job:
                 logits = (network or self.network)(dense, embeddings.stacked())
         return logits.to(embeddings.values.dtype)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the losses of some samples, from `[B]` and `[B]`."""
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of the losses of some samples, each times its weight: of logits and labels `[B]` or `[B, L]`."""
         labels = upload(labels, logits.device).to(logits.dtype)
+        if weights is not None:
+            weights = upload(weights, logits.device).to(logits.dtype)
         if self.own is not None:
-            return self.own.loss(logits, labels)
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            return self.own.loss(logits, labels, weights)
+        return total_loss(self.targets, logits, labels, weights)
 
     def loader(self, samples: str | Part, *, shuffle: bool = False) -> Loader:
         """Iterates over what of a split, or of a part of one, belongs to this rank."""
@@ -111,7 +115,8 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, t
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
-    own = make_own(config.model, tables, data.num_dense, dtype) if config.model.is_own else None
+    targets = targets_of(config, data)
+    own = own_model(config, data, tables) if config.model.is_own else None
     network = own.network if own else make_network(config, data).to(dtype)
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
@@ -128,7 +133,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, t
     )
     network = network.to(embeddings.device)
     linear = _linear(config, mesh, network) if trains else FastLinear(Choices(), "by torch")
-    return Job(config, mesh, data, embeddings, network, placement, linear, own)
+    return Job(config, mesh, data, embeddings, network, placement, linear, own, targets)
 
 
 def _linear(config: Config, mesh: Mesh, network: nn.Module) -> FastLinear:
@@ -137,15 +142,23 @@ def _linear(config: Config, mesh: Mesh, network: nn.Module) -> FastLinear:
     return fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=config.train.linear)
 
 
+def own_model(config: Config, data: Prepared, tables: Sequence[TableSpec]) -> OwnModel:
+    """A user's model for a data set."""
+    targets, weighted = targets_of(config, data), data.schema.weight is not None
+    dtype = network_dtype(tables)
+    return make_own(config.model, tables, data.num_dense, dtype, targets, weighted=weighted)
+
+
 def make_network(config: Config, data: Prepared) -> DLRM:
     """DLRM for a data set, in torch's usual precision."""
     tables = table_specs(config.tables, data)
     return DLRM(
         num_dense=data.num_dense,
-        num_features=len(tables),
+        num_features=sum(len(table.features) for table in tables),
         dim=common_dim(tables),
         bottom=config.model.bottom,
         top=config.model.top,
+        num_labels=len(data.schema.labels),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,8 @@ from rowmesh.train.schedule import go_on, make_scheduler
 from rowmesh.train.splits import training_source, validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 from rowmesh.train.stopping import EarlyStopping
+from rowmesh.train.targets import is_click
+from rowmesh.train.together import summed
 
 
 class Trainer:
@@ -57,7 +60,7 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         config = job.config
         self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
-        self.stopping = EarlyStopping(chosen(config.train.patience))
+        self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=not is_click(job.targets))
         self._eval_every = chosen(config.train.eval_every)
         source = training_source(config, job.data, validates=self._eval_every > 0)
         self._loader = job.loader(source, shuffle=config.data.shuffle)
@@ -73,6 +76,7 @@ class Trainer:
         self._memory, self._clock = MemoryGauge(), StepClock()
         self._lrs: dict[str, float] = {}
         self._resumed: Mapping[str, Any] | None = None
+        self._batch_weight = 0.0
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
@@ -98,6 +102,7 @@ class Trainer:
             for batch, loss in steps(self._batches(), 0 if self.stopping.is_over else self.total_steps - self.step):
                 reach("loop.step")
                 interval.loss += loss
+                interval.weight += _weight(batch)
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
@@ -132,8 +137,9 @@ class Trainer:
         self._begin_step(batch)
         embeddings = self.job.embeddings(batch.sparse)
         self._clock.lap("rows")
+        logits = self.job.predict(batch.dense, embeddings, self._network)
         self._gradients.sends_early()
-        total = self._backward(self.job.predict(batch.dense, embeddings, self._network), batch.labels)
+        total = self._backward(logits, batch.labels, batch.weights)
         self._clock.lap("network")
         self._end_step()
         return total
@@ -146,7 +152,8 @@ class Trainer:
             embeddings = part.embeddings
             self._clock.lap("rows")
             logits = self.job.predict(batch.dense[part.samples], embeddings, self._network)
-            total += self._backward(logits, batch.labels[part.samples])
+            weights = None if batch.weights is None else batch.weights[part.samples]
+            total += self._backward(logits, batch.labels[part.samples], weights)
             self._clock.lap("network")
         self._end_step()
         return total
@@ -157,14 +164,15 @@ class Trainer:
 
     def _begin_step(self, batch: Batch) -> None:
         self._clock.lap("data")
-        check_batch(batch, self.job.data.schema.dense, self._where)
+        check_batch(batch, self.job.data.schema, self._where)
+        self._batch_weight = self._global_weight(batch)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
         self._clock.lap("other")
 
-    def _backward(self, logits: Tensor, labels: Tensor) -> float:
+    def _backward(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> float:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
-        total = self.job.loss(logits, labels)
+        total = self.job.loss(logits, labels, weights)
         known = self._losses.add(total, self._where)
         self.local_loss(total).backward()
         return known
@@ -202,10 +210,20 @@ class Trainer:
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     def local_loss(self, total: Tensor) -> Tensor:
-        """The loss that a rank differentiates: gradients are averaged over ranks, whose parts may differ in size."""
-        number = self.step % self._loader.num_batches
-        rest = self._loader.num_samples - number * self._loader.batch_size
-        return total * (self.job.mesh.world_size / min(self._loader.batch_size, rest))
+        """The loss that a rank differentiates: gradients are averaged over ranks, whose parts may differ in weight.
+
+        Each of W ranks has Σ w·loss of its own samples; W / Σ w of all samples makes of their average the weighted mean
+        over the global batch. Where all weights are 0 there is none, and nothing to learn.
+        """
+        return total * (self.job.mesh.world_size / self._batch_weight if self._batch_weight else 0.0)
+
+    def _global_weight(self, batch: Batch) -> float:
+        """Σ w over the samples of all ranks; collective where samples have weights, else their number."""
+        if batch.weights is None:
+            number = self.step % self._loader.num_batches
+            rest = self._loader.num_samples - number * self._loader.batch_size
+            return float(min(self._loader.batch_size, rest))
+        return summed(self.job.mesh, _weight(batch), "summing the sample weights of all ranks")
 
     def state_dict(self) -> dict[str, object]:
         """The dense network and the optimizers' own state, for a checkpoint beside the rows."""
@@ -308,16 +326,16 @@ class Trainer:
         elapsed_s = interval.before_s + resumed_s
         waited_s = interval.waited_s + self._loader.waited_s
         record = record | self._clock.take(resumed_s, steps=interval.steps)
-        own = (interval.loss, interval.samples, self._memory.read(), waited_s, *record.values())
+        own = (interval.loss, interval.weight, interval.samples, self._memory.read(), waited_s, *record.values())
         everyone = gather_objects(self.job.mesh, own, "summing the losses of all ranks")
-        loss, samples, memory_bytes, all_waited_s, *recorded = map(sum, zip(*everyone, strict=True))
+        loss, weight, samples, memory_bytes, all_waited_s, *recorded = map(sum, zip(*everyone, strict=True))
         log.interval(
             self.step,
-            loss=loss / samples,
+            loss=loss / weight if weight else math.nan,
             samples_per_s=samples / elapsed_s,
             memory_bytes=int(memory_bytes),
             waited_for_data_share=all_waited_s / (self.job.mesh.world_size * elapsed_s),
-            memory_bytes_by_rank=[int(theirs[2]) for theirs in everyone],
+            memory_bytes_by_rank=[int(theirs[3]) for theirs in everyone],
             **self._lrs,
             **{name: value / self.job.mesh.world_size for name, value in zip(record, recorded, strict=True)},
         )
@@ -336,13 +354,17 @@ class Trainer:
         split, source = self.config.data.validation, validation_source(self.config, self.job.data)
         assert source is not None, "checked before the run"
         metrics = evaluate(self.job, source)
-        is_better = self.stopping.add(self.step, metrics.log_loss)
+        is_better = self.stopping.add(self.step, metrics.loss)
         if self.stopping.patience and is_better and self.step < self.total_steps:
             best.keep(self.step, self.state_dict())
         log.evaluation(self.step, split, metrics.as_record())
-        scores = f"AUC {metrics.auc:.5f}, log-loss {metrics.log_loss:.5f}"
-        log.progress.write(f"{split} after step {self.step}: {scores}")
+        log.progress.write(f"{split} after step {self.step}: {metrics.text}")
         return time.perf_counter() - started_s
+
+
+def _weight(batch: Batch) -> float:
+    """Σ w of the samples of a batch on this rank."""
+    return len(batch.labels) if batch.weights is None else float(batch.weights.double().sum())
 
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:

@@ -17,27 +17,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh.data.schema import LabelKind
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete, gather_objects
 from rowmesh.train.score_bins import Keys, Labels, Logits, ScoreBins, sorted_keys
 from rowmesh.train.together import on_rank_0
 
+Weights = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """How well logits predict labels of 0 and 1.
+    """How well logits predict labels of 0 and 1; means and sums are by sample weights where there are any.
 
     Attributes:
         samples: how many there are.
         base_rate: the share of labels that are 1.
-        auc: the probability that a random positive scores above a random negative, ties counting half;
-            NaN where one of the classes is absent.
+        auc: the probability that a random positive scores above a random negative, ties counting half (with weights, of
+            pairs drawn in proportion to the product of their weights); NaN where one of the classes is absent.
         log_loss: the mean of −ln p(label), in nats.
         normalized_entropy: log_loss over that of always predicting the base rate (He et al., ADKDD'14);
             NaN where one of the classes is absent.
         calibration: sum of predictions over sum of labels; NaN without positives.
-        score_bins: samples and positives by score, for curves.
+        score_bins: samples and positives by score, for curves; each sample counts 1.
     """
 
     samples: int
@@ -47,6 +50,11 @@ class Metrics:
     normalized_entropy: float
     calibration: float
     score_bins: ScoreBins = field(repr=False)
+
+    @property
+    def loss(self) -> float:
+        """The log-loss."""
+        return self.log_loss
 
     def as_record(self) -> dict[str, Any]:
         """The numbers, for JSON, which has no NaN: what is undefined becomes null."""
@@ -76,61 +84,70 @@ class Predictions:
     def __init__(self) -> None:
         self._logits: list[Logits] = []
         self._labels: list[Labels] = []
+        self._weights: list[Weights] = []
+        self._is_weighted = False
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1.
+    def add(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1; sample weights.
 
         Raises:
             DataError: a logit is not finite, or too large for float32; a label is neither 0 nor 1.
         """
-        kept = logits.detach().to("cpu", torch.float32)
-        if not bool(torch.isfinite(kept).all()):
-            first = logits[~torch.isfinite(kept)][0].item()
-            raise DataError(
-                f"{_count_bad(kept)} of {kept.numel()} logits are not finite or past ±3.4e38, the first of them "
-                f"{first}: training diverged"
-            )
+        kept = finite_float32(logits, "logits")
         check_labels(labels)
+        self._is_weighted |= weights is not None
+        self._weights.append(weighed(weights, len(kept)))
         self._logits.append(kept.numpy().copy())
         self._labels.append(labels.to("cpu", torch.uint8).numpy())
 
     def metrics(self, mesh: Mesh | None = None, doing: str = "computing metrics") -> Metrics:
         """The metrics of everything added on all ranks.
 
-        Collective and blocking: every rank calls it, all get the same result. Moves 5 bytes a sample to rank 0.
+        Collective and blocking: every rank calls it, all get the same result. Moves 5 bytes a sample to rank 0,
+        9 where they have weights.
 
         Args:
             mesh: the ranks; default: this process alone.
             doing: what this is for, for the message of a PeerError.
 
         Raises:
-            DataError: on every rank, where there are no samples.
+            DataError: on every rank, where there are no samples, or all weights are 0.
             PeerError: a rank died, or did not come within the mesh's timeout; names it.
         """
         mesh = mesh or Mesh()
         logits = np.concatenate([np.empty(0, np.float32), *self._logits])
         labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
-        logits, labels = _gather(logits, mesh, doing), _gather(labels, mesh, doing)
-        return on_rank_0(mesh, doing, lambda: compute(logits, labels), Metrics)
+        logits, labels = gathered(logits, mesh, doing), gathered(labels, mesh, doing)
+        weights = None
+        if any(gather_objects(mesh, self._is_weighted, doing)):
+            weights = gathered(np.concatenate([np.empty(0, np.float32), *self._weights]), mesh, doing)
+        return on_rank_0(mesh, doing, lambda: compute(logits, labels, weights), Metrics)
 
 
-def compute(logits: Logits, labels: Labels) -> Metrics:
-    """The metrics of float32 logits `[n]` and uint8 labels `[n]`.
+def compute(logits: Logits, labels: Labels, weights: Weights | None = None) -> Metrics:
+    """The metrics of float32 logits `[n]`, uint8 labels `[n]` and float32 weights `[n]`; None: 1 each.
 
     Raises:
-        DataError: there are no samples.
+        DataError: there are no samples, or all weights are 0.
     """
     if len(logits) == 0:
         raise DataError("no samples to evaluate: the split is empty")
     keys = sorted_keys(logits, labels)
-    positives, samples = int(labels.sum(dtype=np.int64)), len(labels)
-    predicted, loss = _sums(logits, labels)
-    base_rate, log_loss = positives / samples, loss / samples
+    if weights is None:
+        positives, total = int(labels.sum(dtype=np.int64)), len(labels)
+        auc = area_under_roc(keys, positives)
+    else:
+        positives, total = float(weights[labels == 1].sum(dtype=np.float64)), float(weights.sum(dtype=np.float64))
+        if not total > 0:
+            raise DataError("the weights of all samples are 0: there is nothing to evaluate")
+        auc = weighted_area_under_roc(logits, labels, weights)
+    predicted, loss = _sums(logits, labels, weights)
+    base_rate, log_loss = positives / total, loss / total
     entropy = binary_entropy(base_rate)
     return Metrics(
-        samples=samples,
+        samples=len(labels),
         base_rate=base_rate,
-        auc=area_under_roc(keys, positives),
+        auc=auc,
         log_loss=log_loss,
         normalized_entropy=log_loss / entropy if entropy > 0 else math.nan,
         calibration=predicted / positives if positives else math.nan,
@@ -162,6 +179,22 @@ def area_under_roc(keys: Keys, positives: int) -> float:
     return twice_wins / (2 * positives * negatives)
 
 
+def weighted_area_under_roc(scores: Logits, labels: Labels, weights: Weights) -> float:
+    """The area under the ROC curve of weighted samples; ties count half, NaN where one of the classes has no weight.
+
+    >>> scores, labels = np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1])
+    >>> weighted_area_under_roc(scores, labels, np.float32([1, 1, 1, 1]))
+    0.875
+    """
+    order = np.argsort(scores, kind="stable")
+    ordered, w, y = scores[order], weights[order].astype(np.float64), labels[order] == 1
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    positive, negative = np.add.reduceat(w * y, starts), np.add.reduceat(w * ~y, starts)
+    pairs = positive.sum() * negative.sum()
+    below = np.cumsum(negative) - negative
+    return float((positive * (below + negative / 2)).sum() / pairs) if pairs > 0 else math.nan
+
+
 def binary_entropy(rate: float) -> float:
     """−rate ln rate − (1 − rate) ln(1 − rate): the log-loss of always predicting the base rate.
 
@@ -171,34 +204,65 @@ def binary_entropy(rate: float) -> float:
     return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
 
 
-def check_labels(labels: Tensor) -> None:
-    """Raises DataError where a label is neither 0 nor 1."""
-    wrong = (labels != 0) & (labels != 1)
+def check_labels(labels: Tensor, name: str = "", kind: LabelKind = "binary") -> None:
+    """Raises DataError where a label is neither 0 nor 1, or, of kind "value", not finite.
+
+    Args:
+        labels: `[B]`.
+        name: of the label, for the message.
+        kind: as the schema has it.
+    """
+    wrong = ~torch.isfinite(labels) if kind == "value" else (labels != 0) & (labels != 1)
+    _refuse(
+        labels, wrong, f"labels{f' {name!r}' if name else ''}", "not finite" if kind == "value" else "neither 0 nor 1"
+    )
+
+
+def check_weights(weights: Tensor, name: str) -> None:
+    """Raises DataError where a sample weight `[B]` is below 0 or not finite."""
+    _refuse(weights, ~(torch.isfinite(weights) & (weights >= 0)), f"sample weights {name!r}", "below 0 or not finite")
+
+
+def _refuse(values: Tensor, wrong: Tensor, what: str, how: str) -> None:
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0])
         raise DataError(
-            f"{int(wrong.sum())} of {labels.numel()} labels are neither 0 nor 1, the first of them "
-            f"{labels[position].item()} at sample {position} of the batch; prepare the data again"
+            f"{int(wrong.sum())} of {values.numel()} {what} are {how}, the first of them "
+            f"{values[position].item()} at sample {position} of the batch; prepare the data again"
         )
 
 
-def _count_bad(values: Tensor) -> int:
-    return int((~torch.isfinite(values)).sum())
+def finite_float32(values: Tensor, what: str) -> Tensor:
+    """The same numbers in the host's memory, as float32; raises DataError where one is not finite, or too large."""
+    kept = values.detach().to("cpu", torch.float32)
+    if not bool(torch.isfinite(kept).all()):
+        count, first = int((~torch.isfinite(kept)).sum()), values[~torch.isfinite(kept)][0].item()
+        raise DataError(
+            f"{count} of {kept.numel()} {what} are not finite or past ±3.4e38, the first of them "
+            f"{first}: training diverged"
+        )
+    return kept
 
 
-def _sums(logits: Logits, labels: Labels, chunk: int = 1 << 20) -> tuple[float, float]:
-    """Σ sigmoid(logit) and Σ log-loss in float64, a chunk at a time to bound memory."""
+def weighed(weights: Tensor | None, count: int) -> Weights:
+    """Sample weights as float32 `[count]`; 1 each where there are none."""
+    return np.ones(count, np.float32) if weights is None else weights.to("cpu", torch.float32).numpy().copy()
+
+
+def _sums(logits: Logits, labels: Labels, weights: Weights | None, chunk: int = 1 << 20) -> tuple[float, float]:
+    """Σ w·sigmoid(logit) and Σ w·log-loss in float64, a chunk at a time to bound memory."""
     predicted = loss = 0.0
     for start in range(0, len(logits), chunk):
         z = logits[start : start + chunk].astype(np.float64)
         y = labels[start : start + chunk]
+        w = 1 if weights is None else weights[start : start + chunk].astype(np.float64)
         softplus = np.logaddexp(0.0, z)  # −ln(1 − p)
-        predicted += float(np.exp(z - softplus).sum())
-        loss += float((softplus - y * z).sum())
+        predicted += float((w * np.exp(z - softplus)).sum())
+        loss += float((w * (softplus - y * z)).sum())
     return predicted, loss
 
 
-def _gather(values: npt.NDArray[Any], mesh: Mesh, doing: str) -> npt.NDArray[Any]:
+def gathered(values: npt.NDArray[Any], mesh: Mesh, doing: str) -> npt.NDArray[Any]:
     """All ranks' values in rank order on rank 0; what they are elsewhere."""
     lengths = gather_objects(mesh, len(values), doing)
     if mesh.group is None or not any(lengths):

@@ -7,8 +7,7 @@ import torch
 from rowmesh.data import Prepared
 from rowmesh.models import DLRM
 from rowmesh.train.config import Config, OptimizerConfig, chosen
-from rowmesh.train.job import make_network, network_dtype
-from rowmesh.train.own_model import make_own
+from rowmesh.train.job import make_network, network_dtype, own_model
 from rowmesh.train.tables import table_specs
 
 _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
@@ -41,8 +40,7 @@ def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bo
 def _sizes(config: Config, data: Prepared) -> tuple[int, int]:
     """Parameters, and numbers that a sample makes."""
     if config.model.is_own:
-        tables = table_specs(config.tables, data)
-        network = make_own(config.model, tables, data.num_dense, network_dtype(tables)).network
+        network = own_model(config, data, table_specs(config.tables, data)).network
         return sum(parameter.numel() for parameter in network.parameters()), 0
     with torch.device("meta"):  # without memory
         network = make_network(config, data)

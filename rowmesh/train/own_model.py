@@ -13,13 +13,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import ModelConfig
+from rowmesh.train.targets import Target, total_loss
 
 TRIAL_SAMPLES = 2
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -84,43 +84,51 @@ class OwnModel:
     Attributes:
         name: as the configuration names it.
         network: the model.
+        targets: what it predicts.
     """
 
     name: str
     network: nn.Module
+    targets: tuple[Target, ...] = (Target("label"),)
 
     def logits(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Logits `[B]`; of no samples without the model, which need not be able to do that.
+        """Logits `[B]`, or `[B, L]` of several labels; of no samples without the model, which may not be able to.
 
         Raises:
             ModelError: the model fails, or returns something else.
         """
         count = len(dense)
         if count == 0:
-            return embeddings.values.sum(1)  # a rank without samples takes part in every backward
+            none = embeddings.values.sum(1)  # a rank without samples takes part in every backward
+            return none if len(self.targets) == 1 else none[:, None].expand(-1, len(self.targets))
         dims = dict(zip(embeddings.features, embeddings.dims, strict=True))
         shapes = f"dense {list(dense.shape)} and embeddings {dims}"
         logits = self._call("forward", self.network, dense, embeddings, shapes=shapes)
-        if not isinstance(logits, Tensor) or logits.shape != (count,) or not logits.is_floating_point():
-            near = "; return logits.squeeze(1)" if _shape(logits) == [count, 1] else ""
-            raise ModelError(f"{self._title}.forward must return logits [B] = [{count}], got {_kind(logits)}{near}")
+        shape = (count,) if len(self.targets) == 1 else (count, len(self.targets))
+        if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
+            near = "; return logits.squeeze(1)" if [*shape, 1] == _shape(logits) else ""
+            letters = "[B]" if len(shape) == 1 else f"[B, L], a column for each of {_names(self.targets)},"
+            raise ModelError(
+                f"{self._title}.forward must return logits {letters} = {list(shape)}, got {_kind(logits)}{near}"
+            )
         if torch.is_grad_enabled() and not logits.requires_grad:
             raise ModelError(f"{self._title}.forward returned logits without a gradient: detach nothing in it")
         return logits
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the losses of some samples.
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of the losses of some samples, each times its weight.
 
         Args:
-            logits: `[B]`.
-            labels: `[B]`, of the same dtype.
+            logits: `[B]`, or `[B, L]` of several labels.
+            labels: as `logits`, of the same dtype.
+            weights: `[B]`; None: 1 each.
 
         Raises:
-            ModelError: the model's own loss fails, or is neither `[B]` nor a mean.
+            ModelError: the model's own loss fails, or is neither `[B]` nor a mean, which weights do not allow.
         """
         function: LossFunction | None = getattr(self.network, "loss", None)
         if function is None:
-            return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            return total_loss(self.targets, logits, labels, weights)
         count = len(logits)
         if count == 0:
             return logits.sum()
@@ -131,7 +139,14 @@ class OwnModel:
                 f"{self._title}.loss must return the losses of the samples [B] = [{count}], or their mean, got "
                 f"{_kind(loss)}"
             )
-        return loss.sum() if loss.dim() else loss * count
+        if weights is None:
+            return loss.sum() if loss.dim() else loss * count
+        if not loss.dim():
+            raise ModelError(
+                f"{self._title}.loss returned a mean, which cannot be weighted, and the data have sample weights; "
+                f'return the losses of the samples [B] = [{count}] (reduction="none")'
+            )
+        return (weights * loss).sum()
 
     @property
     def _title(self) -> str:
@@ -146,7 +161,15 @@ class OwnModel:
             raise ModelError(f"{self._title}.{what} failed on {shapes}: {_described(error)}") from error
 
 
-def make_own(config: ModelConfig, tables: Sequence[TableSpec], num_dense: int, dtype: torch.dtype) -> OwnModel:
+def make_own(
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    num_dense: int,
+    dtype: torch.dtype,
+    targets: tuple[Target, ...] = (Target("label"),),
+    *,
+    weighted: bool = False,
+) -> OwnModel:
     """A user's model, made and tried on zeros, on the CPU: mistakes are found before there are tables.
 
     Args:
@@ -154,6 +177,8 @@ def make_own(config: ModelConfig, tables: Sequence[TableSpec], num_dense: int, d
         tables: whose features it gets.
         num_dense: number of dense features.
         dtype: of vectors and parameters.
+        targets: what it predicts.
+        weighted: whether samples have weights.
 
     Raises:
         ModelError: the class cannot be imported, made or called as `rowmesh.models.Model` says.
@@ -161,6 +186,8 @@ def make_own(config: ModelConfig, tables: Sequence[TableSpec], num_dense: int, d
     kind = find_class(config.name)
     dims = {feature: table.dim for table in tables for feature in table.features}
     arguments: dict[str, object] = {"dims": dims, "num_dense": num_dense}
+    if len(targets) > 1:
+        arguments["labels"] = tuple(target.name for target in targets)
     if clash := sorted(config.options.keys() & arguments.keys()):
         raise ModelError(f"model.options.{clash[0]}: rowmesh gives {clash[0]} itself; name the option otherwise")
     arguments |= config.options
@@ -175,8 +202,8 @@ def make_own(config: ModelConfig, tables: Sequence[TableSpec], num_dense: int, d
             f"model.name = {config.name!r}: {kind.__name__}(dims=…, {given}) failed: {_described(error)}; its options "
             "are those of model.options"
         ) from error
-    own = OwnModel(config.name, network)
-    _try(own, dims, num_dense, dtype)
+    own = OwnModel(config.name, network, targets)
+    _try(own, dims, num_dense, dtype, weighted=weighted)
     if not list(network.parameters()):
         raise ModelError(f"model.name = {config.name!r} has no parameters; give it at least one, such as a bias")
     return own
@@ -190,7 +217,7 @@ def _check_calls(name: str, kind: type[nn.Module], arguments: Mapping[str, objec
         makes.bind(**arguments)
     except TypeError as error:
         raise ModelError(
-            f"{title}{makes} is made with {', '.join(arguments)} (dims, num_dense and the keys of model.options): "
+            f"{title}{makes} is made with {', '.join(arguments)} ({_given(arguments)} and the keys of model.options): "
             f"{error}; change its parameters or model.options"
         ) from None
     try:
@@ -201,15 +228,22 @@ def _check_calls(name: str, kind: type[nn.Module], arguments: Mapping[str, objec
         ) from None
 
 
-def _try(own: OwnModel, dims: Mapping[str, int], num_dense: int, dtype: torch.dtype) -> None:
+def _given(arguments: Mapping[str, object]) -> str:
+    return "dims, num_dense, labels" if "labels" in arguments else "dims, num_dense"
+
+
+def _try(own: OwnModel, dims: Mapping[str, int], num_dense: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """Calls the model and its loss on zeros, in evaluation mode; lazy layers get their sizes by this."""
     values = torch.zeros(TRIAL_SAMPLES, sum(dims.values()), dtype=dtype, device="cpu")
     dense = torch.zeros(TRIAL_SAMPLES, num_dense, dtype=dtype, device="cpu")
     labels = torch.tensor([0.0, 1.0], dtype=dtype, device="cpu")
+    if len(own.targets) > 1:
+        labels = labels[:, None].repeat(1, len(own.targets))
+    weights = torch.ones(TRIAL_SAMPLES, dtype=dtype, device="cpu") if weighted else None
     own.network.eval()
     with torch.no_grad():
         logits = own.logits(dense, Embeddings(values, tuple(dims), tuple(dims.values()), {}))
-        own.loss(logits, labels)
+        own.loss(logits, labels, weights)
     own.network.train()
 
 
@@ -227,6 +261,10 @@ def _described(error: BaseException) -> str:
 def _is_library(path: str) -> bool:
     libraries = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, inspect.__file__) if file)
     return path.startswith((*libraries, "<frozen"))
+
+
+def _names(targets: Sequence[Target]) -> str:
+    return ", ".join(target.name for target in targets)
 
 
 def _shape(value: object) -> list[int] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from rowmesh.data.encoder import rebatched
 from rowmesh.data.progress import Progress, silent
@@ -22,7 +23,7 @@ from rowmesh.train.finished import FinishedRun
 from rowmesh.train.trained_model import TrainedModel, load_finished
 
 logger = logging.getLogger("rowmesh")
-LINE, SCORE = "line", "score"
+LINE = "line"
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Predicted:
 
     Attributes:
         num_rows: with a score.
-        mean: of the scores.
+        means: of the scores, by the name of their column.
         bad_rows: without one; they are in `quarantine`.
         quarantine: the file of bad rows, None without any.
         ids, unseen: by feature, how many ids there were, and how many of them got the row of rare and unseen ones.
     """
 
     num_rows: int
-    mean: float
+    means: dict[str, float]
     bad_rows: int
     quarantine: Path | None
     ids: dict[str, int]
@@ -59,7 +60,7 @@ def predict(
     progress: Progress = silent,
     log: Callable[[str], object] = logger.info,
 ) -> Predicted:
-    """Writes a Parquet file with a line and a score for each usable row of a file of raw rows, in their order.
+    """Writes a Parquet file with a line and the scores for each usable row of a file of raw rows, in their order.
 
     Memory is bounded, whatever the size of the file: the model, the vocabularies, one block of the file and one batch.
 
@@ -88,27 +89,30 @@ def predict(
         log(line)
     schema = prepared.schema.for_scoring(keep, has_label=has_label)
     model = load_finished(finished, prepared, verify=verify)
+    _check_kept(keep, model.score_names)
     if schema.format == "parquet":
         model.encoder.check_forms(file, schema, _parquet_types(file))
     path = out.with_name(f"{out.name}.quarantine.jsonl")
     path.unlink(missing_ok=True)  # of a former prediction
     with Quarantine(path, max_bad_rows, keep_at=path) as quarantine, replacing_file(out) as sink:
-        num_rows, total = 0, 0.0
+        num_rows, totals = 0, torch.zeros(len(model.score_names), dtype=torch.float64)
         with _Scores(sink) as scores:
             for batch in _batches(_encoded(file, schema, model, quarantine, progress), model.batch_size):
-                num_features = 1 + prepared.num_dense + len(prepared.tables)
+                num_features = prepared.schema.num_targets + prepared.num_dense + len(prepared.tables)
                 samples = pa.RecordBatch.from_arrays(
                     batch.columns[:num_features], names=batch.schema.names[:num_features]
                 )
-                found = model.score(samples)
-                scores.write(batch.select(range(num_features, batch.num_columns)), pa.array(found.numpy()))
-                num_rows, total = num_rows + batch.num_rows, total + float(found.double().sum())
+                found = model.score(samples).view(batch.num_rows, -1)
+                columns = {name: pa.array(each.numpy()) for name, each in zip(model.score_names, found.T, strict=True)}
+                scores.write(batch.select(range(num_features, batch.num_columns)), columns)
+                num_rows, totals = num_rows + batch.num_rows, totals + found.double().sum(0)
         if not num_rows:
             bad = f"; {quarantine.num_bad_rows} bad rows, {quarantine.first()}" if quarantine.num_bad_rows else ""
             raise DataError(f"no usable rows in {file}{bad}")
     counts = model.encoder
     bad = quarantine.num_bad_rows
-    return Predicted(num_rows, total / num_rows, bad, path if bad else None, dict(counts.ids), dict(counts.unseen))
+    means = dict(zip(model.score_names, (totals / num_rows).tolist(), strict=True))
+    return Predicted(num_rows, means, bad, path if bad else None, dict(counts.ids), dict(counts.unseen))
 
 
 def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: int, overwrite: bool) -> None:
@@ -122,10 +126,13 @@ def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: i
         raise RowmeshError(f"{out.parent}: no such folder; make it, or name another file with --out")
     if max_bad_rows < 0:
         raise ConfigurationError(f"max_bad_rows must be 0 or more, got {max_bad_rows}")
-    if taken := [name for name in keep if name in (LINE, SCORE)]:
-        raise ConfigurationError(f"--keep {taken[0]}: the scores have a column of this name; rename that of the file")
     if len(set(keep)) < len(keep):
         raise ConfigurationError("--keep names a column twice; name it once")
+
+
+def _check_kept(keep: Sequence[str], scores: Sequence[str]) -> None:
+    if taken := [name for name in keep if name in (LINE, *scores)]:
+        raise ConfigurationError(f"--keep {taken[0]}: the scores have a column of this name; rename that of the file")
 
 
 def _parquet_types(file: Path) -> pa.Schema:
@@ -188,10 +195,10 @@ class _Scores:
         if self._writer is not None:
             self._writer.close()
 
-    def write(self, beside: pa.RecordBatch, scores: pa.Array) -> None:
+    def write(self, beside: pa.RecordBatch, scores: Mapping[str, pa.Array]) -> None:
         """Adds rows: their lines and copied columns, and their scores."""
-        names = [LINE, SCORE, *beside.schema.names[1:]]
-        batch = pa.RecordBatch.from_arrays([beside.columns[0], scores, *beside.columns[1:]], names=names)
+        names = [LINE, *scores, *beside.schema.names[1:]]
+        batch = pa.RecordBatch.from_arrays([beside.columns[0], *scores.values(), *beside.columns[1:]], names=names)
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._sink, batch.schema)
         self._writer.write_batch(batch)

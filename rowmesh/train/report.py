@@ -18,8 +18,11 @@ from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import chosen
+from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
+from rowmesh.train.targets import Target, is_click
+from rowmesh.train.value_metrics import ValueMetrics
 
 
 def describe(job: Job) -> list[str]:
@@ -50,11 +53,28 @@ def describe_training(job: Job, total_steps: int) -> list[str]:
             "optimizer",
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
+        *(("loss", text) for text in [_loss(job)] if text),
         ("steps", f"{total_steps:,} of {chosen(data.batch_size):,} samples each, {train.epochs} epoch(s) at most"),
     ]
     if data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     return [f"{name:<10}{text}" for name, text in facts]
+
+
+def _loss(job: Job) -> str:
+    """What the loss is made of, where it is not the log-loss of one label."""
+    weight = job.data.schema.weight
+    if is_click(job.targets) and weight is None:
+        return ""
+    own = job.own is not None and getattr(job.network, "loss", None) is not None
+    parts = ["of the model's own"] if own else [_term(target) for target in job.targets]
+    return " + ".join(parts) + (f", samples weighted by {weight!r}" if weight is not None else "")
+
+
+def _term(target: Target) -> str:
+    names = {"binary": "binary cross entropy", "mse": "squared error"}
+    factor = "" if target.loss_weight == 1 else f"{target.loss_weight:g} · "
+    return f"{factor}{names[target.loss]} of {target.name!r}"
 
 
 def model_text(metadata: Mapping[str, Any]) -> str:
@@ -65,13 +85,18 @@ def model_text(metadata: Mapping[str, Any]) -> str:
     >>> model_text({"steps": 30})
     'after 30 steps'
     """
-    steps, loss = metadata.get("steps", "?"), metadata.get("validation_log_loss")
-    if loss is None:
+    steps = metadata.get("steps", "?")
+    found = [
+        (key, metadata[key]) for key in ("validation_log_loss", "validation_loss") if metadata.get(key) is not None
+    ]
+    if not found:
         return f"after {steps} steps"
     best = (
         f"the best of {metadata['trained_steps']} steps" if metadata["is_best"] else "not the best, which is not kept"
     )
-    return f"{best}: after step {steps}, validation log-loss {loss:.5f}"
+    key, loss = found[0]
+    name = "validation log-loss" if key == "validation_log_loss" else "validation loss"
+    return f"{best}: after step {steps}, {name} {loss:.5f}"
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:
@@ -111,14 +136,37 @@ def model_bytes(job: Job) -> int:
     return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 
 
-def results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
-    """A small table: what training reached, beside the best that can be reached and the base rate alone.
+def results(split: str, evaluation: Evaluation, known: Split | None) -> list[str]:
+    """A small table a label: what training reached, beside what can be reached without a model, and with the best one.
 
     Args:
         split: its name.
-        metrics: what training reached.
+        evaluation: what training reached.
         known: the split's metadata, which holds the optimum where the data were planted.
     """
+    several = len(evaluation.labels) > 1
+    lines = []
+    for name, metrics in evaluation.labels.items():
+        title = f"{split}, {name}" if several else split
+        if isinstance(metrics, ValueMetrics):
+            lines += _value_results(title, metrics)
+        else:
+            lines += _click_results(title, metrics, None if several else known)
+    return lines
+
+
+def _value_results(title: str, metrics: ValueMetrics) -> list[str]:
+    rows = [("trained", metrics.rmse, metrics.mae), ("training mean", metrics.baseline_rmse, metrics.baseline_mae)]
+    about = f"mean {metrics.mean_label:.5g}, of predictions {metrics.mean_prediction:.5g}"
+    header = f"{'':<18}{'RMSE':>12}{'MAE':>12}"
+    return [
+        f"{title}: {metrics.samples:,} samples, {about}",
+        header,
+        *(f"  {name:<16}{rmse:>12.5f}{mae:>12.5f}" for name, rmse, mae in rows),
+    ]
+
+
+def _click_results(split: str, metrics: Metrics, known: Split | None) -> list[str]:
     entropy = binary_entropy(metrics.base_rate)
     reached = [metrics.auc, metrics.normalized_entropy, metrics.log_loss, metrics.calibration]
     rows: list[tuple[str, Sequence[float]]] = [("trained", reached)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LEAST_GAIN = 1e-5
-"""Nats by which a loss must be lower to be better: what sums of another order differ by is much less."""
+"""Nats by which a loss must be lower to be better, or a share of itself: sums in other orders differ by less."""
 
 
 @dataclass
@@ -18,6 +18,7 @@ class EarlyStopping:
 
     Attributes:
         patience: evaluations in a row that may bring nothing better; 0: any number.
+        is_relative: whether a loss must be lower by a share of itself: one that is not in nats, of any scale.
         losses: of every evaluation, by step.
         best_step: after which the loss was least; 0 before the first evaluation.
 
@@ -30,12 +31,14 @@ class EarlyStopping:
     """
 
     patience: int
+    is_relative: bool = False
     losses: dict[int, float] = field(default_factory=dict)
     best_step: int = 0
 
     def add(self, step: int, loss: float) -> bool:
         """Takes the loss after a step; returns whether none was better."""
-        is_better = loss < self.best_loss - LEAST_GAIN
+        least = LEAST_GAIN * (loss if self.is_relative else 1.0)
+        is_better = loss < self.best_loss - least
         self.losses[step] = loss
         if is_better:
             self.best_step = step

@@ -19,16 +19,24 @@ from rowmesh.train.config import AUTO, TablesConfig, TensorTrainConfig
 
 
 def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
-    """One table for each categorical feature of the data set, in its order.
+    """One table for each vocabulary of the data set, in the order of the features that they are named after.
 
     Raises:
         ConfigurationError: a section names no table, or an option does not belong to what it is given for.
     """
+    features: dict[str, list[str]] = {name: [] for name in data.features if data.schema.table_of(name) == name}
+    for name in data.features:
+        features[data.schema.table_of(name)].append(name)
     for name in config.overridden:
-        if name not in data.features:
-            suggestion = hint(name, data.features) or f"; known: {', '.join(data.features)}"
+        if name in data.features and name not in features:
+            raise ConfigurationError(
+                f"tables.{name}: feature {name!r} has the table {data.schema.table_of(name)!r}, whose vocabulary it "
+                f"shares; write tables.{data.schema.table_of(name)}"
+            )
+        if name not in features:
+            suggestion = hint(name, features) or f"; known: {', '.join(features)}"
             raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
-    tables = tuple(_table_spec(table.name, table.num_rows, config) for table in data.tables)
+    tables = tuple(_table_spec(name, data.table(name).num_rows, config, tuple(each)) for name, each in features.items())
     rows = [table for table in tables if table.storage != "tensor_train"]
     for table in rows:
         _check_no_own_shape(config, table)
@@ -76,7 +84,7 @@ def common_dim(tables: Sequence[TableSpec]) -> int:
     return next(iter(dims))
 
 
-def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
+def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[str, ...]) -> TableSpec:
     config = tables.of(name)
     is_cored = config.storage == "tensor_train" or (
         config.storage == "auto" and num_rows >= (config.tensor_train.min_rows or num_rows + 1)
@@ -86,6 +94,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig) -> TableSpec:
             name=name,
             num_rows=num_rows,
             dim=config.dim,
+            features=features,
             pooling=config.pooling,
             dtype=getattr(torch, config.dtype),
             out_of_range=config.out_of_range,

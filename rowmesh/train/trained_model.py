@@ -75,12 +75,13 @@ class TrainedModel(nn.Module):
         return Counter(self.encoder.unseen)
 
     def forward(self, values: Values) -> Tensor:
-        """Scores `[n]`: the probability of label 1 of each row.
+        """Scores `[n]`, or `[n, L]` of several labels: the probability of label 1, or the value, of each row.
 
         Args:
             values: a dictionary from column to raw values, or a table of pandas or pyarrow, with the columns that
-                the preparation read, but for the label. Ids may be text or integers, as in training; those of multi-hot
-                features lists, or text with the separator; None is a missing value. Other columns are not read.
+                the preparation read, but for labels and weight. Ids may be text or integers, as in training;
+                those of multi-hot features lists, or text with the separator; None is a missing value. Other columns
+                are not read.
 
         Raises:
             DataError: a column is missing or of no use, or a value is none that the preparation takes; names row and
@@ -88,12 +89,13 @@ class TrainedModel(nn.Module):
         """
         table = as_table(values)
         samples = self.encoder.encode(self.encoder.check_table(table, self.schema))
+        targets = self.job.targets
         parts = range(0, samples.num_rows, self.batch_size)
         scores = [self.score(samples.slice(first, self.batch_size)) for first in parts]
-        return torch.cat(scores) if scores else torch.empty(0)
+        return torch.cat(scores) if scores else torch.empty((0, len(targets)) if len(targets) > 1 else 0)
 
     def score(self, samples: pa.RecordBatch) -> Tensor:
-        """Scores `[n]` of encoded rows, computed as one batch.
+        """Scores `[n]`, or `[n, L]` of several labels, of encoded rows, computed as one batch.
 
         Raises:
             RowmeshError: scores are not finite.
@@ -106,7 +108,15 @@ class TrainedModel(nn.Module):
                 f"{count:,} of {len(logits):,} scores are not finite: the model diverged; train again with smaller "
                 "learning rates"
             )
-        return torch.sigmoid(logits)
+        if len(self.job.targets) == 1:
+            return self.job.targets[0].predictions(logits)
+        return torch.stack([t.predictions(z) for t, z in zip(self.job.targets, logits.unbind(1), strict=True)], 1)
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """What the columns of scores are called: `score`, or `score_NAME` for each of several labels."""
+        names = [target.name for target in self.job.targets]
+        return ("score",) if len(names) == 1 else tuple(f"score_{name}" for name in names)
 
 
 def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool = True) -> TrainedModel:

@@ -21,6 +21,7 @@ from rowmesh.data.reader import read_blocks
 from rowmesh.data.schema import AVAZU, CRITEO
 from rowmesh.errors import DataError
 
+DECLARED = 'a label of other numbers is label = { name = "y", kind = "value" } in the schema'
 SCHEMA = Schema(label="y", dense=("x",), dense_transform="none", categorical=("a",))
 PARQUET = SCHEMA.model_copy(update={"format": "parquet"})
 
@@ -32,7 +33,7 @@ class Read:
         quarantine_path = path.parent / "quarantine.jsonl"
         with Quarantine(quarantine_path, max_bad_rows, path.parent / "kept.jsonl") as quarantine:
             blocks = list(read_blocks(path, schema, quarantine))
-        self.labels = [int(y) for block in blocks for y in block.labels]
+        self.labels = [int(y) for block in blocks for y in block.labels[0]]
         self.dense = np.concatenate([block.dense for block in blocks]) if blocks else np.empty((0, 0))
         self.columns = [
             [value for block in blocks for value in block.categorical[i].to_pylist()]
@@ -58,7 +59,7 @@ def write(tmp_path, content, name="data.csv"):
         ("\udcff", "1 column instead of 3"),
         ('1,"\udcff', "a line break inside a value, or a quote that is not closed"),
         ("", "y is '', not 0 or 1"),
-        ("2,2,a", "y is '2', not 0 or 1"),
+        ("2,2,a", f"y is '2', not 0 or 1; {DECLARED}"),
         (",2,a", "y is '', not 0 or 1"),
         ("yes,2,a", "y is 'yes', not a number"),
         ("nan,2,a", "y is 'nan', not 0 or 1"),
@@ -220,7 +221,7 @@ def test_parquet_rows_are_checked_like_lines(tmp_path):
     assert [(bad["line"], bad["reason"]) for bad in read.bad] == [
         (2, "x is nan, not a finite number"),
         (3, "y is None, not 0 or 1"),
-        (4, "y is 2, not 0 or 1"),
+        (4, f"y is 2, not 0 or 1; {DECLARED}"),
     ]
     assert json.loads(read.bad[2]["row"]) == {"y": 2, "x": 1.0, "a": 9}
     assert read.columns == [[7, None]]
@@ -331,7 +332,7 @@ def read_real(path, schema):
             pytest.fail(f"a bad row in real data: {bad}")
 
     blocks = list(read_blocks(path, schema, NoBadRows()))
-    labels = [int(y) for block in blocks for y in block.labels]
+    labels = [int(y) for block in blocks for y in block.labels[0]]
     columns = [
         [value for block in blocks for value in block.categorical[i].to_pylist()]
         for i in range(len(schema.categorical))

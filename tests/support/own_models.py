@@ -61,6 +61,26 @@ class Dropping(Wide):
         return self.layers(torch.cat([dense, kept], dim=1)).squeeze(1)
 
 
+class Shared(nn.Module):
+    """One layer for all labels, and a head for each."""
+
+    def __init__(self, *, dims: Mapping[str, int], num_dense: int, labels: tuple[str, ...], width: int = 8) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(num_dense + sum(dims.values()), width), nn.ReLU())
+        self.heads = nn.ModuleList(nn.Linear(width, 1) for _ in labels)
+
+    def forward(self, dense: Tensor, embeddings: Vectors) -> Tensor:
+        shared = self.shared(torch.cat([dense, embeddings.values], dim=1))
+        return torch.cat([head(shared) for head in self.heads], dim=1)
+
+
+class SharedLoss(Shared):
+    """With the loss of labels of 0 and 1 as its own, sample by sample."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(1)
+
+
 class NoForward(Wide):
     def forward(self, dense: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return dense

@@ -48,7 +48,7 @@ def spoil(clicks, tmp_path):
     [
         ("I3", math.nan, "dense values are not finite, the first of them nan in feature 'I3' of sample"),
         ("I1", math.inf, "dense values are not finite, the first of them inf in feature 'I1' of sample"),
-        ("label", 2.0, "labels are neither 0 nor 1, the first of them 2.0"),
+        ("label", 2.0, "labels 'label' are neither 0 nor 1, the first of them 2.0"),
     ],
 )
 def test_spoilt_data_name_the_step_and_the_feature(config_file, clicks, spoil, column, value, message):
@@ -99,7 +99,7 @@ def train_and_die(mesh, config, place):
     [
         ("rowmesh.train.commands.describe", "setting up"),
         ("rowmesh.checkpoint.save", "saving the model"),
-        ("rowmesh.train.evaluate.Predictions", "evaluating test"),
+        ("rowmesh.train.evaluate.AllPredictions", "evaluating test"),
     ],
 )
 def test_a_rank_that_dies_is_named_wherever_it_dies(config_file, tmp_path, ranks, place, doing):

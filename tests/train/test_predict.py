@@ -43,9 +43,9 @@ def evaluated(run):
     """The scores of the test split, as an evaluation computes them."""
     logits, add = [], Predictions.add
 
-    def listen(self, these, labels):
+    def listen(self, these, labels, weights=None):
         logits.append(these.clone())
-        add(self, these, labels)
+        add(self, these, labels, weights)
 
     with patch.object(Predictions, "add", listen):
         run_evaluation(run)

@@ -80,6 +80,11 @@ def choose_tables(data: Prepared, names: Sequence[str], min_rows: int = MIN_ROWS
     if data.reordering:
         done = ", ".join(data.reordering["tables"])
         raise DataError(f"{data.folder} is reordered already (tables {done}); reorder the data that it was made of")
+    if shared := [name for name in data.features if data.schema.table_of(name) != name]:
+        raise DataError(
+            f"{data.folder} cannot be reordered: {', '.join(shared)} share the vocabulary of another feature, which "
+            "reordering does not follow yet; prepare the data with a vocabulary for each"
+        )
     if names:
         return tuple(data.table(name) for name in dict.fromkeys(names))
     chosen = tuple(table for table in data.tables if table.num_rows >= min_rows)
