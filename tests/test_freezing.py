@@ -122,7 +122,9 @@ def reference():
             if name == "item" and step < 3:
                 continue
             touched = each.unique()
-            g = rows[name].grad[touched] + 0.1 * values[name][touched]
+            gradient = rows[name].grad
+            assert gradient is not None
+            g = gradient[touched] + 0.1 * values[name][touched]
             sums[name][touched] += g.square().mean(1)
             values[name][touched] -= 0.1 * g / (sums[name][touched].sqrt() + 1e-8)[:, None]
         if step in (2, 4):
