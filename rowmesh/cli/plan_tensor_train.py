@@ -17,7 +17,8 @@ from rowmesh.placement.text import bytes_text
 from rowmesh.report.plan_text import Printer
 from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tensor_train.cost import step_seconds
-from rowmesh.train.config import Config, TablesConfig
+from rowmesh.train.config import Config
+from rowmesh.train.table_config import TablesConfig
 from rowmesh.train.tables import table_specs, update_rule
 
 MIN_ROWS = 100_000  # of tables that are looked at, where the configuration says nothing

@@ -5,21 +5,15 @@ Nothing is derived here; `rowmesh.train.resolve` reads files and overrides, and 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rowmesh.train.checkpoint_config import CheckpointConfig
-from rowmesh.train.section import Count, Folder, Positive, Section
+from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section
+from rowmesh.train.table_config import TablesConfig
 
-OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
 T = TypeVar("T", int, float)
-Auto = Literal["auto"]
-AUTO: Final = "auto"
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def chosen(value: T | Auto) -> T:
@@ -108,130 +102,6 @@ class ModelConfig(Section):
         if self.is_own and given:
             raise ValueError(f"{' and '.join(given)}: of dlrm alone; give what {self.name} takes as model.options")
         return self
-
-
-class UpdateRuleConfig(Section):
-    """The update rule of a table.
-
-    Attributes:
-        name: the rule.
-        lr: its learning rate before the schedule; auto: by the batch size.
-        eps: added to the denominator (adagrad, row_wise_adagrad, adam); the rule's own default if not given.
-        initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
-        beta1: decay of the first moment (adam).
-        beta2: decay of the second moment (adam).
-        weight_decay: L2 penalty of the rows that a step touches; of adam decoupled.
-        moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam): above
-            0 and at most the number of replicas that are averaged, which is the default; else at most 1.
-    """
-
-    name: OptimizerName = "row_wise_adagrad"
-    lr: Rate | Auto = AUTO
-    eps: Rate | None = None
-    initial_accumulator: Rate | None = None
-    beta1: Decay | None = None
-    beta2: Decay | None = None
-    weight_decay: Rate | None = None
-    moment_scale: Factor | None = None
-
-
-class InitializerConfig(Section):
-    """The distribution that rows start from.
-
-    Attributes:
-        name: the distribution.
-        bound: of a uniform distribution; 1/√num_rows if not given.
-        mean: of a normal distribution.
-        std: of a normal distribution.
-        value: of a constant.
-    """
-
-    name: Literal["uniform", "normal", "constant"] = "uniform"
-    bound: Rate | None = None
-    mean: Number | None = None
-    std: Rate | None = None
-    value: Number | None = None
-
-
-class TensorTrainConfig(Section):
-    """What tensor-train tables are like; rank, memory_bytes and compression each say how big their cores are.
-
-    Attributes:
-        min_rows: tables at least so large are tensor-train tables, where their `storage` is auto.
-        rank: of both bonds between cores or of each; without any of the three 16, or the largest a table can have.
-        memory_bytes: the largest rank at which the cores fit into so much.
-        compression: the largest rank at which the table is so many times smaller.
-        row_factors: three factors of the rows; chosen if not given.
-        dim_factors: three factors of the dim; chosen if not given.
-        optimizer: the update rule of cores, where not that of the table.
-    """
-
-    min_rows: Annotated[int, Field(ge=1, lt=2**63)] | None = None
-    rank: Positive | Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
-    memory_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
-    compression: Factor | None = None
-    row_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
-    dim_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
-    optimizer: UpdateRuleConfig | None = None
-
-
-class TableConfig(Section):
-    """One table, or the defaults of all tables.
-
-    Attributes:
-        dim: length of a row.
-        pooling: how the rows of a bag become one vector.
-        dtype: storage of the rows.
-        out_of_range: "error", or the row that an id below 0 or past the table reads instead.
-        optimizer: the update rule.
-        initializer: the distribution that rows start from.
-        replicas: of this table, where not as many as `parallel.replicas`.
-        storage: dense rows, spread over the ranks; tiered: the same, those in use in fast memory and the others as
-            `tiers` says; or tensor_train, computed on each rank from small cores. auto: dense, but for tables of
-            `tensor_train.min_rows` rows or more.
-        tensor_train: what the cores are like.
-        frozen: whether rows are looked up and not trained.
-    """
-
-    dim: Positive = 16
-    pooling: Literal["sum", "mean"] = "sum"
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    out_of_range: Literal["error"] | Annotated[int, Field(ge=0, lt=2**63)] = "error"
-    optimizer: UpdateRuleConfig = UpdateRuleConfig()
-    initializer: InitializerConfig = InitializerConfig()
-    replicas: Positive | None = None
-    storage: Literal["auto", "dense", "tiered", "tensor_train"] = "auto"
-    tensor_train: TensorTrainConfig = TensorTrainConfig()
-    frozen: bool = False
-
-
-class TablesConfig(TableConfig):
-    """The defaults of all tables; a section of a table's own name changes them: `[tables.C3]`."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, TableConfig] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _inherit(cls, values: Any) -> Any:
-        """Fills what a table's section leaves out from the defaults beside it."""
-        if not isinstance(values, dict):
-            return values
-        defaults = {key: value for key, value in values.items() if key in TableConfig.model_fields}
-        tables = values.keys() - defaults.keys()
-        return {
-            key: _merge(defaults, value) if key in tables and isinstance(value, dict) else value
-            for key, value in values.items()
-        }
-
-    @property
-    def overridden(self) -> dict[str, TableConfig]:
-        """The tables that have a section of their own."""
-        return self.__pydantic_extra__
-
-    def of(self, table: str) -> TableConfig:
-        """The configuration of one table."""
-        return self.overridden.get(table, self)
 
 
 class OptimizerConfig(Section):
@@ -492,15 +362,3 @@ class Config(Section):
         if train["tensorboard"]:
             run["trackers"] = [*run.get("trackers", []), "tensorboard"]
         return values | {"train": rest, "run": run}
-
-
-def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` over `defaults`, section by section; a section with another `name` starts afresh."""
-    merged = dict(defaults)
-    for key, value in changes.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            same = value.get("name", old.get("name")) == old.get("name")
-            value = _merge(old, value) if same else value
-        merged[key] = value
-    return merged

@@ -12,7 +12,8 @@ from typing import Any
 
 from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.train.config import AUTO, Config
+from rowmesh.train.config import Config
+from rowmesh.train.section import AUTO
 from rowmesh.train.splits import num_training_samples, validation_source
 
 STEPS_AN_EPOCH, SMALLEST_BATCH, LARGEST_BATCH = 200, 64, 4096

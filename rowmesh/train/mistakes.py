@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rowmesh.suggest import nearest
-from rowmesh.train.config import Config, TableConfig
+from rowmesh.train.config import Config
+from rowmesh.train.table_config import TableConfig
 
 Key = tuple[str, ...]
 

@@ -11,7 +11,8 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.suggest import hint
 from rowmesh.train.checks import SETTING_UP
-from rowmesh.train.config import AUTO, Config, DataConfig
+from rowmesh.train.config import Config, DataConfig
+from rowmesh.train.section import AUTO
 
 
 @dataclass(frozen=True)

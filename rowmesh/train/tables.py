@@ -15,7 +15,8 @@ from rowmesh.optim.rules import RULES, UpdateRule
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
-from rowmesh.train.config import AUTO, TablesConfig, TensorTrainConfig
+from rowmesh.train.section import AUTO
+from rowmesh.train.table_config import TablesConfig, TensorTrainConfig
 
 
 def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:

@@ -15,10 +15,10 @@ from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.placement.profile import Profile
 from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.config import TablesConfig
 from rowmesh.train.export import export
 from rowmesh.train.placement import shapes_of
 from rowmesh.train.resolve import resolve
+from rowmesh.train.table_config import TablesConfig
 from rowmesh.train.tables import table_specs
 from tests.support.clicks import write_config
 
