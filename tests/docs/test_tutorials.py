@@ -83,7 +83,7 @@ def test_own_loop_trains_the_same_model_on_two_ranks(ranks: RankPool, tmp_path: 
 def test_from_torchrec(tmp_path: Path):
     bags = {"item": [[1], [2, 3]], "user": [[4], []]}
     rows = {"item": 1000, "user": 500}
-    config = partial(SimpleNamespace, embedding_dim=16)
+    config = partial(SimpleNamespace, embedding_dim=16, pooling="SUM")
     scope = {
         "configs": [config(name=name, num_embeddings=num, feature_names=[name]) for name, num in rows.items()],
         "kjt": SparseBatch.from_bags(bags).to_keyed_jagged_tensor(JaggedStandIn),
