@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import RankPool
+from tests.support.slow import slow_cases
 from tests.support.triton import device
 
 __all__ = ["device"]
@@ -22,6 +23,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("rowmesh")
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Marks what `tests/slow_cases.txt` lists."""
+    slow = slow_cases()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

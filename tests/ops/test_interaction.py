@@ -24,8 +24,10 @@ def test_the_reference_is_the_formula():
         torch.testing.assert_close(line, torch.cat([base[sample], torch.stack(products)]))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "tolerance"),
+    [(sizes, torch.float32, 1e-6) for sizes in SIZES] + [(sizes, torch.float64, 1e-14) for sizes in SIZES[1:4]],
+)
 def test_equals_the_reference(sizes, dtype, tolerance):
     base, embeddings, grad = draw(*sizes, dtype)
     double = [each.double().requires_grad_() for each in (base, embeddings)]

@@ -1,0 +1,12 @@
+"""Cases that take seconds and differ from a faster one of the same test in one value: `make test` leaves them out."""
+
+from functools import cache
+from pathlib import Path
+
+LIST = Path(__file__).parents[1] / "slow_cases.txt"
+
+
+@cache
+def slow_cases() -> frozenset[str]:
+    """Their names, as pytest writes them."""
+    return frozenset(line for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
