@@ -165,6 +165,10 @@ class SparseBatch:
         """
         if missing := sorted(set(features) - set(self.features)):
             raise DataError(f"the batch lacks features {missing}; it has {list(self.features)}")
+        return self._picked(features, features)
+
+    def _picked(self, features: Sequence[str], names: Sequence[str]) -> SparseBatch:
+        """A copy of some features, which may stand more than once, under names that do not."""
         places = [self.features.index(name) for name in features]
         ranges = [self.feature_range(place) for place in places]
         offsets = None
@@ -174,13 +178,34 @@ class SparseBatch:
         empty = self.ids[:0]
         weights = self.weights
         return SparseBatch(
-            features=tuple(features),
+            features=tuple(names),
             ids=torch.cat([empty, *(self.ids[begin:end] for begin, end in ranges)]),
             batch_size=self.batch_size,
             bag_size=self.bag_size,
             jagged_offsets=offsets,
             weights=None if weights is None else torch.cat([weights[:0], *(weights[b:e] for b, e in ranges)]),
         )
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> SparseBatch:
+        """The batch with some features a second time under other names, for a look-up in a second table.
+
+        Args:
+            aliases: another name → feature of the batch. All ids are copied.
+
+        Raises:
+            DataError: a feature is not in the batch, or a name is in it already.
+
+        Example:
+            >>> batch = SparseBatch.from_bags({"item": [[3], [5, 6]]})
+            >>> both = batch.with_aliases({"item@wide": "item"})  # tables with features ("item",) and ("item@wide",)
+            >>> both.features, both.ids.tolist()
+            (('item', 'item@wide'), [3, 5, 6, 3, 5, 6])
+        """
+        if taken := [name for name in aliases if name in self.features]:
+            raise DataError(f"aliases {taken} are features of the batch; give each look-up a name of its own")
+        if missing := sorted(set(aliases.values()) - set(self.features)):
+            raise DataError(f"the batch lacks features {missing}; it has {list(self.features)}")
+        return self._picked([*self.features, *aliases.values()], [*self.features, *aliases])
 
     @classmethod
     def from_dense(cls, features: Sequence[str], ids: Tensor, weights: Tensor | None = None) -> SparseBatch:

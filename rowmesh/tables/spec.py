@@ -182,7 +182,8 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
             if feature in seen:
                 raise ConfigurationError(
                     f"feature {feature!r} is looked up in tables {seen[feature]!r} and {table.name!r}; "
-                    "a feature has one table (give the second look-up a feature name of its own)"
+                    "a feature has one table: name the second look-up otherwise, and give the batch as "
+                    f"batch.with_aliases({{'{feature}@{table.name}': {feature!r}}})"
                 )
             seen[feature] = table.name
 

@@ -6,7 +6,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.nn import functional as F
 
+from rowmesh import SGD, EmbeddingCollection, EmbeddingOptimizer, TableSpec
 from rowmesh.errors import DataError
 from rowmesh.sparse import SparseBatch
 
@@ -158,3 +160,38 @@ def test_select_of_equal_bags_stays_equal():
 def test_select_refuses_what_is_not_there():
     with pytest.raises(DataError, match=r"lacks features \['b'\]"):
         SparseBatch.from_bags({"a": [[1]]}).select(["a", "b"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_feature_is_looked_up_in_two_tables(weighted):
+    """As two look-ups of the same ids in plain torch."""
+    narrow, wide = torch.randn(9, 4, requires_grad=True), torch.randn(9, 12, requires_grad=True)
+    ids, offsets, weights = torch.tensor([3, 3, 1, 8]), torch.tensor([0, 1, 1, 4]), torch.rand(4)
+    batch = SparseBatch(("item",), ids, 3, jagged_offsets=offsets, weights=weights if weighted else None)
+    embeddings = EmbeddingCollection(
+        [
+            TableSpec(name="item", num_rows=9, dim=4, optimizer=SGD(lr=0.5)),
+            TableSpec(name="wide", num_rows=9, dim=12, features=("item@wide",), optimizer=SGD(lr=0.5)),
+        ]
+    )
+    for name, values in (("item", narrow), ("wide", wide)):
+        (view,) = embeddings.local_rows(name)
+        view.values[:] = values.detach()
+    out = embeddings(batch.with_aliases({"item@wide": "item"}))
+    scale = {"per_sample_weights": weights} if weighted else {}
+    plain = [F.embedding_bag(ids, rows, offsets[:-1], mode="sum", **scale) for rows in (narrow, wide)]
+    torch.testing.assert_close([out["item"], out["item@wide"]], plain)
+    (out["item"].sum() + out["item@wide"].square().sum()).backward()
+    (plain[0].sum() + plain[1].square().sum()).backward()
+    EmbeddingOptimizer(embeddings).step()
+    for name, values in (("item", narrow), ("wide", wide)):
+        (view,) = embeddings.local_rows(name)
+        torch.testing.assert_close(view.values, values.detach() - 0.5 * values.grad)
+
+
+def test_aliases_that_cannot_be():
+    batch = SparseBatch.from_bags({"item": [[1]]})
+    with pytest.raises(DataError, match=r"aliases \['item'\] are features of the batch"):
+        batch.with_aliases({"item": "item"})
+    with pytest.raises(DataError, match=r"the batch lacks features \['itm'\]"):
+        batch.with_aliases({"wide": "itm"})
