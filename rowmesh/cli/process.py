@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 def prepare_process() -> None:
     """Has the allocator keep freed memory for the next step; rank 0 prints what is slow on its host, and what to do."""
@@ -23,6 +21,7 @@ def slow_lines(ranks: int) -> list[str]:
 
     from rowmesh.doctor.advice import standing
     from rowmesh.doctor.facts import read_facts
+    from rowmesh.mesh.threads import VARIABLES
 
     threads = torch.get_num_threads() if any(name in os.environ for name in VARIABLES) else 1
     found = standing(read_facts(network=False), ranks, threads)

@@ -1,4 +1,4 @@
-"""Cases that take seconds and differ from a faster one of the same test in one value: `make test` leaves them out."""
+"""Cases that take seconds where faster ones are much like them: `make test` leaves them out."""
 
 from functools import cache
 from pathlib import Path
