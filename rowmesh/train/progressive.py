@@ -58,9 +58,12 @@ class Progressive:
     def state_dict(self) -> dict[str, Any]:
         """What was collected of a window that is not over, of all ranks, on rank 0. Collective."""
         mesh = self._job.mesh
-        outputs, labels, weights = ([part[number] for part in self._parts] for number in range(3))
-        columns = {"outputs": outputs, "labels": labels, "weights": [each for each in weights if each is not None]}
-        found: dict[str, Any] = {"samples": gather_objects(mesh, sum(map(len, labels)), DOING)}
+        columns = {
+            "outputs": [outputs for outputs, _, _ in self._parts],
+            "labels": [labels for _, labels, _ in self._parts],
+            "weights": [weights for _, _, weights in self._parts if weights is not None],
+        }
+        found: dict[str, Any] = {"samples": gather_objects(mesh, sum(map(len, columns["labels"])), DOING)}
         for name, parts in columns.items():
             found[name] = torch.from_numpy(gathered(np.concatenate([_NONE, *map(_flat, parts)]), mesh, DOING))
         return found
