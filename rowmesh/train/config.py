@@ -171,6 +171,8 @@ class TrainConfig(Section):
             parameters and optimizer state stay as they are.
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
+        progressive_every: steps of a window whose samples have metrics of their own, predicted before they are trained
+            on; 0: none.
         log_every: steps between lines of `metrics.jsonl`.
         clip_grad_norm: what the norm of all gradients of a step, those of rows too, may be; 0: any.
     """
@@ -187,6 +189,7 @@ class TrainConfig(Section):
     linear: Literal["auto", "torch", "onednn"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     eval_every: Count | Auto = AUTO
+    progressive_every: Count = 0
     log_every: Positive = 50
     clip_grad_norm: Rate = 0.0
 

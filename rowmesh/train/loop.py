@@ -32,6 +32,7 @@ from rowmesh.train.graphs import training_network
 from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
+from rowmesh.train.progressive import Progressive
 from rowmesh.train.random_states import random_states, set_random_states
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
@@ -73,6 +74,7 @@ class Trainer:
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
         self._losses = Losses(job.embeddings.device)
+        self._progressive = Progressive(job, config.train.progressive_every)
         self._memory, self._clock = MemoryGauge(), StepClock()
         self._lrs: dict[str, float] = {}
         self._resumed: Mapping[str, Any] | None = None
@@ -106,6 +108,8 @@ class Trainer:
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
+                if (window := self._progressive.after_step(self.step)) is not None:
+                    log.window(self.step, window.as_record())
                 if drift is not None and (text := drift.after_step(batch.sparse)):
                     log.progress.write(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
@@ -174,6 +178,7 @@ class Trainer:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
         total = self.job.loss(logits, labels, weights)
         known = self._losses.add(total, self._where)
+        self._progressive.add(logits, labels, weights)
         self.local_loss(total).backward()
         return known
 
@@ -278,6 +283,8 @@ class Trainer:
         best.kept_step = progress["best_step"]
         if drift is not None and progress["drift"] is not None:
             drift.load_state_dict(progress["drift"])
+        if "window" in progress:  # not in checkpoints of earlier versions
+            self._progressive.load_state_dict(progress["window"])
         states = progress["random_states"]
         set_random_states(states[mesh.rank % len(states)], self.job.embeddings.device)
         return Interval.resumed(progress["intervals"], mesh.rank, mesh.world_size)
@@ -302,6 +309,7 @@ class Trainer:
                 "random_states": list(states),
                 "best_step": best.kept_step,
                 "drift": None if drift is None else drift.state_dict(),
+                "window": self._progressive.state_dict(),
             }
             state = {**self.state_dict(), "progress": progress}
             is_written = checkpoints.write(self.step, state, has_best=best.kept_step > 0)

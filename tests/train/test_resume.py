@@ -25,6 +25,7 @@ MODES = {
     "plain": [],
     "one-sided": ["parallel.transport=one_sided"],
     "pipelined": [*COLLECTIVE, "pipeline.depth=2", "pipeline.micro_batches=2"],
+    "windows, pipelined": [*COLLECTIVE, "pipeline.depth=2", "pipeline.micro_batches=2", "train.progressive_every=5"],
     "pipelined, one-sided": ["parallel.transport=one_sided", "pipeline.depth=2"],
     "tiered": TIERED,
     "tiered, pipelined": [*COLLECTIVE, *TIERED, "pipeline.depth=1"],
@@ -66,7 +67,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3,
 @pytest.mark.parametrize(
     "mode, world_size",
     [
-        ("pipelined", 2),
+        ("windows, pipelined", 2),
         ("tiered, pipelined", 2),
         ("copies", 2),
         ("averaged replicas", 2),
