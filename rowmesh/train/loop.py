@@ -93,10 +93,10 @@ class Trainer:
             naming_lost_peers(self.job.mesh, "training"),
             configured_drift(self.job) as drift,
             self._requests.heeding_signals(),
+            Checkpoints(self.job, run, log.progress.write, self.step) as checkpoints,
         ):
             steps = self._make_steps(drift is not None, log)
             best = BestModel(self.job, run, log.progress.write)
-            checkpoints = Checkpoints(self.job, run, log.progress.write, self.step)
             interval = self._go_on(best, drift)
             self._clock.begin()
             for batch, loss in steps(self._batches(), 0 if self.stopping.is_over else self.total_steps - self.step):
@@ -106,6 +106,7 @@ class Trainer:
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
+                self._requests.is_urgent = checkpoints.poll()
                 if drift is not None and (text := drift.after_step(batch.sparse)):
                     log.progress.write(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
@@ -124,6 +125,7 @@ class Trainer:
                 self._clock.begin()
             if self._requests.agree():
                 self._checkpoint(checkpoints, log, interval, best, drift)
+            checkpoints.wait()
             steps.finish(run.trace)
         self.trained_steps = self.step
         if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:
@@ -288,12 +290,12 @@ class Trainer:
     def _checkpoint(
         self, checkpoints: Checkpoints, log: RunLog, interval: Interval, best: BestModel, drift: Drift | None
     ) -> None:
-        """Writes a checkpoint; ends the run where that is asked for. The time it takes is not that of steps."""
+        """Writes a checkpoint, or begins to; ends the run where that is asked for. Steps are not charged for it."""
         started_s = time.perf_counter()
+        checkpoints.wait()
         interval.loss += self._losses.rest()
         log.sync()
-        is_written = checkpoints.last == self.step
-        if not is_written:
+        if checkpoints.last != self.step:
             own = [interval.to_plain(self._loader.waited_s), random_states(self.job.embeddings.device)]
             intervals, states = zip(*gather_objects(self.job.mesh, own, WRITING), strict=True)
             progress = {
@@ -304,11 +306,13 @@ class Trainer:
                 "drift": None if drift is None else drift.state_dict(),
             }
             state = {**self.state_dict(), "progress": progress}
-            is_written = checkpoints.write(self.step, state, has_best=best.kept_step > 0)
+            checkpoints.write(self.step, state, has_best=best.kept_step > 0)
         log.skip()
         self._requests.done()
         interval.started_s += time.perf_counter() - started_s
         if self._requests.end:
+            checkpoints.wait()
+            is_written = checkpoints.last == self.step
             log.progress.write(checkpoints.farewell(self.step, self._requests.signal, is_written=is_written))
             raise Preempted if is_written else Terminated(self._requests.signal or signal.SIGTERM)
 

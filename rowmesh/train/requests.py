@@ -39,6 +39,7 @@ class Requests:
         checkpoint: whether all ranks know that one is asked for.
         end: whether all ranks know that the run is to end.
         signal: which one this rank got; 0: none.
+        is_urgent: whether this rank asks for a checkpoint now, whatever the clock says.
     """
 
     def __init__(self, config: CheckpointConfig, mesh: Mesh) -> None:
@@ -48,13 +49,15 @@ class Requests:
         self._is_over = self._is_leaving = False
         self.checkpoint = self.end = False
         self.signal = 0
+        self.is_urgent = False
 
     def put(self, flags: Tensor) -> None:
         """Raises the flags of this rank, `[2]`, which are 0, before they are summed with its gradients."""
         if self.signal:
             flags[1] = 1.0
         every_s = 60.0 * self._config.every_minutes
-        if every_s and self._mesh.rank == 0 and time.monotonic() - self._last_s >= every_s:
+        is_time = every_s and self._mesh.rank == 0 and time.monotonic() - self._last_s >= every_s
+        if is_time or self.is_urgent:
             flags[0] = 1.0
 
     def take(self, flags: Tensor) -> None:
