@@ -78,7 +78,7 @@ class BackgroundSave:
 
     def cancel(self) -> None:
         """Ends it, here and at other ranks, and removes what was written; for runs that fail."""
-        self.snapshot.cancel()
+        self.snapshot.close()
         if self._thread.is_alive() and self._group is not None:
             abort(self._group)
         self._thread.join()

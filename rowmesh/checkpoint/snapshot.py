@@ -8,18 +8,19 @@ however large the table is.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import as_numpy
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
+from rowmesh.ops.memory import Buffer, take
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore, TableSpec
@@ -102,12 +103,8 @@ class Snapshot:
     def forget_differences(self) -> None:
         """No-op: nothing can be set."""
 
-    def cancel(self) -> None:
-        """Whoever reads from now on gets a RowmeshError, and updates cost nothing more."""
-        self.close()
-
     def close(self) -> None:
-        """Ends watching updates and frees pre-images; may be called again."""
+        """Updates cost nothing more, and what is read from now on is a RowmeshError; may be called again."""
         for each in self._stores.values():
             each.close()
         reach("snapshot.closed")
@@ -127,7 +124,7 @@ class FrozenRows:
 
     @property
     def values(self) -> Tensor:
-        """`[n, D]`, of the moment of the snapshot; to be read once."""
+        """`[n, D]`, of the moment of the snapshot; to be read once, and valid until the next shard is."""
         return self._store.read(self._shard, VALUES)
 
     @property
@@ -175,6 +172,7 @@ class StoreSnapshot:
         self._unread: list[set[str]] = []
         self._saved: list[dict[str, npt.NDArray[Any]]] = []
         self._firsts: list[int] = []
+        self._room: dict[str, Tensor] = {}
         self.num_saved = 0
         self._is_closed = False
 
@@ -209,12 +207,12 @@ class StoreSnapshot:
                 return
             first, places = self.num_saved, at[wanted]
             self._firsts.append(first)
-            self._saved.append({kind: as_numpy(tensor)[places] for kind, tensor in self._tensors().items()})
+            self._saved.append({kind: as_numpy(_taken(tensor, places)) for kind, tensor in self._tensors().items()})
             self.num_saved += len(wanted)
             self._places[slots[wanted]] = np.arange(first + 1, self.num_saved + 1, dtype=np.uint32)
 
     def read(self, shard: int, kind: str) -> Tensor:
-        """The values or a state of a shard, with memory of their own.
+        """The values or a state of a shard, valid until the next is read.
 
         Raises:
             RowmeshError: the snapshot was closed meanwhile.
@@ -238,7 +236,7 @@ class StoreSnapshot:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._saved, self._firsts = [], []
+                self._saved, self._firsts, self._room = [], [], {}
                 self._store.watch(None)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -248,7 +246,9 @@ class StoreSnapshot:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
         if self._store.has_views:
             source = self._tensors()[kind][slots.start : slots.stop]
-            copied = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+            if kind not in self._room:  # one for all shards: fresh pages cost the steps time too
+                self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
+            copied = self._room[kind][: len(slots)]
             np.copyto(as_numpy(copied), as_numpy(source))  # in this thread alone, without the interpreter's lock
             return copied
         rows, state = self._store.read_rows(np.arange(slots.start, slots.stop, dtype=np.uint32))
@@ -263,6 +263,12 @@ class StoreSnapshot:
         for block in np.unique(blocks).tolist():
             here = blocks == block
             out[changed[here]] = self._saved[block][kind][places[here] - self._firsts[block]]
+
+
+def _taken(rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
+    """Copies of rows, on huge pages where there are many: to get small ones takes as long as to copy."""
+    shape = (len(places), *rows.shape[1:])
+    return take(rows, places, Buffer(math.prod(shape) * rows.itemsize).tensor(rows.dtype, *shape))
 
 
 def _cuts(count: int) -> list[slice]:
