@@ -48,12 +48,15 @@ class Checkpoints:
         run: the folder.
         log: prints a line for the user.
         last: after which step the newest is.
+
+    Attributes:
+        series: where they are.
     """
 
     def __init__(self, job: Job, run: RunFolder, log: Callable[[str], None], last: int = 0) -> None:
         self._job, self._run, self._log, self.last, self._tried = job, run, log, last, last
         self._config = job.config.checkpoint
-        self._series = series_of(job.config, run)
+        self.series = series_of(job.config, run)
 
     def may_write(self, step: int) -> bool:
         """Whether one could be written after a step: not while replicas that are averaged differ."""
@@ -77,11 +80,11 @@ class Checkpoints:
         Raises:
             CheckpointWriteError: it cannot be written, and `checkpoint.on_failure` is "stop".
         """
-        mesh, place, started_s = self._job.mesh, self._series.at(step), time.perf_counter()
+        mesh, place, started_s = self._job.mesh, self.series.at(step), time.perf_counter()
         self._tried = step
         try:
             on_rank_0(mesh, WRITING, lambda: self._begin(place, has_best))
-            checkpoint.save(place, self._job.embeddings, state, metadata=self._metadata(step), group=mesh.group)
+            checkpoint.save(place, self._job.embeddings, state, metadata=self.metadata(step), group=mesh.group)
         except (OSError, CheckpointWriteError) as error:
             on_rank_0(mesh, WRITING, lambda: self._clean(place))
             self._fail(step, error)
@@ -109,12 +112,12 @@ class Checkpoints:
             link_tree(self._run.best, place / BEST)
 
     def _clean(self, place: Path) -> None:
-        if place.exists() and self._series.at(self.last) != place:
+        if place.exists() and self.series.at(self.last) != place:
             remove(place)
 
     def _prune(self) -> None:
         with contextlib.suppress(OSError):  # the next one removes what stays
-            self._series.prune(self._config.keep_last, self._config.keep_every)
+            self.series.prune(self._config.keep_last, self._config.keep_every)
 
     def _fail(self, step: int, error: OSError | CheckpointWriteError) -> None:
         reason = described(error) if isinstance(error, OSError) else str(error)
@@ -124,7 +127,7 @@ class Checkpoints:
             raise CheckpointWriteError(f"{text} (checkpoint.on_failure is stop)") from error
         self._log(f"{text}; training goes on")
 
-    def _metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, step: int) -> dict[str, Any]:
         """What is known before anything else is read: whether a run can go on from it, and under which plan."""
         job = self._job
         return {
