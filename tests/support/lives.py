@@ -49,11 +49,13 @@ class Lives:
         self._lock = threading.Lock()  # starting a process asks for the status of all, which can be read once
 
     def train(self, options: Sequence[str], faults: str = "", *, ranks: int, limit_s: float = LIMIT_S) -> Life:
-        """Trains until the run ends or a rank dies."""
+        """Trains until the run ends or a rank dies or fails; the others then have `GRACE_S` to end."""
         return self.run(["train", str(self._config), *options], faults, ranks=ranks, limit_s=limit_s)
 
-    def run(self, words: Sequence[str], faults: str = "", *, ranks: int, limit_s: float = LIMIT_S) -> Life:
-        """Runs a command of rowmesh on ranks until it ends or a rank dies."""
+    def run(
+        self, words: Sequence[str], faults: str = "", *, ranks: int, limit_s: float = LIMIT_S, grace_s: float = GRACE_S
+    ) -> Life:
+        """Runs a command of rowmesh on ranks, likewise."""
         store, environment = _meeting(ranks)
         with tempfile.TemporaryDirectory(prefix="rowmesh-life-") as folder:
             outputs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
@@ -63,17 +65,17 @@ class Lives:
                 started.append(self._context.Process(target=_be_rank, args=([*words], mine, output, faults)))
                 with self._lock:
                     started[-1].start()
-            statuses = self._end(started, limit_s)
+            statuses = self._end(started, limit_s, grace_s)
             del store
             return Life(statuses, "".join(path.read_text() for path in outputs if path.exists()))
 
-    def _end(self, started: Sequence[Any], limit_s: float) -> list[int]:
+    def _end(self, started: Sequence[Any], limit_s: float, grace_s: float) -> list[int]:
         """Waits as a launcher does: where one fails, it ends the others."""
         deadline, is_ending = time.monotonic() + limit_s, False
         while running := [process for process in started if self._status(process) is None]:
             wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
             if not is_ending and any(self._status(process) for process in started):
-                is_ending, deadline = True, time.monotonic() + GRACE_S
+                is_ending, deadline = True, time.monotonic() + grace_s
                 for process in running:
                     process.terminate()
             elif time.monotonic() > deadline:
