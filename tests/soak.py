@@ -21,14 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rowmesh import checkpoint
-from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series, verify
 from rowmesh.data import PlantedConfig
 from tests.support.clicks import prepare_clicks, write_config
-from tests.support.killed_runs import lines_of, model_of
+from tests.support.killed_runs import largest_difference, lines_of, model_of
 from tests.support.lives import Lives
 
 BATCH_SIZE, STEPS_PER_EPOCH = 64, 100
@@ -74,20 +70,6 @@ def drawn_kills(asked: argparse.Namespace) -> list[tuple[str, int, int]]:
         at = 1 if point == "resume.loaded" else count
         kills.append((f"{point}@{at},rank{victim}=kill", ranks, number))
     return kills
-
-
-def rows_of(run: Path) -> dict[str, torch.Tensor]:
-    """The rows of a model, by table."""
-    folder = run / "model"
-    manifest = checkpoint.read_manifest(folder)
-    return {name: SavedRows(folder, manifest, name).read(range(t.num_rows)) for name, t in manifest.tables.items()}
-
-
-def largest_difference(run: Path, untouched: Path) -> float:
-    """Of any number of any row, relative to it, or to 1e-3 where it is smaller."""
-    found, expected = rows_of(run), rows_of(untouched)
-    gaps = [((found[name] - each).abs() / each.abs().clamp(min=1e-3)).max() for name, each in expected.items()]
-    return float(torch.stack(gaps).max())
 
 
 def check(life: Any, victim_killed: bool) -> None:
