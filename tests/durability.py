@@ -97,7 +97,7 @@ def _spread(steps: list[int]) -> list[int]:
     """Far ones first.
 
     >>> _spread([1, 2, 3, 4, 5, 6])
-    [1, 6, 3, 4, 5, 2]
+    [3, 6, 1, 4, 2, 5]
     """
     return sorted(steps, key=lambda step: step * 12 % 31)
 
