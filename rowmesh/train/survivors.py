@@ -24,7 +24,7 @@ from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, remove
 from rowmesh.checkpoint.write import RowHolder
 from rowmesh.embeddings import LocalRows, views_of
-from rowmesh.errors import CheckpointError, PeerError, Terminated
+from rowmesh.errors import CheckpointError, PeerError
 from rowmesh.faults import reach
 from rowmesh.files.links import link_tree
 from rowmesh.mesh.groups import gather_in_group
@@ -104,7 +104,7 @@ class Survivors:
         try:
             with naming_lost_peers(self._job.mesh, "training"):
                 yield
-        except (PeerError, Terminated):
+        except PeerError:
             if not self.reason:
                 self._requests.ignore_signals()
                 if text := self._outcome(standing(), state):

@@ -122,6 +122,32 @@ def test_clocks_that_jump_change_nothing(config_file, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_an_export_or_evaluation_that_is_killed_is_done_by_the_next(tmp_path):
+    """By SIGKILL, which no `finally` survives."""
+    config, run = prepare_job(tmp_path), tmp_path / "run"
+    lives = Lives(config)
+    assert lives.train(options_of("plain", 1, run), ranks=1).statuses == [0]
+    model = model_of(run)
+    for command, points in {
+        ("export", run, "--out", tmp_path / "exported"): [
+            "files.write",
+            "files.folder.sync",
+            "files.folder.renamed_old",
+        ],
+        ("evaluate", run, "--split", "validation"): ["evaluate.batch@2", "files.write"],
+    }.items():
+        words = [*map(str, command)]
+        for point in points:
+            assert lives.run(words, f"{point}=kill", ranks=1).statuses == [-9], point
+        life = lives.run(words, ranks=1)
+        assert life.statuses == [0], life
+    assert model_of(run) == model
+    assert (tmp_path / "exported" / "manifest.json").exists()
+    names = {path.name for path in (*tmp_path.iterdir(), *run.iterdir(), *(run / "evaluation").iterdir())}
+    assert not [name for name in names if name.startswith(".exported") or name.endswith(".old")], names
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, where", [("plain", "while exchanging counts"), ("pipelined, depth 2", r"in stage '\w+' of batch \d+")]
 )
