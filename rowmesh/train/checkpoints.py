@@ -65,12 +65,15 @@ class Checkpoints:
         run: the folder.
         log: prints a line for the user.
         last: after which step the newest is.
+
+    Attributes:
+        series: where they are.
     """
 
     def __init__(self, job: Job, run: RunFolder, log: Callable[[str], None], last: int = 0) -> None:
         self._job, self._run, self._log, self.last, self._tried = job, run, log, last, last
         self._config = job.config.checkpoint
-        self._series = series_of(job.config, run)
+        self.series = series_of(job.config, run)
         self._under_way: _UnderWay | None = None
         self._group: Any = None
         self._is_asynchronous = self._config.is_on and self._config.asynchronous
@@ -85,18 +88,24 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Where training failed, one under way has `grace_s` to get on disk: its rows are still those of its step."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        if self._under_way is None:
             return
         is_lost = isinstance(error, PeerError | Terminated) or bool(self._job.mesh.dead_ranks())
         is_written = False
         if not is_lost:
             with contextlib.suppress(Exception):  # the error of the block is the one to be seen
-                is_written = under_way.save.wait(self._config.grace_s)
+                is_written = self._under_way.save.wait(self._config.grace_s)
         if not is_written:
-            under_way.save.cancel()
-            if self._job.mesh.rank == 0 and not (under_way.place / MANIFEST).exists():
-                remove(under_way.place)
+            self.drop()
+
+    def drop(self) -> None:
+        """Ends the one that is being written, if there is one, and removes what there is of it."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        under_way.save.cancel()
+        if self._job.mesh.rank == 0 and not (under_way.place / MANIFEST).exists():
+            remove(under_way.place)
 
     def may_write(self, step: int) -> bool:
         """Whether one could be written after a step: not while replicas that are averaged differ."""
@@ -124,8 +133,8 @@ class Checkpoints:
                 "stop".
         """
         self.wait()
-        mesh, place, started_s = self._job.mesh, self._series.at(step), time.perf_counter()
-        embeddings, metadata = self._job.embeddings, self._metadata(step)
+        mesh, place, started_s = self._job.mesh, self.series.at(step), time.perf_counter()
+        embeddings, metadata = self._job.embeddings, self.metadata(step)
         self._tried = step
         try:
             on_rank_0(mesh, WRITING, lambda: self._begin(place, has_best))
@@ -195,12 +204,12 @@ class Checkpoints:
         self.last = step
         if self._job.mesh.rank == 0:
             with contextlib.suppress(OSError):  # the next one removes what stays
-                self._series.prune(self._config.keep_last, self._config.keep_every)
+                self.series.prune(self._config.keep_last, self._config.keep_every)
         self._log(f"checkpoint after step {step:,} in {time.perf_counter() - started_s:.1f} s: {place}")
 
     def _fail(self, step: int, place: Path, error: OSError | CheckpointWriteError) -> None:
         """One cannot be written: what there is of it goes, and that is said."""
-        if self._job.mesh.rank == 0 and place.exists() and self._series.at(self.last) != place:
+        if self._job.mesh.rank == 0 and place.exists() and self.series.at(self.last) != place:
             remove(place)
         reason = described(error) if isinstance(error, OSError) else str(error)
         last = f"the last is of step {self.last:,}" if self.last else "there is none yet"
@@ -209,7 +218,7 @@ class Checkpoints:
             raise CheckpointWriteError(f"{text} (checkpoint.on_failure is stop)") from error
         self._log(f"{text}; training goes on")
 
-    def _metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, step: int) -> dict[str, Any]:
         """What is known before anything else is read: whether a run can go on from it, and under which plan."""
         job = self._job
         return {

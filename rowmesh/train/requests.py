@@ -40,6 +40,7 @@ class Requests:
         end: whether all ranks know that the run is to end.
         signal: which one this rank got; 0: none.
         is_urgent: whether this rank asks for a checkpoint now, whatever the clock says.
+        finds_lost_ranks: whether the steps go on until they find that a rank is lost, though a signal came before.
     """
 
     def __init__(self, config: CheckpointConfig, mesh: Mesh) -> None:
@@ -47,7 +48,7 @@ class Requests:
         self._under_way: deque[Late] = deque()
         self._last_s = time.monotonic()
         self._is_over = self._is_leaving = False
-        self.checkpoint = self.end = False
+        self.checkpoint = self.end = self.finds_lost_ranks = False
         self.signal = 0
         self.is_urgent = False
 
@@ -85,7 +86,8 @@ class Requests:
     def heeding_signals(self) -> Iterator[None]:
         """For the time of a block SIGTERM and SIGUSR1 ask for an end, which must come within `checkpoint.grace_s`.
 
-        When that time is over, or at once where another rank has died, Terminated is raised where the program is. A
+        When that time is over, or at once where another rank has died (unless the steps are to find that), Terminated
+        is raised where the program is. A
         second signal asks for nothing more: schedulers and launchers send it to processes and their children alike.
         """
         if not self._config.is_on or threading.current_thread() is not threading.main_thread():
@@ -97,7 +99,7 @@ class Requests:
             is_first, self.signal = not self.signal, self.signal or number
             if self._is_leaving:
                 return
-            if self._is_over or self._mesh.dead_ranks():
+            if self._is_over or (self._mesh.dead_ranks() and not self.finds_lost_ranks):
                 self._is_leaving = True
                 raise Terminated(self.signal)
             if is_first:
@@ -113,6 +115,10 @@ class Requests:
                 timer.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def ignore_signals(self) -> None:
+        """From here on a signal interrupts nothing: the run is ending."""
+        self._is_leaving = True
 
     def _end_now(self, number: int) -> None:
         self._is_over = True
