@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowmesh.ops.sequence_attention import NUM_BUCKETS, Activation, Bias, TimeForm, attend
+from rowmesh.ops.sequence_attention import NUM_BUCKETS, Activation, Bias, Layout, TimeForm, attend
 
 Norm = Literal["layer", "rms"]
 _STD = 0.02  # of weights, as the implementations of HSTU and FuXi start them
@@ -106,14 +106,14 @@ class Block(nn.Module):
         self.ffn = _FEED_FORWARD[form.feed_forward](dim, sizes.ffn_dim, sizes.dropout) if form.feed_forward else None
         self.dropout = nn.Dropout(sizes.dropout)
 
-    def forward(self, x: Tensor, offsets: Tensor, clock: Clock) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor | Layout, clock: Clock) -> Tensor:
         """`[T, D]` to `[T, D]`."""
         x = x + self._attention(self.norm(x), offsets, clock)
         if self.ffn is not None and self.norm_ffn is not None:
             x = x + self.dropout(self.ffn(self.norm_ffn(x)))
         return x
 
-    def _attention(self, x: Tensor, offsets: Tensor, clock: Clock) -> Tensor:
+    def _attention(self, x: Tensor, offsets: Tensor | Layout, clock: Clock) -> Tensor:
         projected = self.project(x)
         if not self.form.gated:
             return self.dropout(self._attend(list(projected.split(self.widths, dim=1)), offsets, clock))
@@ -122,7 +122,7 @@ class Block(nn.Module):
         assert self.out is not None
         return self.out(self.dropout(self.norm_attention(self._attend(others, offsets, clock)) * gate))
 
-    def _attend(self, projected: list[Tensor], offsets: Tensor, clock: Clock) -> Tensor:
+    def _attend(self, projected: list[Tensor], offsets: Tensor | Layout, clock: Clock) -> Tensor:
         """`[T, C D]` from values and, where there are products, queries and keys."""
         values, *others = (each.unflatten(1, (self.sizes.num_heads, -1)) for each in projected)
         queries, keys = others or (None, None)

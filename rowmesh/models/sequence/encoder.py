@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.models.sequence.block import Block, BlockForm, BlockSizes, Clock
-from rowmesh.ops.sequence_attention import TimeForm
-from rowmesh.suggest import hint
+from rowmesh.ops.sequence_attention import Layout, TimeForm
 
 Kind = Literal["sasrec", "hstu", "fuxi_alpha", "fuxi_beta"]
 Scale = Literal["longest", "actual"]
@@ -137,8 +136,9 @@ class SequenceEncoder(nn.Module):
             x = x + self.positions[_places(offsets, x.shape[0])]
         x = self.dropout(x)
         clock = self._clock(offsets, times, request_times)
+        layout = Layout.of(offsets) if offsets.is_cpu and not torch.compiler.is_compiling() else offsets
         for block in self.blocks:
-            x = block(x, offsets, clock)
+            x = block(x, layout, clock)
         return x if self.norm is None else self.norm(x)
 
     def _clock(self, offsets: Tensor, times: Tensor | None, request_times: Tensor | None) -> Clock:
@@ -192,7 +192,7 @@ def _check(
     time_unit: float | None,
 ) -> None:
     if kind not in KINDS:
-        raise ConfigurationError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{hint(kind, KINDS)}")
+        raise ConfigurationError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     sizes = {"dim": dim, "num_blocks": num_blocks, "num_heads": num_heads, "max_length": max_length}
     for name, size in (sizes | {"ffn_dim": 1 if ffn_dim is None else ffn_dim}).items():
         if size < 1:

@@ -6,22 +6,35 @@ Recommendations" (arXiv:2402.17152); the channels are those of FuXi-α (arXiv:25
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from rowmesh.ops.sequence_attention import reference
+from rowmesh.ops.sequence_attention import cpu, reference
 from rowmesh.ops.sequence_attention.bias import NUM_BUCKETS, Bias, TimeForm, bucket_starts, buckets
+from rowmesh.ops.sequence_attention.layout import Layout
 from rowmesh.ops.sequence_attention.reference import num_channels
 
-__all__ = ["NUM_BUCKETS", "Activation", "Bias", "TimeForm", "attend", "bucket_starts", "buckets", "num_channels"]
+__all__ = [
+    "NUM_BUCKETS",
+    "Activation",
+    "Bias",
+    "Layout",
+    "TimeForm",
+    "attend",
+    "bucket_starts",
+    "buckets",
+    "num_channels",
+]
 Activation = Literal["silu", "softmax"]
 
 
 def attend(
     values: Tensor,
-    offsets: Tensor,
+    offsets: Tensor | Layout,
     *,
     queries: Tensor | None = None,
     keys: Tensor | None = None,
@@ -33,7 +46,8 @@ def attend(
 
     Args:
         values: `[N, H, D]`, of the events of all sequences, one after the other; H heads.
-        offsets: int64 `[B + 1]`, where each sequence begins, and N. A sequence may be empty.
+        offsets: int64 `[B + 1]`, where each sequence begins, and N. A sequence may be empty. Where several calls have
+            the same, `Layout.of(offsets)` saves them from grouping sequences again.
         queries: `[N, H, K]`; with `keys`, or neither, where weights are by position and time alone.
         keys: `[N, H, K]`.
         activation: of products and what is added to them.
@@ -55,8 +69,106 @@ def attend(
                 [1., 1.]])
     """
     bias = bias or Bias()
+    layout, offsets = (offsets, offsets.offsets) if isinstance(offsets, Layout) else (None, offsets)
     _check(values, offsets, queries, keys, activation, bias)
-    return reference.attend(values, offsets, queries, keys, activation, divisor, bias)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    tensors = [None if each is None else each.to(dtype) for each in (values, queries, keys, bias.positions, bias.time)]
+    with torch.autocast(values.device.type, enabled=False):
+        if not _can_take(tensors, offsets):
+            bias = replace(bias, positions=tensors[3], time=tensors[4])
+            return reference.attend(values.to(dtype), offsets, tensors[1], tensors[2], activation, divisor, bias)
+        found: Any = _Attention.apply(*tensors, layout or Layout.of(offsets), activation, divisor, bias)
+        return found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        positions: Tensor | None,
+        time: Tensor | None,
+        layout: Layout,
+        activation: Activation,
+        divisor: float | None,
+        bias: Bias,
+    ) -> Tensor:
+        ctx.save_for_backward(values, queries, keys, positions, time)
+        ctx.about = layout, activation, divisor, bias
+        call = _call(values, queries, keys, positions, time, *ctx.about)
+        return cpu.forward(call).index_select(0, layout.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout, activation, divisor, bias = ctx.about
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*_differentiable(tensors, grads[0], layout.offsets, activation, divisor, bias), *[None] * 4)
+        grad = grads[0].index_select(0, layout.index)
+        grad[layout.padding] = 0
+        found = cpu.backward(_call(*tensors, *ctx.about), grad)
+        events = [
+            None if each is None else each.index_select(0, layout.places)
+            for each in (found.values, found.queries, found.keys)
+        ]
+        tables = [None if each is None else each.to(grad.dtype) for each in (found.positions, found.time)]
+        return (*events, *tables, *[None] * 4)
+
+
+def _call(
+    values: Tensor,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    positions: Tensor | None,
+    time: Tensor | None,
+    layout: Layout,
+    activation: Activation,
+    divisor: float | None,
+    bias: Bias,
+) -> cpu.Call:
+    """With events padded, and nothing that has a gradient."""
+    padded = [
+        None if each is None else each.detach().index_select(0, layout.index)
+        for each in (values, queries, keys, bias.times, bias.query_times)
+    ]
+    positions, time = (None if each is None else each.detach().contiguous() for each in (positions, time))
+    bias = replace(bias, positions=positions, time=time, times=padded[3], query_times=padded[4])
+    assert padded[0] is not None
+    return cpu.Call(layout, padded[0], padded[1], padded[2], activation, divisor, bias)
+
+
+def _differentiable(
+    tensors: tuple[Tensor | None, ...],
+    grad: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    divisor: float | None,
+    bias: Bias,
+) -> list[Tensor | None]:
+    """Gradients that have gradients, by the reference."""
+    values, queries, keys, positions, time = tensors
+    assert values is not None
+    wanted = [each for each in tensors if each is not None and each.requires_grad]
+    bias = replace(bias, positions=positions, time=time)
+    out = reference.attend(values, offsets, queries, keys, activation, divisor, bias)
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [None if each is None or not each.requires_grad else next(found) for each in tensors]
+
+
+def _can_take(tensors: list[Tensor | None], offsets: Tensor) -> bool:
+    """Whether the CPU's kernels can; plain torch is for other devices, compiled models and `torch.func`."""
+    return (
+        all(each is None or (type(each) in (Tensor, torch.nn.Parameter) and each.is_cpu) for each in tensors)
+        and offsets.is_cpu
+        and tensors[0] is not None
+        and tensors[0].numel() > 0
+        and not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()
+        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and forward_ad._current_level < 0
+    )
 
 
 def _check(

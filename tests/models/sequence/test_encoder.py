@@ -203,7 +203,7 @@ def test_dropout_is_drawn_in_training_alone():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"kind": "hsut"}, "did you mean 'hstu'"),
+        ({"kind": "hsut"}, "kind must be one of sasrec, hstu, fuxi_alpha, fuxi_beta, got 'hsut'"),
         ({"dim": 0}, "dim must be positive, got 0"),
         ({"num_heads": 3}, "dim 8 does not divide by 3 heads"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
