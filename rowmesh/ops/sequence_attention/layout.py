@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_PADDING = 0.1  # of a group's longest sequence: products of padding cost time, more groups more calls
+_MOST_PADDING = 0.2  # of a group's longest sequence: products of padding cost time, more groups more calls
 
 
 class Chunk(NamedTuple):
