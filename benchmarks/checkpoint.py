@@ -1,6 +1,7 @@
 """What checksums cost: a model written and read with them and without, in turns, in one process.
 
     python -m benchmarks.checkpoint --megabytes 1000 --folder /tmp
+    python -m benchmarks.checkpoint --stall --megabytes 4000   # another case: see checkpoint_stall.py
 
 One table of rows and row-wise AdaGrad state. `write` includes waiting for the disk (`fsync`), as every model
 does; `sum` is the same with nothing waited for. `read` is from the page cache, which nothing but verifying slows down.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks import checkpoint_stall
 from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
@@ -88,10 +90,13 @@ def measure(options: Options, report: Report, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command."""
-    options = parse((__doc__ or "").splitlines()[0], arguments, megabytes=1000, rounds=6, wall=False, folder="")
+    options = parse(
+        (__doc__ or "").splitlines()[0], arguments, megabytes=1000, rounds=6, wall=False, folder="", stall=False
+    )
     folder = Path(tempfile.mkdtemp(prefix="rowmesh-checkpoint-", dir=options.extra["folder"] or None))
     try:
-        measure(options, Report("checkpoint", options.output), folder)
+        run = checkpoint_stall.measure if options.extra["stall"] else measure
+        run(options, Report("checkpoint", options.output), folder)
     finally:
         shutil.rmtree(folder)
 

@@ -27,9 +27,10 @@ from rowmesh.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.ops.untraced import untraced
 from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
+from rowmesh.placement.address_map import Piece
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged, as_batch
-from rowmesh.tables import TableSpec, Tiers
+from rowmesh.tables import RowStore, TableSpec, Tiers
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
@@ -260,6 +261,11 @@ class EmbeddingCollection(TableModule):
         shard_group, exchange, number = self.engine.find_rows(table)
         pieces = [shard_group.share(piece) for piece in exchange.address_map.owned(number)]
         return [view for piece in pieces for view in views_of(exchange, piece)]
+
+    def stored_pieces(self, table: str) -> list[tuple[RowStore, Piece]]:
+        """The rows of `local_rows` as slots of the store that has them; for `checkpoint.snapshot`."""
+        shard_group, exchange, number = self.engine.find_rows(table)
+        return [(exchange.arena, shard_group.share(piece)) for piece in exchange.address_map.owned(number)]
 
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.

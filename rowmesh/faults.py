@@ -9,14 +9,15 @@ A test arms points in its own process (`arm`) or, for commands and ranks that it
 A fault is `POINT[@N][,rankR]=ACTION`: the N-th time (from 1; without it every time) that a process, or rank R alone,
 reaches the point. Actions: an errno's name raises that OSError; `kill` and `stop` send SIGKILL and SIGSTOP to the
 process, and a signal's name, such as `SIGTERM`, that one; `exit` ends it at once with status 7; `raise` raises
-RuntimeError; `hold:PATH` makes the file PATH and waits until PATH with `.go` behind it exists, so that a test acts at
-exactly this point.
+RuntimeError; `note:PATH` adds a line to a file, with the point, the process and times; `hold:PATH` makes the file PATH
+and waits until PATH with `.go` behind it exists, so that a test acts at exactly this point.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -83,16 +84,18 @@ def _parse(text: str) -> Iterator[_Fault]:
         if found is None:
             raise ValueError(f"{VARIABLE}: {part!r} is no fault; write POINT[@N][,rankR]=ACTION")
         at = None if found["at"] is None else int(found["at"])
-        yield _Fault(found["point"], at, found["rank"], _action(found["action"]))
+        yield _Fault(found["point"], at, found["rank"], _action(found["action"], found["point"]))
 
 
-def _action(name: str) -> Callable[[str], None]:
+def _action(name: str, point: str) -> Callable[[str], None]:
     if hasattr(errno, name):
         return lambda path: _raise_os_error(getattr(errno, name), path)
     if name in signal.Signals.__members__:
         return lambda path: os.kill(os.getpid(), signal.Signals[name])
     if name.startswith("hold:"):
         return lambda path: _hold(Path(name.removeprefix("hold:")))
+    if name.startswith("note:"):
+        return lambda path: _note(Path(name.removeprefix("note:")), point)
     try:
         return {
             "kill": lambda path: os.kill(os.getpid(), signal.SIGKILL),
@@ -110,6 +113,16 @@ def _raise_os_error(number: int, path: str) -> None:
 
 def _raise(path: str) -> None:
     raise RuntimeError("injected fault")
+
+
+def _note(path: Path, point: str) -> None:
+    import psutil  # nobody else needs it here
+
+    process = psutil.Process()
+    times = {"created_s": process.create_time(), "time_s": time.time()}
+    line = {"point": point, "rank": os.environ.get("RANK", "0"), "pid": process.pid, **times}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _hold(path: Path) -> None:

@@ -19,11 +19,12 @@ from rowmesh.placement import Plan
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, mesh: Mesh, transport: Any, plan: str | None) -> None:
+    def __init__(self, workload: Workload, mesh: Mesh, transport: Any, plan: str | None, wire_dtype: str = "") -> None:
         self._workload = workload
         torch.manual_seed(workload.seed + mesh.rank)  # gradients, which contestants must share to end with equal rows
         loaded = None if plan is None else Plan.load(Path(plan))
-        self._part = SparsePart.of(workload, mesh, transport, loaded, scattered=False)
+        narrow = getattr(torch, wire_dtype) if wire_dtype else None
+        self._part = SparsePart.of(workload, mesh, transport, loaded, scattered=False, wire_dtype=narrow)
         self._part.step(0)  # compiles
 
     def round(self) -> dict[str, Any]:

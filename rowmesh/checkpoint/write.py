@@ -81,7 +81,7 @@ class RowHolder(Protocol):
 def save(
     folder: Path,
     embeddings: RowHolder,
-    dense: Mapping[str, Any],
+    dense: Mapping[str, Any] | memoryview,
     *,
     metadata: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -95,7 +95,7 @@ def save(
         folder: where; made if need be. An interrupted write leaves the former checkpoint as it was, and a
             folder beside it that the next write removes.
         embeddings: whose rows and optimizer state to write.
-        dense: state dictionaries, for `torch.save`; rank 0's are written.
+        dense: state dictionaries, for `torch.save`, or what it wrote of them; rank 0's are written.
         metadata: JSON values for the manifest.
         group: the process group; None for a single process.
 
@@ -136,7 +136,7 @@ def _prepare(folder: Path, target: Path) -> None:
     sync_folder(folder)
 
 
-def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], rank: int) -> _Written:
+def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any] | memoryview, rank: int) -> _Written:
     parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "tensor_train":
@@ -153,7 +153,7 @@ def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any], r
             checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
         parts[table.name] = Part(rank, tuple(RowRange.of(piece.rows) for piece in pieces), files)
     if rank == 0:
-        checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dict(dense)), "checkpoint.write_dense")
+        checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
     reach("checkpoint.sync", target)
     sync_folder(target)
     return _Written(parts, checksums)
@@ -168,8 +168,11 @@ def _write_cores(target: Path, table: str, cores: Cores, checksums: dict[str, Ch
     return files
 
 
-def _write_dense(values: dict[str, Any], file: Any) -> None:
-    torch.save(values, file)
+def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
+    if isinstance(values, memoryview):
+        file.write(values)
+    else:
+        torch.save(dict(values), file)
 
 
 def _write_whole(file: _Output, array: npt.NDArray[Any]) -> None:

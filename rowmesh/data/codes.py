@@ -108,7 +108,7 @@ def encode_block(
     return columns
 
 
-def map_ids(ids: pa.Array, function: Callable[[pa.Array], NDArray[np.int32]]) -> pa.Array:
+def map_ids(ids: pa.Array, function: Callable[[pa.Array], NDArray[np.integer]]) -> pa.Array:
     """Applies a function to the ids of a column, or of its lists; a null list becomes an empty one."""
     if not pa.types.is_nested(ids.type):
         return pa.array(function(ids))

@@ -34,9 +34,9 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
                 table = pa.Table.from_batches([batch])
                 lines = np.arange(position + 1, position + 1 + batch.num_rows)
                 position += batch.num_rows
-                yield RawTable(table, lines, _row_text(table), position)
+                yield RawTable(table, lines, row_text(table), position)
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def num_rows(path: Path) -> int:
@@ -44,7 +44,7 @@ def num_rows(path: Path) -> int:
     try:
         return pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def multi_hot_columns(files: Sequence[Path], schema: Schema) -> tuple[bool, ...]:
@@ -93,7 +93,7 @@ def _read_forms(path: Path, schema: Schema) -> list[Form]:
     try:
         return column_forms(path, schema, pq.read_schema(path))
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
@@ -163,9 +163,9 @@ def _words(part: int, value: bool | str) -> str:
     return "lists" if value else "single ids"
 
 
-def _row_text(table: pa.Table) -> Callable[[int], str]:
+def row_text(table: pa.Table) -> Callable[[int], str]:
     return lambda row: json.dumps(table.slice(row, 1).to_pylist()[0], default=str)
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path}: cannot be read as Parquet: {error}")

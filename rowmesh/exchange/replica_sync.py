@@ -116,12 +116,20 @@ class ReplicaSync:
         self._updates: Sequence[Update] = ()
         self._num_calls = 0  # of `start`
         self._is_under_way = False
+        self._updated: int | None = 0  # after which operation rows are; None: amid an update
         self._digest = 0  # of the steps since the last synchronization, which other replicas have not seen
 
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers."""
         return sum(group.num_bytes for group in self._groups)
+
+    def rows_after(self, steps: int) -> bool:
+        """Whether the rows here are those after so many steps, of replicas that are exact, wherever this is asked.
+
+        Gradients of a later step may be under way: rows change when those of all replicas have come.
+        """
+        return self._updated == steps
 
     def begin(self, updates: Sequence[Update], step: Step) -> bool:
         """After gradients were pushed within this rank's replica; what is sent travels until `finish`.
@@ -150,6 +158,7 @@ class ReplicaSync:
         if self._is_under_way:
             self._is_under_way = False
             self._receive()
+            self._updated = self._operation
 
     def forget(self) -> None:
         """Takes the rows of this rank as equal to those of the other replicas."""
@@ -173,9 +182,10 @@ class ReplicaSync:
         if self._strategy == "owners":
             self._reduce()
         elif self._strategy != "whole":
-            for group, update in zip(self._groups, self._updates, strict=True):
-                if any(group.counts):
-                    group.rows.combine(self._received(group), update)
+            due = self._due()
+            self._updated = None
+            for group, update, deltas in due:
+                group.rows.combine(deltas, update)
 
     def _count(self, own: Sequence[Sequence[int]]) -> None:
         """Learns how many rows each replica sends this one of each group.
@@ -255,10 +265,16 @@ class ReplicaSync:
         self._count([[len(group.own) for group in self._groups]])
         for group in self._groups:
             self._gather(group)
-        for group, update in zip(self._groups, self._updates, strict=True):
-            if any(group.counts):
-                for delta in self._received(group):
-                    group.rows.accept(delta, update)
+        due = self._due()
+        self._updated = None
+        for group, update, deltas in due:
+            for delta in deltas:
+                group.rows.accept(delta, update)
+
+    def _due(self) -> list[tuple[_Group, Update, list[Delta]]]:
+        """What came for all groups, before any row changes: where a replica is lost, all rows stay as they were."""
+        groups = [pair for pair in zip(self._groups, self._updates, strict=True) if any(pair[0].counts)]
+        return [(group, update, self._received(group)) for group, update in groups]
 
     def _received(self, group: _Group) -> list[Delta]:
         """What each replica sent, once it is here; of this rank's own what it has."""

@@ -278,6 +278,10 @@ class ShardGroup:
         if self.synchronizer is not None:
             self.synchronizer.finish()
 
+    def rows_after(self, steps: int) -> bool:
+        """Whether the rows here are those after so many steps; see `ReplicaSync.rows_after`."""
+        return self.synchronizer is not None and self.synchronizer.rows_after(steps)
+
     def share(self, piece: Piece) -> Piece:
         """The rows of a piece that count as this replica's: each row counts for one replica only."""
         first, end = (len(piece.rows) * number // self.replicas for number in (self._replica, self._replica + 1))
@@ -409,11 +413,16 @@ class ShardGroups:
         Raises:
             KeyError: there is no such table.
         """
+        found = self.place_of(table)
+        found[0].flush_own()
+        return found
+
+    def place_of(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
+        """The same, with what this rank holds of it as it is, and no waiting."""
         for each in self.all:
             for exchange in each.exchanges:
                 for number, spec in enumerate(exchange.group.tables):
                     if spec.name == table:
-                        each.flush_own()
                         return each, exchange, number
         names = [spec.name for exchange in self.exchanges for spec in exchange.group.tables]
         raise KeyError(f"no table {table!r}; there are {names}")

@@ -136,9 +136,14 @@ def _remove_left(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     is_folder = folder.is_dir() and not folder.is_symlink()
-    if not is_folder or (any(folder.iterdir()) and Manifest.read(folder) is None):
+    if not is_folder or (Manifest.read(folder) is None and not all(map(_is_begun_manifest, folder.iterdir()))):
         raise RowmeshError(f"{folder} is in the way, and rowmesh did not write it; move it elsewhere")
     shutil.rmtree(folder)
+
+
+def _is_begun_manifest(path: Path) -> bool:
+    """Whether it is what a crash leaves of the first file of a folder."""
+    return path.name.startswith(f".{MANIFEST}.") and path.name.endswith(".partial")
 
 
 def _disk_full(target: Path) -> RowmeshError:

@@ -27,7 +27,7 @@ from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
 from rowmesh.mesh.joining import CERTAIN_S, join, meet
 from rowmesh.mesh.patience import LOOK_S, Stopwatch, patiently
 from rowmesh.mesh.processes import state_of
-from rowmesh.mesh.roll_call import RollCall, forget_store
+from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
 
 T = TypeVar("T")
 
@@ -105,6 +105,7 @@ class Mesh:
         group = dist.group.WORLD
         _check_backend(group)
         identities = meet(group, timeout_s)
+        keep_store()
         first_seen = list(dict.fromkeys(host for host, _ in identities))
         mesh = Mesh(
             rank=dist.get_rank(group),

@@ -55,6 +55,11 @@ class RollCall:
             return None
 
 
+def keep_store() -> None:
+    """Connects to the store while it is there: to one whose process is gone, connecting takes the whole timeout."""
+    _copy_of(_get_default_store())
+
+
 def forget_store() -> None:
     """Lets go of the store, for the time when the process group ends."""
     _copies.clear()

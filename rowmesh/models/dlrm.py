@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.models.interaction import DotInteraction
+from rowmesh.models.layers import Projection, check_positive, mlp
+from rowmesh.models.protocol import Vectors
 
 
 class DLRM(nn.Module):
@@ -66,9 +67,9 @@ class DLRM(nn.Module):
         self.interact = DotInteraction()
         self.bottom_widths = (num_dense, *bottom, dim) if num_dense else (dim,)
         self.top_widths = (dim + num_features * (num_features + 1) // 2, *top, num_labels)
-        self.bottom = _mlp(self.bottom_widths, relu_last=True) if num_dense else None
+        self.bottom = mlp(self.bottom_widths, relu_last=True) if num_dense else None
         self.stand_in = None if num_dense else nn.Parameter(torch.randn(dim) * dim**-0.5)
-        self.top = _mlp(self.top_widths, relu_last=False)
+        self.top = mlp(self.top_widths, relu_last=False)
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         """Logits `[B]`, or `[B, L]` of several labels, from `dense` `[B, num_dense]` and `embeddings` `[B, F, D]`."""
@@ -82,29 +83,55 @@ class DLRM(nn.Module):
         return self.stand_in.expand(embeddings.shape[0], -1)
 
 
-def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
-    """Linear layers with a ReLU after each, the last one by choice."""
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        linear = nn.Linear(fan_in, fan_out)
-        nn.init.normal_(linear.weight, std=(2 / (fan_in + fan_out)) ** 0.5)
-        nn.init.normal_(linear.bias, std=fan_out**-0.5)
-        layers += [linear, nn.ReLU()]
-    return nn.Sequential(*(layers if relu_last else layers[:-1]))
-
-
 def _check_sizes(
     num_dense: int, num_features: int, dim: int, bottom: Sequence[int], top: Sequence[int], num_labels: int
 ) -> None:
-    sizes = {
-        "num_features": [num_features],
-        "dim": [dim],
-        "bottom": bottom,
-        "top": top,
-        "num_labels": [num_labels],
-    }
-    for name, values in sizes.items():
-        if any(size < 1 for size in values):
-            raise ConfigurationError(f"dlrm: {name} must be positive, got {list(values)}")
+    check_positive("dlrm", num_features=num_features, dim=dim, bottom=bottom, top=top, num_labels=num_labels)
     if num_dense < 0:
         raise ConfigurationError(f"dlrm: num_dense must be 0 or more, got {num_dense}")
+
+
+class ProjectedDLRM(nn.Module):
+    """DLRM over tables of different dims: each vector is projected to one width first.
+
+    Args:
+        dims: D of the vector of every feature, by name.
+        num_dense: number of dense features, 0 or more.
+        labels: names of the labels, each of which gets a logit.
+        width: of the projected vectors; default: the largest D.
+        bottom, top: as for `DLRM`.
+
+    Raises:
+        ConfigurationError: a size is not positive.
+
+    Example:
+        >>> from rowmesh.embeddings import Embeddings
+        >>> model = ProjectedDLRM(dims={"user": 4, "item": 2}, num_dense=3, bottom=[8], top=[8])
+        >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})).shape
+        torch.Size([5])
+    """
+
+    def __init__(
+        self,
+        *,
+        dims: Mapping[str, int],
+        num_dense: int,
+        labels: Sequence[str] = ("label",),
+        width: int | None = None,
+        bottom: Sequence[int] = (512, 256, 64),
+        top: Sequence[int] = (512, 256),
+    ) -> None:
+        super().__init__()
+        self.projection = Projection(dims, width)
+        self.dlrm = DLRM(
+            num_dense=num_dense,
+            num_features=len(dims),
+            dim=self.projection.width,
+            bottom=bottom,
+            top=top,
+            num_labels=len(labels),
+        )
+
+    def forward(self, dense: Tensor, embeddings: Vectors) -> Tensor:
+        """Logits `[B]`, or `[B, L]` of several labels, from `dense` `[B, num_dense]` and the vectors."""
+        return self.dlrm(dense, self.projection(embeddings))

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from rowmesh.observe.records import RecordFile
 
+_TAIL_BYTES = 1 << 16  # more than a line has
+
 
 class JsonLines:
     """Writes records to a file, one JSON object a line, each at once.
@@ -80,6 +82,18 @@ def cut_after(path: Path, step: int) -> None:
                 end = begin
         file.truncate(end)
         os.fsync(file.fileno())
+
+
+def last_step(path: Path) -> int:
+    """The step of the last whole line; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
 
 
 def _is_up_to(line: bytes, step: int) -> bool:

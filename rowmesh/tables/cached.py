@@ -45,7 +45,7 @@ from rowmesh.tables.cache import Cache, TierCounters
 from rowmesh.tables.cache_memory import CHUNK, CacheMemory, Copier
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.row_arrays import InitialRows, RowArrays
-from rowmesh.tables.row_store import Piece
+from rowmesh.tables.row_store import Piece, Watcher
 from rowmesh.tables.versions import Versions
 
 _LOOK_S = 0.1  # how often a batch that waits for others checks whether it still may
@@ -465,6 +465,11 @@ class CachedArena:
         with self._turn():
             self._cache.flush()
             self.store.flush()
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Has a function called before every update of pinned rows; see `RowStore`."""
+        slots, arena = self._cache.table.slots, self.memory.arena
+        arena.watch(None if watcher is None else lambda places, _: watcher(slots[places], places))
 
     def close(self) -> None:
         """Stops the thread and closes the store, without writing what is left; may be called again.

@@ -12,11 +12,11 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.initialize import initialize
 from rowmesh.ops.memory import Buffer
-from rowmesh.ops.merge_update import Merged, update
+from rowmesh.ops.merge_update import HostMerged, Merged, update
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import table_key
-from rowmesh.tables.row_store import Piece
+from rowmesh.tables.row_store import Piece, Watcher
 
 MOST_DEVICE_SLOTS = 2**31 - 1  # kernels of devices read slots as signed 32-bit numbers
 
@@ -70,6 +70,7 @@ class DenseArena:
             if initial := optimizer.initial_state[name]:
                 state.fill_(initial)
         self.address: int = self.rows.data_ptr()  # of slot 0, for kernels of the host
+        self._watcher: Watcher | None = None
 
     def _room(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """Zeros; of the host's memory no page is touched."""
@@ -93,6 +94,9 @@ class DenseArena:
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
+        if self._watcher is not None and isinstance(merged, HostMerged):
+            slots = merged.slots[slice(*(part or (None,)))]
+            self._watcher(slots, slots)
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)
 
@@ -110,6 +114,10 @@ class DenseArena:
 
     def _index(self, slots: np.ndarray) -> Tensor:
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Has a function called before every update; see `RowStore`."""
+        self._watcher = watcher
 
     def close(self) -> None:
         """No-op: memory is freed with the last tensor that refers to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.ops.merge_update import Merged
+
+Watcher = Callable[[np.ndarray, np.ndarray], None]
+"""Gets distinct slots, and where in `RowStore.rows` they are, before the rows there are updated."""
 
 
 class Piece(Protocol):
@@ -82,6 +85,10 @@ class RowStore(Protocol):
         Raises:
             RowmeshError: they cannot be written; names the file.
         """
+        ...
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Has a function called before every update in the host's memory; None: no more."""
         ...
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ class CheckpointConfig(Section):
         every_minutes: minutes between two checkpoints, by the clock of rank 0; 0: none by time.
         keep_last: how many of the newest stay.
         keep_every: those after a multiple of so many steps stay besides; 0: none does.
+        asynchronous: whether training goes on while one is written, where rows are in the host's memory and replicas do
+            not differ; else it waits.
         folder: where they are; empty: `checkpoints` in the run's folder.
         on_failure: what a checkpoint that cannot be written does: a line, and training goes on (continue), or the run
             ends (stop).
@@ -27,6 +29,7 @@ class CheckpointConfig(Section):
     every_minutes: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
     keep_last: Positive = 2
     keep_every: Count = 0
+    asynchronous: bool = False
     folder: Folder = ""
     on_failure: Literal["continue", "stop"] = "continue"
     grace_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 25.0

@@ -8,11 +8,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
+from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, Series, remove
+from rowmesh.errors import PeerError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
@@ -24,6 +28,7 @@ from rowmesh.train.run_folder import CONFIG, UNFINISHED, RunFolder
 from rowmesh.train.together import on_rank_0
 
 WRITING = "writing a checkpoint"
+LOOK_S = 0.1
 
 
 def series_of(config: Config, run: RunFolder) -> Series:
@@ -40,20 +45,67 @@ def places_of(run: Path) -> list[Path]:
     return places
 
 
+class _UnderWay(NamedTuple):
+    """A checkpoint that is being written in the background."""
+
+    step: int
+    place: Path
+    started_s: float
+    save: BackgroundSave
+
+
 class Checkpoints:
-    """Writes them, and removes those that are not to stay. Every rank makes one.
+    """Writes them, and removes those that are not to stay. Every rank makes one; at the end of the block none is left.
+
+    With `checkpoint.asynchronous` one is written while training goes on. The next waits for it, so that there is never
+    more than one under way, and ranks need not agree on leaving one out.
 
     Args:
         job: what is trained; its rows are the source that is written.
         run: the folder.
         log: prints a line for the user.
         last: after which step the newest is.
+
+    Attributes:
+        series: where they are.
     """
 
     def __init__(self, job: Job, run: RunFolder, log: Callable[[str], None], last: int = 0) -> None:
         self._job, self._run, self._log, self.last, self._tried = job, run, log, last, last
         self._config = job.config.checkpoint
-        self._series = series_of(job.config, run)
+        self.series = series_of(job.config, run)
+        self._under_way: _UnderWay | None = None
+        self._group: Any = None
+        self._is_asynchronous = self._config.is_on and self._config.asynchronous
+        if self._is_asynchronous and (reason := why_not_asynchronous(job)):
+            self._is_asynchronous = False
+            log(f"checkpoints are written between steps, not asynchronously: {reason}")
+        if self._is_asynchronous:
+            self._group = job.mesh.with_process_group("checkpoints").group
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Where training failed, one under way has `grace_s` to get on disk: its rows are still those of its step."""
+        if self._under_way is None:
+            return
+        is_lost = isinstance(error, PeerError | Terminated) or bool(self._job.mesh.dead_ranks())
+        is_written = False
+        if not is_lost:
+            with contextlib.suppress(Exception):  # the error of the block is the one to be seen
+                is_written = self._under_way.save.wait(self._config.grace_s)
+        if not is_written:
+            self.drop()
+
+    def drop(self) -> None:
+        """Ends the one that is being written, if there is one, and removes what there is of it."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        under_way.save.cancel()
+        if self._job.mesh.rank == 0 and not (under_way.place / MANIFEST).exists():
+            remove(under_way.place)
 
     def may_write(self, step: int) -> bool:
         """Whether one could be written after a step: not while replicas that are averaged differ."""
@@ -66,8 +118,10 @@ class Checkpoints:
         is_time = every > 0 and step // every > self._tried // every
         return step != self.last and (is_asked or is_time)
 
-    def write(self, step: int, state: Mapping[str, Any], *, has_best: bool) -> bool:
-        """Writes one, with nothing under way; returns whether it is on disk. Collective: every rank calls it.
+    def write(self, step: int, state: Mapping[str, Any], *, has_best: bool) -> None:
+        """Writes one, with nothing under way, or begins to: `wait` then says when `last` is it.
+
+        Collective: every rank calls it. One that is still being written is waited for before.
 
         Args:
             step: after which it is.
@@ -75,21 +129,58 @@ class Checkpoints:
             has_best: whether the best model so far is part of it.
 
         Raises:
-            CheckpointWriteError: it cannot be written, and `checkpoint.on_failure` is "stop".
+            CheckpointWriteError: it cannot be written, or the one before could not, and `checkpoint.on_failure` is
+                "stop".
         """
-        mesh, place, started_s = self._job.mesh, self._series.at(step), time.perf_counter()
+        self.wait()
+        mesh, place, started_s = self._job.mesh, self.series.at(step), time.perf_counter()
+        embeddings, metadata = self._job.embeddings, self.metadata(step)
         self._tried = step
         try:
             on_rank_0(mesh, WRITING, lambda: self._begin(place, has_best))
-            checkpoint.save(place, self._job.embeddings, state, metadata=self._metadata(step), group=mesh.group)
+            if self._is_asynchronous:
+                save = BackgroundSave(place, embeddings, state, metadata=metadata, group=self._group)
+                self._under_way = _UnderWay(step, place, started_s, save)
+                return
+            checkpoint.save(place, embeddings, state, metadata=metadata, group=mesh.group)
         except (OSError, CheckpointWriteError) as error:
-            on_rank_0(mesh, WRITING, lambda: self._clean(place))
-            self._fail(step, error)
+            self._fail(step, place, error)
+        else:
+            self._finish(step, place, started_s)
+
+    def poll(self) -> bool:
+        """Looks at the one that is being written, without waiting; for every step.
+
+        Returns:
+            Whether it could not be, and the run is to stop: all ranks must come to `wait` for that.
+        """
+        under_way = self._under_way
+        if under_way is None or not under_way.save.is_done:
             return False
-        self.last = step
-        on_rank_0(mesh, WRITING, self._prune)
-        self._log(f"checkpoint after step {step:,} in {time.perf_counter() - started_s:.1f} s: {place}")
-        return True
+        if under_way.save.error is not None and self._config.on_failure == "stop":
+            return True
+        self.wait()
+        return False
+
+    def wait(self) -> None:
+        """Waits until the one that is being written is on disk, or could not be.
+
+        Raises:
+            CheckpointWriteError: it could not, and `checkpoint.on_failure` is "stop".
+        """
+        under_way = self._under_way
+        if under_way is None:
+            return
+        reach("checkpoint.wait", under_way.place)
+        try:
+            while not under_way.save.wait(LOOK_S):  # in pieces: a signal is heeded between them
+                pass
+        except (OSError, CheckpointWriteError) as error:
+            self._under_way = None
+            self._fail(under_way.step, under_way.place, error)
+        else:
+            self._under_way = None
+            self._finish(under_way.step, under_way.place, under_way.started_s)
 
     def farewell(self, step: int, number: int, *, is_written: bool) -> str:
         """A line for the user where a signal ends the run."""
@@ -108,15 +199,18 @@ class Checkpoints:
             place.mkdir(parents=True)
             link_tree(self._run.best, place / BEST)
 
-    def _clean(self, place: Path) -> None:
-        if place.exists() and self._series.at(self.last) != place:
+    def _finish(self, step: int, place: Path, started_s: float) -> None:
+        """One is on disk: older ones go."""
+        self.last = step
+        if self._job.mesh.rank == 0:
+            with contextlib.suppress(OSError):  # the next one removes what stays
+                self.series.prune(self._config.keep_last, self._config.keep_every)
+        self._log(f"checkpoint after step {step:,} in {time.perf_counter() - started_s:.1f} s: {place}")
+
+    def _fail(self, step: int, place: Path, error: OSError | CheckpointWriteError) -> None:
+        """One cannot be written: what there is of it goes, and that is said."""
+        if self._job.mesh.rank == 0 and place.exists() and self.series.at(self.last) != place:
             remove(place)
-
-    def _prune(self) -> None:
-        with contextlib.suppress(OSError):  # the next one removes what stays
-            self._series.prune(self._config.keep_last, self._config.keep_every)
-
-    def _fail(self, step: int, error: OSError | CheckpointWriteError) -> None:
         reason = described(error) if isinstance(error, OSError) else str(error)
         last = f"the last is of step {self.last:,}" if self.last else "there is none yet"
         text = f"the checkpoint after step {step:,} cannot be written, {last}: {reason}"
@@ -124,7 +218,7 @@ class Checkpoints:
             raise CheckpointWriteError(f"{text} (checkpoint.on_failure is stop)") from error
         self._log(f"{text}; training goes on")
 
-    def _metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, step: int) -> dict[str, Any]:
         """What is known before anything else is read: whether a run can go on from it, and under which plan."""
         job = self._job
         return {
@@ -136,6 +230,15 @@ class Checkpoints:
             "config": anchored(job.config).model_dump(exclude_none=True),
             "plan": job.embeddings.plan.to_json(),
         }
+
+
+def why_not_asynchronous(job: Job) -> str:
+    """Why checkpoints of a job cannot be written while it trains; "" where they can."""
+    if job.embeddings.device.type != "cpu" or job.embeddings.engine.options.device is not None:
+        return f"rows are on {job.embeddings.device}"
+    if job.config.parallel.synchronization != "exact":
+        return "replicas that are averaged change rows by messages too"
+    return ""
 
 
 def restore_best(run: RunFolder, saved: Path | None) -> None:

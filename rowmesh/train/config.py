@@ -9,11 +9,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rowmesh.models.named import NAMED
+from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
 from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section
 from rowmesh.train.table_config import TablesConfig
 
 T = TypeVar("T", int, float)
+MODELS = ("dlrm", *NAMED)
 
 
 def chosen(value: T | Auto) -> T:
@@ -26,10 +29,10 @@ def _model_name(name: str) -> str:
     module, colon, attribute = name.partition(":")
     is_file = module.endswith(".py")
     is_module = not is_file and all(part.isidentifier() for part in module.split("."))
-    if name == "dlrm" or (colon and is_module and attribute.isidentifier()):
+    if name in MODELS or (colon and is_module and attribute.isidentifier()):
         return name
-    form = "'dlrm', or a class of your own as 'package.module:Class'"
-    raise ValueError(f"should be {form}{', without .py' if is_file else ''}, got {name!r}")
+    form = f"one of {', '.join(MODELS)}, or a class of your own as 'package.module:Class'"
+    raise ValueError(f"should be {form}{', without .py' if is_file else ''}, got {name!r}{hint(name, MODELS)}")
 
 
 class RunConfig(Section):
@@ -77,10 +80,11 @@ class ModelConfig(Section):
     """The dense network.
 
     Attributes:
-        name: "dlrm", or `package.module:Class`, a user's own; `rowmesh.models.Model` says what it looks like.
+        name: dlrm, dcn_v2, deep_fm, wide_and_deep, two_tower, shared_bottom, mmoe, or `package.module:Class`, a user's
+            own; `rowmesh.models.Model` says what it looks like.
         bottom: of dlrm: hidden widths of the MLP over the dense features.
         top: of dlrm: hidden widths of the MLP over the interactions.
-        options: of a user's own: keyword arguments of the class.
+        options: of all others: keyword arguments of the class.
     """
 
     name: Annotated[str, AfterValidator(_model_name)] = "dlrm"
@@ -93,13 +97,18 @@ class ModelConfig(Section):
         """Whether it is a user's class."""
         return ":" in self.name
 
+    @property
+    def is_dlrm(self) -> bool:
+        """Whether it is DLRM, whose widths are keys of their own."""
+        return self.name == "dlrm"
+
     @model_validator(mode="after")
     def _has_its_own_keys(self) -> Self:
-        if not self.is_own and self.options:
-            raise ValueError(f"options {', '.join(self.options)} are for a class of your own; dlrm has bottom and top")
+        if self.is_dlrm and self.options:
+            raise ValueError(f"options {', '.join(self.options)} are for other models; dlrm has bottom and top")
         fields = type(self).model_fields
         given = [key for key in ("bottom", "top") if getattr(self, key) != fields[key].default]
-        if self.is_own and given:
+        if not self.is_dlrm and given:
             raise ValueError(f"{' and '.join(given)}: of dlrm alone; give what {self.name} takes as model.options")
         return self
 
@@ -162,6 +171,8 @@ class TrainConfig(Section):
             parameters and optimizer state stay as they are.
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
+        progressive_every: steps of a window whose samples have metrics of their own, predicted before they are trained
+            on; 0: none.
         log_every: steps between lines of `metrics.jsonl`.
         clip_grad_norm: what the norm of all gradients of a step, those of rows too, may be; 0: any.
     """
@@ -178,6 +189,7 @@ class TrainConfig(Section):
     linear: Literal["auto", "torch", "onednn"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     eval_every: Count | Auto = AUTO
+    progressive_every: Count = 0
     log_every: Positive = 50
     clip_grad_norm: Rate = 0.0
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from rowmesh.faults import reach
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.evaluation import AllPredictions, Evaluation
 from rowmesh.train.gradients import share_buffers
@@ -35,6 +36,7 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
     with torch.no_grad(), naming_lost_peers(job.mesh, doing):
         share_buffers(job.network, job.mesh, doing)
         for number, batch in enumerate(job.loader(split)):
+            reach("evaluate.batch")
             check_batch(batch, job.data.schema, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels, batch.weights)
             on_batch(number + 1)

@@ -198,6 +198,13 @@ def cut(parameters: Sequence[torch.Tensor], least_bytes: int) -> tuple[list[int]
     return [*bounds, end], buckets
 
 
+def saved_buffers(network: nn.Module) -> list[torch.Tensor]:
+    """What a network saves beside its parameters, running means say."""
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    saved = network.state_dict()
+    return [tensor for name, tensor in saved.items() if name not in parameters and isinstance(tensor, torch.Tensor)]
+
+
 def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:
     """Gives all ranks the saved buffers of rank 0, such as running means, which each rank updates by its own samples.
 
@@ -208,9 +215,7 @@ def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:
         mesh: the ranks.
         doing: what this is for, for the message of a PeerError.
     """
-    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-    saved = network.state_dict()
-    buffers = [tensor for name, tensor in saved.items() if name not in parameters and isinstance(tensor, torch.Tensor)]
+    buffers = saved_buffers(network)
     if mesh.group is None or not buffers:
         return
     for buffer in buffers:

@@ -96,8 +96,10 @@ def check_graphs(config: Config) -> None:
         obstacle = "needs a GPU, and torch.cuda.is_available() is false: interpreted kernels cannot be recorded"
     elif not config.pipeline.is_off:
         obstacle = "cannot be combined with a pipeline, whose threads use the GPU while it is recorded"
-    elif config.model.is_own:
+    elif not config.model.is_dlrm:
         obstacle = f"records dlrm alone, and model.name is {config.model.name}"
+    elif len({table.dim for table in tables}) > 1:
+        obstacle = "records dlrm over tables of one dim alone, and the configuration has several"
     elif any(table.storage == "tiered" for table in tables):
         obstacle = "cannot be combined with tiered tables, whose threads use the GPU while it is recorded"
     if obstacle:

@@ -27,7 +27,7 @@ from rowmesh.train.own_model import OwnModel, make_own
 from rowmesh.train.placement import Placement
 from rowmesh.train.precision import check_precision, computing_in
 from rowmesh.train.splits import Part
-from rowmesh.train.tables import common_dim, table_specs
+from rowmesh.train.tables import table_specs
 from rowmesh.train.targets import Target, targets_of, total_loss
 
 
@@ -43,7 +43,7 @@ class Job:
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
         linear: how the network's linear layers are computed.
-        own: the network as a user's model, where it is one.
+        own: the network and its loss, where it takes vectors by feature: all but DLRM over tables of one dim.
         targets: what it predicts, one for each label.
     """
 
@@ -67,7 +67,7 @@ class Job:
         Args:
             dense: `[B, …]`, their dense features.
             embeddings: their vectors.
-            network: what computes them in place of the network, unless that is a user's.
+            network: what computes them in place of the network, where that is DLRM over tables of one dim.
         """
         dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
         with self.linear(), computing_in(self.config.train.precision):
@@ -116,7 +116,7 @@ def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, t
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
     targets = targets_of(config, data)
-    own = own_model(config, data, tables) if config.model.is_own else None
+    own = own_model(config, data, tables) if takes_vectors(config, tables) else None
     network = own.network if own else make_network(config, data).to(dtype)
     transport = config.parallel.transport
     synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
@@ -142,20 +142,25 @@ def _linear(config: Config, mesh: Mesh, network: nn.Module) -> FastLinear:
     return fast_linear(network, chosen(config.data.batch_size), mesh=mesh, use=config.train.linear)
 
 
+def takes_vectors(config: Config, tables: Sequence[TableSpec]) -> bool:
+    """Whether the network takes vectors by feature, as all but DLRM over tables of one dim do."""
+    return not config.model.is_dlrm or len({table.dim for table in tables}) > 1
+
+
 def own_model(config: Config, data: Prepared, tables: Sequence[TableSpec]) -> OwnModel:
-    """A user's model for a data set."""
+    """A model that takes vectors by feature, for a data set."""
     targets, weighted = targets_of(config, data), data.schema.weight is not None
     dtype = network_dtype(tables)
     return make_own(config.model, tables, data.num_dense, dtype, targets, weighted=weighted)
 
 
 def make_network(config: Config, data: Prepared) -> DLRM:
-    """DLRM for a data set, in torch's usual precision."""
+    """DLRM for a data set whose tables have one dim, in torch's usual precision."""
     tables = table_specs(config.tables, data)
     return DLRM(
         num_dense=data.num_dense,
         num_features=sum(len(table.features) for table in tables),
-        dim=common_dim(tables),
+        dim=tables[0].dim,
         bottom=config.model.bottom,
         top=config.model.top,
         num_labels=len(data.schema.labels),

@@ -6,6 +6,8 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from rowmesh.train.graphs import training_network
 from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
+from rowmesh.train.progressive import Progressive
 from rowmesh.train.random_states import random_states, set_random_states
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
@@ -40,6 +43,7 @@ from rowmesh.train.schedule import go_on, make_scheduler
 from rowmesh.train.splits import training_source, validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 from rowmesh.train.stopping import EarlyStopping
+from rowmesh.train.survivors import Standing, Survivors
 from rowmesh.train.targets import is_click
 from rowmesh.train.together import summed
 
@@ -73,10 +77,12 @@ class Trainer:
         self._embedding_optimizer = EmbeddingOptimizer(job.embeddings)
         self._optimizers: list[Optimizer] = [self._dense_optimizer, self._embedding_optimizer]
         self._losses = Losses(job.embeddings.device)
+        self._progressive = Progressive(job, config.train.progressive_every)
         self._memory, self._clock = MemoryGauge(), StepClock()
         self._lrs: dict[str, float] = {}
         self._resumed: Mapping[str, Any] | None = None
         self._batch_weight = 0.0
+        self._is_between = True  # two steps; not between the last of a step and what follows it, a line say
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
     def run(self, run: RunFolder) -> None:
@@ -93,11 +99,14 @@ class Trainer:
             naming_lost_peers(self.job.mesh, "training"),
             configured_drift(self.job) as drift,
             self._requests.heeding_signals(),
+            Checkpoints(self.job, run, log.progress.write, self.step) as checkpoints,
+            ExitStack() as stack,
         ):
             steps = self._make_steps(drift is not None, log)
             best = BestModel(self.job, run, log.progress.write)
-            checkpoints = Checkpoints(self.job, run, log.progress.write, self.step)
             interval = self._go_on(best, drift)
+            survivors = Survivors(self.job, run, checkpoints, drift, self._requests)
+            stack.enter_context(survivors.saving(lambda: self._standing(interval), partial(self._whole_state, best)))
             self._clock.begin()
             for batch, loss in steps(self._batches(), 0 if self.stopping.is_over else self.total_steps - self.step):
                 reach("loop.step")
@@ -106,6 +115,9 @@ class Trainer:
                 interval.samples += len(batch.labels)
                 interval.steps += 1
                 log.step(self.step)
+                if (window := self._progressive.after_step(self.step)) is not None:
+                    log.window(self.step, window.as_record())
+                self._requests.is_urgent = checkpoints.poll()
                 if drift is not None and (text := drift.after_step(batch.sparse)):
                     log.progress.write(f"drift after step {self.step}: {text}")
                 if self._is_due(self.config.train.log_every):
@@ -121,9 +133,11 @@ class Trainer:
                 if checkpoints.may_write(self.step) and self._is_asked(checkpoints):
                     steps.wait()
                     self._checkpoint(checkpoints, log, interval, best, drift)
+                self._is_between = True
                 self._clock.begin()
             if self._requests.agree():
                 self._checkpoint(checkpoints, log, interval, best, drift)
+            checkpoints.wait()
             steps.finish(run.trace)
         self.trained_steps = self.step
         if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:
@@ -174,6 +188,7 @@ class Trainer:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
         total = self.job.loss(logits, labels, weights)
         known = self._losses.add(total, self._where)
+        self._progressive.add(logits, labels, weights)
         self.local_loss(total).backward()
         return known
 
@@ -187,6 +202,7 @@ class Trainer:
         self._clock.lap("update")
         if not most:
             self._average()
+        self._is_between = False
         self._dense_optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
@@ -278,9 +294,16 @@ class Trainer:
         best.kept_step = progress["best_step"]
         if drift is not None and progress["drift"] is not None:
             drift.load_state_dict(progress["drift"])
+        if progress.get("window") is not None:  # in checkpoints of earlier versions and of survivors there is none
+            self._progressive.load_state_dict(progress["window"])
         states = progress["random_states"]
         set_random_states(states[mesh.rank % len(states)], self.job.embeddings.device)
         return Interval.resumed(progress["intervals"], mesh.rank, mesh.world_size)
+
+    def _standing(self, interval: Interval) -> Standing:
+        """What this rank stands at, wherever it is."""
+        lines = [self.step - self.step % every for every in (self.config.train.log_every, self._eval_every) if every]
+        return Standing(self.step, self._is_between, interval.to_plain(self._loader.waited_s), max(lines))
 
     def _is_asked(self, checkpoints: Checkpoints) -> bool:
         return self._requests.end or checkpoints.is_due(self.step, is_asked=self._requests.checkpoint)
@@ -288,29 +311,50 @@ class Trainer:
     def _checkpoint(
         self, checkpoints: Checkpoints, log: RunLog, interval: Interval, best: BestModel, drift: Drift | None
     ) -> None:
-        """Writes a checkpoint; ends the run where that is asked for. The time it takes is not that of steps."""
+        """Writes a checkpoint, or begins to; ends the run where that is asked for. Steps are not charged for it."""
         started_s = time.perf_counter()
+        checkpoints.wait()
         interval.loss += self._losses.rest()
         log.sync()
-        is_written = checkpoints.last == self.step
-        if not is_written:
+        if checkpoints.last != self.step:
             own = [interval.to_plain(self._loader.waited_s), random_states(self.job.embeddings.device)]
             intervals, states = zip(*gather_objects(self.job.mesh, own, WRITING), strict=True)
-            progress = {
-                "loader": self._loader.state_after(self.step),
-                "intervals": list(intervals),
-                "random_states": list(states),
-                "best_step": best.kept_step,
-                "drift": None if drift is None else drift.state_dict(),
-            }
-            state = {**self.state_dict(), "progress": progress}
-            is_written = checkpoints.write(self.step, state, has_best=best.kept_step > 0)
+            state = self._whole_state(
+                best,
+                list(intervals),
+                list(states),
+                drift=None if drift is None else drift.state_dict(),
+                window=self._progressive.state_dict(),
+            )
+            checkpoints.write(self.step, state, has_best=best.kept_step > 0)
         log.skip()
         self._requests.done()
         interval.started_s += time.perf_counter() - started_s
         if self._requests.end:
+            checkpoints.wait()
+            is_written = checkpoints.last == self.step
             log.progress.write(checkpoints.farewell(self.step, self._requests.signal, is_written=is_written))
             raise Preempted if is_written else Terminated(self._requests.signal or signal.SIGTERM)
+
+    def _whole_state(
+        self,
+        best: BestModel,
+        intervals: list[list[float]],
+        states: list[dict[str, Any]],
+        *,
+        drift: object = None,
+        window: object = None,
+    ) -> dict[str, Any]:
+        """All that a checkpoint has beside the rows; of each rank its interval and its random states."""
+        progress = {
+            "loader": self._loader.state_after(self.step),
+            "intervals": intervals,
+            "random_states": states,
+            "best_step": best.kept_step,
+            "drift": drift,
+            "window": window,
+        }
+        return {**self.state_dict(), "progress": progress}
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch."""

@@ -7,7 +7,7 @@ import torch
 from rowmesh.data import Prepared
 from rowmesh.models import DLRM
 from rowmesh.train.config import Config, OptimizerConfig, chosen
-from rowmesh.train.job import make_network, network_dtype, own_model
+from rowmesh.train.job import make_network, network_dtype, own_model, takes_vectors
 from rowmesh.train.tables import table_specs
 
 _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}
@@ -20,7 +20,7 @@ _SUMMED = 4
 def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bool) -> int:
     """Parameters, gradients and optimizer state, and about what a batch leaves in the network for its gradients.
 
-    A user's model is made to be counted, and what a batch leaves in it is not known.
+    A model that takes vectors by feature is made to be counted, and what a batch leaves in it is not known.
 
     Args:
         config: of the run.
@@ -39,8 +39,9 @@ def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bo
 
 def _sizes(config: Config, data: Prepared) -> tuple[int, int]:
     """Parameters, and numbers that a sample makes."""
-    if config.model.is_own:
-        network = own_model(config, data, table_specs(config.tables, data)).network
+    tables = table_specs(config.tables, data)
+    if takes_vectors(config, tables):
+        network = own_model(config, data, tables).network
         return sum(parameter.numel() for parameter in network.parameters()), 0
     with torch.device("meta"):  # without memory
         network = make_network(config, data)

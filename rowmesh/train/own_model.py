@@ -1,4 +1,7 @@
-"""Own models: a class of the user's as the dense network of a run. `rowmesh.models.Model` says what it looks like."""
+"""Models that take the vectors of a batch by feature: all of rowmesh's but DLRM, and classes of the user's.
+
+`rowmesh.models.Model` says what they look like.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.models import ProjectedDLRM
+from rowmesh.models.named import NAMED
 from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import ModelConfig
@@ -30,11 +35,15 @@ class ModelError(ConfigurationError):
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The class `package.module:Class`, found from the current folder and wherever Python looks.
+    """The class of a model of rowmesh's, or `package.module:Class`, found where Python looks and in this folder.
+
+    Of dlrm it is the one for tables of different dims.
 
     Raises:
         ModelError: there is none, its module fails, or it is no `torch.nn.Module`.
     """
+    if ":" not in name:
+        return ProjectedDLRM if name == "dlrm" else NAMED[name]
     place, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:  # as in `python -m rowmesh`; installed packages come first
@@ -79,7 +88,7 @@ def check_importable(config: ModelConfig, trained_from: str = "") -> None:
 
 @dataclass(frozen=True, eq=False)
 class OwnModel:
-    """A model of the user's and its loss.
+    """A model and its loss.
 
     Attributes:
         name: as the configuration names it.
@@ -170,7 +179,7 @@ def make_own(
     *,
     weighted: bool = False,
 ) -> OwnModel:
-    """A user's model, made and tried on zeros, on the CPU: mistakes are found before there are tables.
+    """A model, made and tried on zeros, on the CPU: mistakes are found before there are tables.
 
     Args:
         config: names its class and has its options.
@@ -190,12 +199,14 @@ def make_own(
         arguments["labels"] = tuple(target.name for target in targets)
     if clash := sorted(config.options.keys() & arguments.keys()):
         raise ModelError(f"model.options.{clash[0]}: rowmesh gives {clash[0]} itself; name the option otherwise")
-    arguments |= config.options
+    arguments |= {"bottom": config.bottom, "top": config.top} if config.is_dlrm else config.options
     _check_calls(config.name, kind, arguments)
     try:
         network = kind(**arguments).to(dtype)
     except (MemoryError, torch.OutOfMemoryError):
         raise
+    except ConfigurationError as error:
+        raise ModelError(f"model.name = {config.name!r}: {error}") from None
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if key != "dims")
         raise ModelError(

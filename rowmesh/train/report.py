@@ -13,7 +13,7 @@ import torch
 import rowmesh
 from rowmesh.data.prepared import Split
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.models import DLRM
+from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
@@ -274,10 +274,13 @@ def _network(job: Job) -> str:
 
 
 def _layers(job: Job) -> str:
-    if not isinstance(job.network, DLRM):
+    network, projected = job.network, ""
+    if isinstance(network, ProjectedDLRM):
+        projected, network = f"vectors projected to {network.projection.width}, ", network.dlrm
+    if not isinstance(network, DLRM):
         return "".join(f"{key} {value}, " for key, value in job.config.model.options.items())
-    bottom, top = ("→".join(map(str, w)) for w in (job.network.bottom_widths, job.network.top_widths))
-    return f"bottom {bottom}, top {top}, "
+    bottom, top = ("→".join(map(str, w)) for w in (network.bottom_widths, network.top_widths))
+    return f"{projected}bottom {bottom}, top {top}, "
 
 
 def _sizes(sizes: dict[str, int]) -> str:

@@ -39,6 +39,8 @@ class Requests:
         checkpoint: whether all ranks know that one is asked for.
         end: whether all ranks know that the run is to end.
         signal: which one this rank got; 0: none.
+        is_urgent: whether this rank asks for a checkpoint now, whatever the clock says.
+        finds_lost_ranks: whether the steps go on until they find that a rank is lost, though a signal came before.
     """
 
     def __init__(self, config: CheckpointConfig, mesh: Mesh) -> None:
@@ -46,15 +48,17 @@ class Requests:
         self._under_way: deque[Late] = deque()
         self._last_s = time.monotonic()
         self._is_over = self._is_leaving = False
-        self.checkpoint = self.end = False
+        self.checkpoint = self.end = self.finds_lost_ranks = False
         self.signal = 0
+        self.is_urgent = False
 
     def put(self, flags: Tensor) -> None:
         """Raises the flags of this rank, `[2]`, which are 0, before they are summed with its gradients."""
         if self.signal:
             flags[1] = 1.0
         every_s = 60.0 * self._config.every_minutes
-        if every_s and self._mesh.rank == 0 and time.monotonic() - self._last_s >= every_s:
+        is_time = every_s and self._mesh.rank == 0 and time.monotonic() - self._last_s >= every_s
+        if is_time or self.is_urgent:
             flags[0] = 1.0
 
     def take(self, flags: Tensor) -> None:
@@ -82,7 +86,8 @@ class Requests:
     def heeding_signals(self) -> Iterator[None]:
         """For the time of a block SIGTERM and SIGUSR1 ask for an end, which must come within `checkpoint.grace_s`.
 
-        When that time is over, or at once where another rank has died, Terminated is raised where the program is. A
+        When that time is over, or at once where another rank has died (unless the steps are to find that), Terminated
+        is raised where the program is. A
         second signal asks for nothing more: schedulers and launchers send it to processes and their children alike.
         """
         if not self._config.is_on or threading.current_thread() is not threading.main_thread():
@@ -94,7 +99,7 @@ class Requests:
             is_first, self.signal = not self.signal, self.signal or number
             if self._is_leaving:
                 return
-            if self._is_over or self._mesh.dead_ranks():
+            if self._is_over or (self._mesh.dead_ranks() and not self.finds_lost_ranks):
                 self._is_leaving = True
                 raise Terminated(self.signal)
             if is_first:
@@ -110,6 +115,10 @@ class Requests:
                 timer.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def ignore_signals(self) -> None:
+        """From here on a signal interrupts nothing: the run is ending."""
+        self._is_leaving = True
 
     def _end_now(self, number: int) -> None:
         self._is_over = True

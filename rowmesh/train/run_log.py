@@ -24,6 +24,8 @@ ALL_GROUPS = "all groups"
 
 REPLICAS = "replicas"
 """And beside a group's name: what keeping its replicas together moved."""
+PROGRESSIVE = "progressive"
+"""In `metrics.jsonl`: of a window of training steps."""
 FAST_MEMORY = "fast memory"
 """And of a tiered group: what batches found there, what was read, and what was written back."""
 _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initialized", "rows_written", "bytes_written")
@@ -70,6 +72,10 @@ class RunLog:
         """Writes the metrics of a split after `step`, and leaves its look-ups out of the counters."""
         self._counters.skip()
         self._write(split, step, record)
+
+    def window(self, step: int, record: dict[str, Any]) -> None:
+        """Writes the metrics of a window of steps that ends with `step`, predicted before they were trained on."""
+        self._write(PROGRESSIVE, step, record)
 
     def sync(self) -> None:
         """Has all that was noted so far on disk. Collective: every rank calls it."""

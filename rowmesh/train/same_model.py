@@ -11,7 +11,7 @@ _FREE_SECTIONS = ("run", "checkpoint", "placement", "pipeline", "tiers")
 _FREE_KEYS = {
     "data": ("folder", "test"),  # the contents are compared by their digest
     "parallel": ("transport", "timeout_s", "together"),
-    "train": ("device", "cuda_graphs", "log_every"),
+    "train": ("device", "cuda_graphs", "log_every", "progressive_every"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -70,19 +69,6 @@ def _check_no_shape(config: TablesConfig) -> None:
             f"tables.tensor_train.{key} = {value} is given, and no table is a tensor-train table; choose them by "
             'tables.tensor_train.min_rows = 1_000_000 or tables.NAME.storage = "tensor_train"'
         )
-
-
-def common_dim(tables: Sequence[TableSpec]) -> int:
-    """The dimension of all tables.
-
-    Raises:
-        ConfigurationError: they differ, so that there are no dot products between them.
-    """
-    dims = {table.dim: table.name for table in tables}
-    if len(dims) > 1:
-        examples = ", ".join(f"tables.{name}.dim = {dim}" for dim, name in dims.items())
-        raise ConfigurationError(f"dlrm multiplies embeddings with each other, so one dim must do: {examples}")
-    return next(iter(dims))
 
 
 def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[str, ...]) -> TableSpec:

@@ -85,6 +85,20 @@ def test_torchrun_restarts_a_run_that_goes_on_by_itself(untouched, tmp_path, tra
 
 
 @pytest.mark.slow
+def test_with_exact_replicas_torchrun_restarts_a_run_that_lost_no_step(untouched, tmp_path):
+    """Rank 1 is killed amid the eighth step of each of its lives, and there are no checkpoints but the other's."""
+    config_file, _ = untouched
+    options = ["parallel.replicas=2", "checkpoint.every_steps=1000", "--resume", "auto"]
+    end(config_file, f"run.folder={tmp_path / 'untouched'}", *options, ranks=2)
+    here = [f"run.folder={tmp_path / 'run'}", *options]
+    said = end(config_file, *here, ranks=2, launcher=[RESTARTS], faults="engine.fetched@8,rank1=kill")
+    assert "checkpoint after step 7 by ranks [0], which are all of a replica group" in said
+    assert "resume    after step 7 of 16" in said
+    assert "resume    after step 14 of 16" in said
+    assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_preempted_run_goes_on(untouched, tmp_path, ranks, number):

@@ -188,3 +188,12 @@ def test_a_folder_in_use_is_refused(tmp_path):
             put(tmp_path / "out", "second", overwrite=True)
     assert (tmp_path / "out" / "file").read_text() == "first"
     assert names(tmp_path) == ["out"]
+
+
+def test_what_a_crash_left_before_the_first_file_was_written_is_removed(tmp_path):
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / ".manifest.json.123.4.partial").write_text("{")
+    with replacing_folder(tmp_path / "out", kind="test", request={}, overwrite=False) as folder:
+        (folder / "file").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

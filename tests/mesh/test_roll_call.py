@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from rowmesh.mesh import roll_call
-from rowmesh.mesh.roll_call import RollCall
+from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
 from tests.support.threads import in_threads
 
 
@@ -64,3 +64,32 @@ def test_answers_of_many_threads(monkeypatch):
 
     in_threads(wait, 4)
     assert RollCall(0, 1, group).absent() == [0]
+
+
+class Connectable:
+    """Which can be connected to until its process is gone; connecting would then wait for it."""
+
+    def __init__(self, values=None):
+        self.values, self.is_gone = {} if values is None else values, False
+
+    def clone(self):
+        assert not self.is_gone, "waits for the process"
+        return Connectable(self.values)
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+def test_a_store_that_is_gone_is_not_connected_to(monkeypatch):
+    store = Connectable()
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    forget_store()
+    keep_store()
+    store.is_gone = True
+    calls = RollCall(1, 2, object())
+    calls.answer()
+    assert calls.absent() == [0]
+    forget_store()

@@ -15,6 +15,7 @@ import torch
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint.manifest import DENSE
+from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.train.commands import run_training
@@ -59,6 +60,20 @@ def model_of(run: Path) -> dict[str, Any]:
     dense = torch.load(run / "model" / manifest.folder / DENSE, weights_only=True)
     files = {name: each.blocks for name, each in manifest.checksums.items() if name != DENSE}
     return files | dict(_flat(dense, DENSE))
+
+
+def rows_of(run: Path) -> dict[str, torch.Tensor]:
+    """The rows of a model, by table."""
+    folder = run / "model"
+    manifest = checkpoint.read_manifest(folder)
+    return {name: SavedRows(folder, manifest, name).read(range(t.num_rows)) for name, t in manifest.tables.items()}
+
+
+def largest_difference(run: Path, untouched: Path) -> float:
+    """Of any number of any row, relative to it, or to 1e-3 where it is smaller."""
+    found, expected = rows_of(run), rows_of(untouched)
+    gaps = [((found[name] - each).abs() / each.abs().clamp(min=1e-3)).max() for name, each in expected.items()]
+    return float(torch.stack(gaps).max())
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

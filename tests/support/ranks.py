@@ -36,7 +36,8 @@ GRACE_S = 3.0  # what the other ranks get once one has failed
 START_TIMEOUT_S = 120.0
 MESH_TIMEOUT_S = 30.0
 GROUPS_PER_RUN = 1000
-PRELOADED = ["tests.support.pipelines", "torch._dynamo"]  # the second is what torch.optim imports at its first use
+# The second is what torch.optim imports at its first use, the third what runs as processes of their own need.
+PRELOADED = ["tests.support.pipelines", "torch._dynamo", "rowmesh.cli.train"]
 
 
 class RankError(AssertionError):

@@ -274,7 +274,6 @@ def test_losses_that_come_late_are_the_same_and_stop_a_run_before_its_model(conf
     ("options", "message"),
     [
         (["tables.C9.dim=4"], r"tables.C9: .* has no table of this name; known: C1, C2"),
-        (["tables.C1.dim=8"], r"one dim must do: tables.C1.dim = 8, tables.C\d.dim = 4"),
         (["tables.C1.dtype=float64"], "tables C1 are float64 and others are not"),
         (["tables.optimizer.beta1=0.5"], "tables.optimizer: row_wise_adagrad has no beta1; its options: lr, .*eps"),
         (["tables.C3.optimizer.beta1=0.5"], "tables.C3.optimizer: row_wise_adagrad has no beta1"),

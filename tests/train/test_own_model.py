@@ -107,9 +107,13 @@ def test_mistakes_are_named(own_file, name, options, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "dlmr"}, "model.name: should be 'dlrm', or a class of your own as 'package.module:Class', got"),
+        (
+            {"name": "dlmr"},
+            "model.name: should be one of dlrm, dcn_v2, deep_fm, mmoe, shared_bottom, two_tower, wide_and_deep, or a "
+            "class of your own as 'package.module:Class', got 'dlmr'; did you mean 'dlrm'?",
+        ),
         ({"name": "model.py:Mine"}, "'package.module:Class', without .py, got 'model.py:Mine'"),
-        ({"options": {"width": 3}}, "model: options width are for a class of your own; dlrm has bottom and top"),
+        ({"options": {"width": 3}}, "model: options width are for other models; dlrm has bottom and top"),
         ({"name": "a:B", "top": [3]}, "model: top: of dlrm alone; give what a:B takes as model.options"),
     ],
 )
@@ -143,3 +147,24 @@ def test_the_page_runs_as_it_stands(own_file, tmp_path, monkeypatch):
     metrics = run_training(resolve(own_file))
     assert metrics is not None
     assert run_evaluation(tmp_path / "run") == metrics
+
+
+@pytest.mark.parametrize("name", ["dcn_v2", "deep_fm", "mmoe", "shared_bottom", "two_tower", "wide_and_deep"])
+def test_named_models_learn(own_file, name):
+    options = ['model.options.item=["C2", "C3"]'] if name == "two_tower" else []
+    metrics = run_training(resolve(own_file, [f"model.name={name}", "train.steps=0", *options]))
+    assert metrics is not None
+    assert metrics.auc > 0.55, name
+
+
+def test_dlrm_projects_vectors_of_other_dims(own_file, tmp_path, command):
+    more = ["tables.C1.dim=8", "tables.dtype=float64", "train.steps=0", "model.bottom=[8]", "model.top=[16]"]
+    found = {}
+    for ranks in (1, 2):
+        run = tmp_path / f"ranks{ranks}"
+        done = command(["train", str(own_file), f"run.folder={run}", *more], ranks=ranks)
+        assert done.status == 0, done.err
+        assert re.search(r"^network   dlrm: vectors projected to 8, bottom 13→8→8, top ", done.out, re.M)
+        found[ranks] = json.loads((run / "evaluation" / "test.json").read_text())
+    assert found[2]["log_loss"] == pytest.approx(found[1]["log_loss"], abs=1e-9)
+    assert run_evaluation(tmp_path / "ranks1").log_loss == pytest.approx(found[1]["log_loss"], abs=1e-9)

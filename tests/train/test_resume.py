@@ -7,7 +7,6 @@ import torch
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
-from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series
 from rowmesh.cli.__main__ import main
 from rowmesh.data import PlantedConfig
@@ -16,7 +15,7 @@ from rowmesh.faults import arm
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
 from tests.support.clicks import prepare_clicks
-from tests.support.killed_runs import lines_of, model_of, train_killed, train_once, train_untouched
+from tests.support.killed_runs import lines_of, model_of, rows_of, train_killed, train_once, train_untouched
 
 COLLECTIVE = ["parallel.transport=collective"]
 TIERED = ["tables.storage=tiered", "tiers.fast_share=0.01", "data.batch_size=64", "train.steps=16"]
@@ -25,6 +24,7 @@ MODES = {
     "plain": [],
     "one-sided": ["parallel.transport=one_sided"],
     "pipelined": [*COLLECTIVE, "pipeline.depth=2", "pipeline.micro_batches=2"],
+    "windows, pipelined": [*COLLECTIVE, "pipeline.depth=2", "pipeline.micro_batches=2", "train.progressive_every=5"],
     "pipelined, one-sided": ["parallel.transport=one_sided", "pipeline.depth=2"],
     "tiered": TIERED,
     "tiered, pipelined": [*COLLECTIVE, *TIERED, "pipeline.depth=1"],
@@ -66,7 +66,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3,
 @pytest.mark.parametrize(
     "mode, world_size",
     [
-        ("pipelined", 2),
+        ("windows, pipelined", 2),
         ("tiered, pipelined", 2),
         ("copies", 2),
         ("averaged replicas", 2),
@@ -112,14 +112,6 @@ def test_the_best_model_is_part_of_a_checkpoint(config_file, tmp_path):
 
 
 # On other ranks
-
-
-def rows_of(run):
-    folder = run / "model"
-    manifest = checkpoint.read_manifest(folder)
-    return {
-        name: SavedRows(folder, manifest, name).read(range(table.num_rows)) for name, table in manifest.tables.items()
-    }
 
 
 def check_on(ranks, config_file, tmp_path, world_sizes, *later):

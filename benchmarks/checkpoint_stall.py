@@ -1,0 +1,158 @@
+"""What a checkpoint costs the steps beside which it is written, and how fast it is written.
+
+    python -m benchmarks.checkpoint --stall --megabytes 4000 --dim 64 --folder /tmp
+
+Steps of one table with row-wise AdaGrad and a network of two layers; ids are uniform, which is the worst for
+pre-images. In turns: steps alone, with a checkpoint in the background, and with torch.distributed.checkpoint's
+`async_save` of the same rows and states, whose copy of all of them the first step waits for. `stall` is the time in
+which no step runs, before the writing thread has all it needs. Rates are beside a file of as many bytes, written in
+order and synced in the same round.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from benchmarks.command import Options, Report
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec, checkpoint
+from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.sparse import SparseBatch
+
+IDS = 20
+CHUNK_BYTES = 4 << 20
+
+
+class Training:
+    """Steps on uniform ids."""
+
+    def __init__(self, num_rows: int, dim: int, batch_size: int, seed: int) -> None:
+        self.embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=num_rows, dim=dim)])
+        self._optimizer = EmbeddingOptimizer(self.embeddings)
+        self._network = torch.nn.Sequential(torch.nn.Linear(dim, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+        self._draw, self._num_rows, self._batch_size = np.random.default_rng(seed), num_rows, batch_size
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step: by the clock, and of this thread on a processor, which other work disturbs less."""
+        ids = torch.from_numpy(self._draw.integers(self._num_rows, size=IDS * self._batch_size))
+        batch = SparseBatch(features=("item",), ids=ids, batch_size=self._batch_size, bag_size=IDS)
+        started_s, began_s = time.perf_counter(), time.thread_time()
+        self._optimizer.zero_grad()
+        self._network(self.embeddings(batch).values).square().mean().backward()
+        self._optimizer.step()
+        return time.perf_counter() - started_s, time.thread_time() - began_s
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Rows and states."""
+        (piece,) = self.embeddings.local_rows("item")
+        return {"values": piece.values, **piece.state}
+
+
+@contextmanager
+def _in_background(training: Training, folder: Path) -> Iterator[Callable[[], bool]]:
+    save = BackgroundSave(folder / "rowmesh", training.embeddings, {})
+    yield lambda: save.is_done
+    save.wait()
+
+
+@contextmanager
+def _by_torch(training: Training, folder: Path) -> Iterator[Callable[[], bool]]:
+    done: Any = async_save(training.tensors, checkpoint_id=folder / "torch")
+    assert isinstance(done, Future)
+    yield done.done
+    done.result()
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    action()
+    return time.perf_counter() - started_s
+
+
+def _write_in_order(path: Path, num_bytes: int) -> None:
+    block = os.urandom(CHUNK_BYTES)
+    with path.open("wb") as file:
+        for _ in range(num_bytes // CHUNK_BYTES):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _beside(training: Training, folder: Path, how: Any) -> dict[str, Any]:
+    """Trains until what is written in the background is on disk."""
+    began_s, steps = time.perf_counter(), []
+    with how(training, folder) as is_done:
+        stall_s = time.perf_counter() - began_s
+        while not is_done():
+            steps.append(training.step())
+    return {"stall_s": stall_s, "steps": steps or [(0.0, 0.0)], "write_s": time.perf_counter() - began_s}
+
+
+def measure(options: Options, report: Report, folder: Path) -> None:
+    """Emits a line for each way to write, and the ratios that the targets are of."""
+    workload, quick = options.workloads[0], options.quick
+    megabytes = 50 if quick else options.extra["megabytes"]
+    num_rows = megabytes * 10**6 // (4 * workload.dim + 4)
+    training = Training(num_rows, workload.dim, workload.global_batch, workload.seed)
+    num_bytes = sum(tensor.nbytes for tensor in training.tensors.values())
+    ways = {"rowmesh": _in_background, "torch": _by_torch}
+    found: dict[str, list[Any]] = {name: [] for name in ("alone", "disk", "sync", "torch_sync", *ways)}
+    for _ in range(1 if quick else options.extra["rounds"]):
+        for _ in range(workload.warmup):
+            training.step()
+        found["alone"] += [training.step() for _ in range(workload.steps)]
+        found["disk"].append(_timed(partial(_write_in_order, folder / "disk", num_bytes)))
+        found["sync"].append(_timed(partial(checkpoint.save, folder / "sync", training.embeddings, {})))
+        with warnings.catch_warnings(action="ignore"):  # of torch: there is one process
+            place = folder / "torch-sync"
+            found["torch_sync"].append(_timed(partial(torch_save, training.tensors, checkpoint_id=place)))
+            for name, how in ways.items():
+                found[name].append(_beside(training, folder, how))
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _report(report, found, ways, num_bytes, np.median(np.array(found["alone"]), 0))
+
+
+def _report(report: Report, found: dict[str, list[Any]], ways: Any, num_bytes: int, alone: np.ndarray) -> None:
+    disk = num_bytes / statistics.median(found["disk"])
+    alone_s, alone_cpu_s = alone.tolist()
+    common = {"bytes": num_bytes, "step_alone_ms": round(alone_s * 1e3, 3), "disk_mb_per_s": round(disk / 1e6)}
+    for name in ("sync", "torch_sync"):
+        rate = num_bytes / statistics.median(found[name])
+        report.line(case=f"write {name}", **common, mb_per_s=round(rate / 1e6))
+        report.ratio(f"write {name} / disk", round(rate / disk, 3))
+    for name in ways:
+        steps, cpu = np.array([step for each in found[name] for step in each["steps"]]).T
+        stall_s = statistics.median(each["stall_s"] for each in found[name])
+        rate = num_bytes / statistics.median(each["write_s"] for each in found[name])
+        report.line(
+            case=f"stall {name}",
+            **common,
+            stall_ms=round(stall_s * 1e3, 3),
+            mean_step_ms=round(float(steps.mean()) * 1e3, 3),
+            mean_step_cpu_ms=round(float(cpu.mean()) * 1e3, 3),
+            p99_step_ms=round(float(np.quantile(steps, 0.99)) * 1e3, 3),
+            steps_beside=len(steps),
+            mb_per_s=round(rate / 1e6),
+        )
+        report.ratio(f"{name}: stall / step", round(stall_s / alone_s, 3))
+        report.ratio(f"{name}: mean step / alone", round(float(steps.mean()) / alone_s, 3))
+        report.ratio(f"{name}: mean step / alone, of the processor", round(float(cpu.mean()) / alone_cpu_s, 3))
+        report.ratio(f"{name}: p99 step / alone", round(float(np.quantile(steps, 0.99)) / alone_s, 3))
+        report.ratio(f"{name}: write / disk", round(rate / disk, 3))
+    report.finish()

@@ -1,0 +1,275 @@
+"""Snapshot: the rows of a collection as they are between two steps, read while later steps change them.
+
+Arenas are memory that ranks share, so that a fork is no copy. In place of one, the rows that a step is about to update,
+which its merge knows, are saved before (their pre-images), as far as they have not been read by then: what is read is
+the rows of the moment, with pre-images over those that changed since. A step then pays for the rows of its batch,
+however large the table is.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rowmesh.checkpoint.manifest import as_numpy
+from rowmesh.errors import RowmeshError
+from rowmesh.faults import reach
+from rowmesh.ops.memory import Buffer, take
+
+if TYPE_CHECKING:
+    from rowmesh.tables import RowStore, TableSpec
+    from rowmesh.tables.row_store import Piece
+
+SHARD_ROWS = 1 << 14
+"""Rows that are read at once, 4 MiB of 64 numbers: from then on their updates cost nothing more."""
+VALUES = "values"
+
+
+class Source(Protocol):
+    """What a snapshot can be taken of: an `EmbeddingCollection`."""
+
+    @property
+    def tables(self) -> Sequence[TableSpec]: ...
+    def synchronize(self) -> None: ...
+    def stored_pieces(self, table: str) -> Sequence[tuple[RowStore, Piece]]: ...
+    def cores(self, table: str) -> Any: ...
+
+
+class FrozenCores:
+    """Copies of the cores of a table and their state, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+class Snapshot:
+    """The rows that this rank owns, and their state, as they were when this was made; what `checkpoint.save` writes.
+
+    On several ranks making it is collective, between two steps, with nothing under way. Each value and state is read
+    once. Pre-images take memory until the snapshot is closed: at most that of the rows that were updated meanwhile.
+
+    Args:
+        embeddings: whose rows.
+        rank: of this process; the first alone writes cores, and copies them at once.
+
+    Attributes:
+        tables: of the collection.
+    """
+
+    def __init__(self, embeddings: Source, rank: int = 0) -> None:
+        embeddings.synchronize()
+        self.tables = tuple(embeddings.tables)
+        self._stores: dict[int, StoreSnapshot] = {}
+        self._rows: dict[str, list[FrozenRows]] = {}
+        self._cores: dict[str, FrozenCores] = {}
+        for table in self.tables:
+            if table.storage == "tensor_train":
+                self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
+                continue
+            rows = self._rows[table.name] = []
+            for store, piece in embeddings.stored_pieces(table.name):
+                of_store = self._stores.setdefault(id(store), StoreSnapshot(store))
+                rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
+        for each in self._stores.values():
+            each.open()
+        reach("snapshot.taken")
+
+    @property
+    def num_saved(self) -> int:
+        """Rows whose pre-images were saved so far."""
+        return sum(each.num_saved for each in self._stores.values())
+
+    def local_rows(self, table: str) -> Sequence[FrozenRows]:
+        """The rows of a table that this rank owns, shard by shard."""
+        return self._rows[table]
+
+    def held_rows(self, table: str) -> Sequence[FrozenRows]:
+        """As `local_rows`: copies of other ranks' rows are not part of it."""
+        return self._rows[table]
+
+    def cores(self, table: str) -> FrozenCores:
+        """The cores of a tensor-train table."""
+        return self._cores[table]
+
+    def synchronize(self) -> None:
+        """No-op: all replicas were equal when it was taken."""
+
+    def forget_differences(self) -> None:
+        """No-op: nothing can be set."""
+
+    def close(self) -> None:
+        """Updates cost nothing more, and what is read from now on is a RowmeshError; may be called again."""
+        for each in self._stores.values():
+            each.close()
+        reach("snapshot.closed")
+
+
+class FrozenRows:
+    """One shard: some rows of a table in consecutive slots.
+
+    Attributes:
+        rows: which rows of the table.
+    """
+
+    def __init__(self, store: StoreSnapshot, rows: range, slots: range) -> None:
+        assert slots.step == 1, "pieces are in consecutive slots"
+        self.rows, self._store = rows, store
+        self._shard = store.add(slots)
+
+    @property
+    def values(self) -> Tensor:
+        """`[n, D]`, of the moment of the snapshot; to be read once, and valid until the next shard is."""
+        return self._store.read(self._shard, VALUES)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Optimizer state by name, each read when it is asked for, once."""
+        return _FrozenState(self._store, self._shard)
+
+    def commit(self) -> None:
+        """Not for what is only read."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """No-op: nothing is kept."""
+
+
+class _FrozenState(Mapping[str, Tensor]):
+    def __init__(self, store: StoreSnapshot, shard: int) -> None:
+        self._store, self._shard = store, shard
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._store.read(self._shard, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.states)
+
+    def __len__(self) -> int:
+        return len(self._store.states)
+
+
+class StoreSnapshot:
+    """The shards of one row store, and the pre-images of their rows.
+
+    A row is in one of three states: not read and as it was; changed, with a pre-image; read. One lock orders them:
+    `preserve` saves what is in a shard that was not read, before the update that calls it; `read` copies a shard,
+    perhaps amid updates, and then marks it read and takes the pre-images of all rows that were about to change by then.
+
+    Args:
+        store: of the rows.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self._store, self.states = store, tuple(store.state)
+        self._lock = threading.Lock()
+        self._shards: list[range] = []
+        self._unread: list[set[str]] = []
+        self._saved: list[dict[str, npt.NDArray[Any]]] = []
+        self._firsts: list[int] = []
+        self._room: dict[str, Tensor] = {}
+        self.num_saved = 0
+        self._is_closed = False
+
+    def add(self, slots: range) -> int:
+        """Adds a shard before `open`; returns its number."""
+        self._shards.append(slots)
+        self._unread.append({VALUES, *self.states})
+        return len(self._shards) - 1
+
+    def open(self) -> None:
+        """From now on rows keep what they are."""
+        order = sorted(range(len(self._shards)), key=lambda number: self._shards[number].start)
+        self._numbers = np.array(order, np.int64)
+        self._starts = np.array([self._shards[number].start for number in order], np.int64)
+        self._stops = np.array([self._shards[number].stop for number in order], np.int64)
+        self._is_unread = np.ones(len(order), bool)
+        # One more than the place of a slot's pre-image; the system gives zeros without touching their pages.
+        self._places = np.zeros(max(self._stops, default=0), np.uint32)
+        if order:
+            self._store.watch(self.preserve)
+
+    def preserve(self, slots: npt.NDArray[np.uint32], at: npt.NDArray[np.uint32]) -> None:
+        """Saves the rows that are about to be updated; a `Watcher`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            shards = np.searchsorted(self._starts, slots, side="right") - 1
+            wanted = np.flatnonzero((shards >= 0) & (slots < self._stops[shards]))
+            wanted = wanted[self._is_unread[self._numbers[shards[wanted]]]]
+            wanted = wanted[self._places[slots[wanted]] == 0]
+            if not len(wanted):
+                return
+            first, places = self.num_saved, at[wanted]
+            self._firsts.append(first)
+            self._saved.append({kind: as_numpy(_taken(tensor, places)) for kind, tensor in self._tensors().items()})
+            self.num_saved += len(wanted)
+            self._places[slots[wanted]] = np.arange(first + 1, self.num_saved + 1, dtype=np.uint32)
+
+    def read(self, shard: int, kind: str) -> Tensor:
+        """The values or a state of a shard, valid until the next is read.
+
+        Raises:
+            RowmeshError: the snapshot was closed meanwhile.
+        """
+        slots = self._shards[shard]
+        reach("snapshot.read")
+        copied = self._copy(slots, kind)
+        reach("snapshot.copied")
+        out = as_numpy(copied)
+        with self._lock:
+            if self._is_closed:
+                raise RowmeshError("the snapshot was closed while it was read")
+            assert kind in self._unread[shard], "read once"
+            self._unread[shard].remove(kind)
+            self._is_unread[shard] = bool(self._unread[shard])
+            self._restore(slots, kind, out)
+        return copied
+
+    def close(self) -> None:
+        """Ends watching, and frees pre-images."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._saved, self._firsts, self._room = [], [], {}
+                self._store.watch(None)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {VALUES: self._store.rows, **self._store.state}
+
+    def _copy(self, slots: range, kind: str) -> Tensor:
+        """Rows as they are now, some of them perhaps half updated: those have pre-images."""
+        if self._store.has_views:
+            source = self._tensors()[kind][slots.start : slots.stop]
+            if kind not in self._room:  # one for all shards: fresh pages cost the steps time too
+                self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
+            copied = self._room[kind][: len(slots)]
+            np.copyto(as_numpy(copied), as_numpy(source))  # in this thread alone, without the interpreter's lock
+            return copied
+        rows, state = self._store.read_rows(np.arange(slots.start, slots.stop, dtype=np.uint32))
+        return rows if kind == VALUES else state[kind]
+
+    def _restore(self, slots: range, kind: str, out: npt.NDArray[Any]) -> None:
+        """Puts pre-images over what changed."""
+        places = self._places[slots.start : slots.stop].astype(np.int64)
+        changed = np.flatnonzero(places)
+        places = places[changed] - 1
+        blocks = np.searchsorted(np.array(self._firsts, np.int64), places, side="right") - 1
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            out[changed[here]] = self._saved[block][kind][places[here] - self._firsts[block]]
+
+
+def _taken(rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
+    """Copies of rows, on huge pages where there are many: to get small ones takes as long as to copy."""
+    shape = (len(places), *rows.shape[1:])
+    return take(rows, places, Buffer(math.prod(shape) * rows.itemsize).tensor(rows.dtype, *shape))
+
+
+def _cuts(count: int) -> list[slice]:
+    return [slice(first, min(first + SHARD_ROWS, count)) for first in range(0, count, SHARD_ROWS)]

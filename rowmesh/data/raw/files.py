@@ -1,0 +1,201 @@
+"""FileSource: the rows of text or Parquet files, in the order of their names; and of files that appear later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rowmesh.data.parquet import PARQUET_ROWS, column_forms, row_text, unreadable
+from rowmesh.data.quarantine import BadRows
+from rowmesh.data.raw.source import Chunk, Position
+from rowmesh.data.schema import Schema
+from rowmesh.data.source import RawTable
+from rowmesh.data.text import BYTE_ORDER_MARK, BlockParser, check_line_ends, header_names, line_blocks
+from rowmesh.errors import ConfigurationError, DataError
+
+END_FILE = "_END"
+"""A file of this name says that no more files will come."""
+_UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
+_NEWLINE = ord("\n")
+
+
+class FileSource:
+    """The rows of files, in the order in which they are given; or of a folder's, in the order of their names.
+
+    With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
+    appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
+    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part
+    or .partial, are not read.
+
+    Args:
+        paths: files; or one folder.
+        schema: how to read them.
+        follow: whether to wait for more files.
+
+    Raises:
+        ConfigurationError: there is no such file, or files are to be followed that are no folder.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False) -> None:
+        self.schema, self.follow = schema, follow
+        self._files = [Path(path) for path in paths]
+        self._folder = self._files[0] if len(self._files) == 1 and self._files[0].is_dir() else None
+        if not self._files:
+            raise ConfigurationError("no files to read; give some, or a folder")
+        if follow and self._folder is None:
+            raise ConfigurationError(
+                f"files can be followed in one folder, and {', '.join(map(str, self._files))} is none; give the folder "
+                "in which they appear"
+            )
+        if self._folder is None and (missing := [path for path in self._files if not path.is_file()]):
+            raise ConfigurationError(f"{missing[0]} is no file; give files, or one folder")
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are there now, in their order."""
+        if self._folder is None:
+            return self._files
+        return sorted(path for path in self._folder.iterdir() if path.is_file() and _is_data(path.name))
+
+    def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
+        """Chunks of rows; see `Source.chunks`."""
+        done: list[Path] = []
+        resumed = None if position is None else str(position["file"])
+        if resumed is not None:
+            names = [path.name for path in self.files]
+            if resumed not in names:
+                raise DataError(
+                    f"the position is in {resumed}, row {position['row'] if position else 0:,}, and there is no such "
+                    "file any more; put it back, or start without the position"
+                )
+            done = self.files[: names.index(resumed)]
+        while True:
+            is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
+            files = self.files  # listed after the end was looked for, so that none before the end is missed
+            self._check_order(files, done)
+            for path in files[len(done) :]:
+                skip = int(position["row"]) if position is not None and path.name == resumed else 0
+                yield from self._chunks_of(path, skip)
+                done.append(path)
+            if is_last:
+                return
+            yield None
+
+    def _check_order(self, files: Sequence[Path], done: Sequence[Path]) -> None:
+        if late := [path for path in files[: len(done)] if path not in done]:
+            raise DataError(
+                f"{late[0]} appeared after {done[-1].name} was read, and its name comes before; files must appear in "
+                "the order of their names, or some runs would skip them: give it a later name"
+            )
+        if gone := [path for path in done if path not in files]:
+            raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
+
+    def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:
+        chunks = _text_chunks(path, self.schema) if self.schema.format == "text" else _table_chunks(path, self.schema)
+        row = 0
+        for chunk in chunks:
+            row += len(chunk)
+            if row > skip:
+                yield chunk if row - len(chunk) >= skip else _Rest(chunk, skip - (row - len(chunk)))
+        if row < skip:
+            raise DataError(
+                f"{path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that was "
+                "read; put that back, or start without the position"
+            )
+
+
+class _Rest:
+    """A chunk without its first rows, which were read before."""
+
+    def __init__(self, chunk: Chunk, first: int) -> None:
+        self.name, self._chunk, self._first = chunk.name, chunk, first
+
+    def __len__(self) -> int:
+        return len(self._chunk) - self._first
+
+    def tables(self, first: int, end: int, quarantine: BadRows) -> Iterator[RawTable]:
+        """See `Chunk`."""
+        return self._chunk.tables(self._first + first, self._first + end, quarantine)
+
+    def position(self, rows: int) -> Position:
+        """See `Chunk`."""
+        return self._chunk.position(self._first + rows)
+
+
+class _TextChunk:
+    """Whole lines."""
+
+    def __init__(self, path: Path, schema: Schema, names: tuple[str, ...], block: bytes, line: int, row: int) -> None:
+        self.name, self._path, self._schema, self._names = str(path), path, schema, names
+        self._block, self._line, self._row = block, line, row
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE) + 1
+        self._bounds = np.concatenate([np.zeros(1, np.int64), ends])
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def tables(self, first: int, end: int, quarantine: BadRows) -> Iterator[RawTable]:
+        """See `Chunk`."""
+        part = self._block[self._bounds[first] : self._bounds[end]]
+        parser = BlockParser(self._path, self._schema, self._names, quarantine, 0)
+        return parser.parse(part, self._line + first)
+
+    def position(self, rows: int) -> Position:
+        """See `Chunk`."""
+        return {"file": self._path.name, "row": self._row + rows}
+
+
+class _TableChunk:
+    """Rows of a Parquet file."""
+
+    def __init__(self, path: Path, table: pa.Table, row: int) -> None:
+        self.name, self._path, self._table, self._row = str(path), path, table, row
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def tables(self, first: int, end: int, quarantine: BadRows) -> Iterator[RawTable]:
+        """See `Chunk`."""
+        part = self._table.slice(first, end - first)
+        lines = np.arange(self._row + first + 1, self._row + end + 1)
+        yield RawTable(part, lines, row_text(part), self._row + end)
+
+    def position(self, rows: int) -> Position:
+        """See `Chunk`."""
+        return {"file": self._path.name, "row": self._row + rows}
+
+
+def _text_chunks(path: Path, schema: Schema) -> Iterator[_TextChunk]:
+    names, line, row = schema.columns, 1, 0
+    for block, _ in line_blocks(path):
+        if line == 1:
+            block = block.removeprefix(BYTE_ORDER_MARK)
+            check_line_ends(path, block)
+        if not names:
+            header, _, block = block.partition(b"\n")
+            names, line = header_names(path, header, schema), 2
+        chunk = _TextChunk(path, schema, names, block, line, row)
+        if len(chunk):
+            yield chunk
+        line, row = line + len(chunk), row + len(chunk)
+
+
+def _table_chunks(path: Path, schema: Schema) -> Iterator[_TableChunk]:
+    row = 0
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            column_forms(path, schema, file.schema_arrow)
+            for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
+                if batch.num_rows:
+                    yield _TableChunk(path, pa.Table.from_batches([batch]), row)
+                row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(path, error) from error
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith((".", "_")) and not name.endswith(_UNFINISHED)

@@ -1,0 +1,106 @@
+"""RedisStream: rows of a stream of Redis, a field a column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rowmesh import extras
+from rowmesh.data.quarantine import BadRows
+from rowmesh.data.raw.source import Chunk, Position
+from rowmesh.data.schema import Schema
+from rowmesh.data.source import RawTable
+from rowmesh.errors import DataError
+
+CHUNK_ENTRIES = 4096
+_START = "0-0"
+
+
+class RedisStream:
+    """The entries of a stream, in its order: a field is a column, as a text file has it; a field that is not there is
+    empty.
+
+    Entries stay in the stream: every rank reads them, and a run that is resumed does so again. Trim it (`XTRIM`) no
+    further than the oldest position that is to be resumed from; that is checked.
+
+    Args:
+        url: of the server, `redis://[user:password@]host:port/database`, or `rediss://` for TLS.
+        key: of the stream.
+        schema: how to read entries; of text.
+        follow: whether to wait for more entries at its end.
+
+    Raises:
+        ConfigurationError: the package redis is not installed.
+
+    Example (not run)::
+
+        source = RedisStream("redis://localhost:6379/0", "clicks", schema, follow=True)
+    """
+
+    def __init__(self, url: str, key: str, schema: Schema, *, follow: bool = False) -> None:
+        redis = extras.load("redis", "redis", "streams are read")
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError,)
+        self._client: Any = redis.Redis.from_url(url)
+        self.key, self.schema, self.follow = key, schema, follow
+
+    def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
+        """Chunks of entries; see `Source.chunks`."""
+        last, row = (_START, 0) if position is None else (str(position["entry"]), int(position["row"]))
+        if position is not None and not self._call("xrange", self.key, last, last):
+            raise DataError(
+                f"the position is after entry {last} of stream {self.key!r}, which is not there any more: entries that "
+                "follow it may be gone too. Start without the position, and trim streams later"
+            )
+        while True:
+            entries = self._call("xrange", self.key, f"({last}", "+", CHUNK_ENTRIES)
+            if entries:
+                chunk = _Entries(self.key, self.schema, entries, row)
+                last, row = entries[-1][0].decode(), row + len(entries)
+                yield chunk
+            elif self.follow:
+                yield None
+            else:
+                return
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+    def _call(self, command: str, *arguments: object) -> Any:
+        try:
+            return getattr(self._client, command)(*arguments)
+        except self._errors as error:
+            raise DataError(f"stream {self.key!r} cannot be read: {error}") from error
+
+
+class _Entries:
+    """Some entries of a stream."""
+
+    def __init__(self, key: str, schema: Schema, entries: Sequence[tuple[bytes, dict[bytes, bytes]]], row: int) -> None:
+        self.name, self._schema, self._entries, self._row = f"stream {key}", schema, entries, row
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def tables(self, first: int, end: int, quarantine: BadRows) -> Iterator[RawTable]:
+        """See `Chunk`."""
+        entries = self._entries[first:end]
+        columns = {
+            name: pa.array([fields.get(name.encode(), b"") for _, fields in entries], pa.binary())
+            for name in self._schema.source_columns
+        }
+        lines = np.arange(self._row + first + 1, self._row + end + 1)
+        yield RawTable(pa.table(columns), lines, lambda row: _shown(entries[row]), self._row + end)
+
+    def position(self, rows: int) -> Position:
+        """See `Chunk`."""
+        return {"entry": self._entries[rows - 1][0].decode(), "row": self._row + rows}
+
+
+def _shown(entry: tuple[bytes, dict[bytes, bytes]]) -> str:
+    fields = {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in entry[1].items()}
+    return json.dumps({"entry": entry[0].decode(), **fields})

@@ -1,0 +1,236 @@
+"""What is read of a snapshot is what rows were when it was taken, whatever steps do meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rowmesh import SGD, AdaGrad, Adam, EmbeddingCollection, EmbeddingOptimizer, RowWiseAdaGrad, TableSpec, checkpoint
+from rowmesh.checkpoint import CheckpointWriteError
+from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.checkpoint.snapshot import Snapshot, StoreSnapshot
+from rowmesh.errors import CheckpointError, RowmeshError
+from rowmesh.faults import arm
+from rowmesh.mesh import Mesh
+from rowmesh.placement import RowRange
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import TensorTrain, Tiers
+from tests.support.slowed import slowed, sums_of
+
+RULES = {"sgd": SGD(), "adagrad": AdaGrad(), "row_wise_adagrad": RowWiseAdaGrad(), "adam": Adam()}
+
+
+@st.composite
+def cases(draw):
+    """Tables, as plain values; ranks make them."""
+    tables = [
+        {
+            "name": f"t{number}",
+            "num_rows": draw(st.sampled_from([1, 7, 40, 90])),
+            "dim": draw(st.sampled_from([4, 8])),
+            "rule": draw(st.sampled_from(sorted(RULES))),
+            "storage": draw(st.sampled_from(["dense", "dense", "tiered"])),
+            "bfloat16": draw(st.booleans()),
+        }
+        for number in range(draw(st.integers(1, 3)))
+    ]
+    return {
+        "tables": tables,
+        "has_cores": draw(st.booleans()),
+        "transport": draw(st.sampled_from(["one_sided", "collective"])),
+        "point": draw(st.sampled_from(["snapshot.read", "snapshot.copied"])),
+        "steps": draw(st.integers(1, 4)),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def tables_of(case):
+    found = [
+        TableSpec(
+            name=each["name"],
+            num_rows=each["num_rows"],
+            dim=each["dim"],
+            optimizer=RULES[each["rule"]],
+            storage=each["storage"],
+            dtype=torch.bfloat16 if each["bfloat16"] else torch.float32,
+        )
+        for each in case["tables"]
+    ]
+    if case["has_cores"]:
+        train = {"storage": "tensor_train", "tensor_train": TensorTrain(rank=2), "optimizer": AdaGrad()}
+        found.append(TableSpec(name="cores", num_rows=60, dim=4, **train))
+    return found
+
+
+class Training:
+    """Steps on random batches."""
+
+    def __init__(self, mesh, case):
+        self._mesh, self.tables = mesh, tables_of(case)
+        self.embeddings = EmbeddingCollection(
+            self.tables,
+            mesh=mesh,
+            transport="auto" if mesh.world_size == 1 else case["transport"],
+            tiers=Tiers(fast_rows=64, fast_share=0.01),
+        )
+        self._optimizer = EmbeddingOptimizer(self.embeddings)
+        self._draw = np.random.default_rng([case["seed"], mesh.rank])
+
+    def step(self):
+        ids = [self._draw.integers(table.num_rows, size=12) for table in self.tables]
+        lengths = [np.bincount(np.arange(len(each)) % 4, minlength=4) for each in ids]
+        batch = SparseBatch(
+            features=tuple(table.name for table in self.tables),
+            ids=torch.from_numpy(np.concatenate(ids)),
+            batch_size=4,
+            jagged_offsets=torch.from_numpy(np.concatenate([[0], *lengths]).cumsum()),
+        )
+        self._optimizer.zero_grad()
+        values = self.embeddings(batch).values
+        (values.float() * torch.linspace(-1, 1, values.shape[1])).sum().backward()
+        self._optimizer.step()
+
+
+def save_both_ways(mesh, folder, case):
+    """Saves at once and in the background, at the same step; returns how many pre-images there were."""
+    training = Training(mesh, case)
+    training.step()
+    checkpoint.save(folder / "sync", training.embeddings, {"step": 1}, group=mesh.group)
+    group = mesh.with_process_group("checkpoints").group
+    with slowed(case["point"]) as gate:
+        state = {"step": torch.ones(1)}
+        save = BackgroundSave(folder / "async", training.embeddings, state, group=group)
+        state["step"] += 1
+        for _ in range(case["steps"]):
+            training.step()
+            gate.step()
+        gate.open()
+        assert save.wait()
+    num_saved = save.snapshot.num_saved
+    training.step()  # costs nothing more
+    assert save.snapshot.num_saved == num_saved
+    assert checkpoint.read_manifest(folder / "async").world_size == mesh.world_size
+    training.embeddings.close()
+    return num_saved
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@settings(max_examples=5, deadline=None)
+@given(case=cases())
+def test_a_checkpoint_in_the_background_is_that_of_its_step(ranks, tmp_path_factory, world_size, case):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    assert sum(ranks.run(save_both_ways, folder, case, world_size=world_size)) > 0
+    assert sums_of(folder / "async") == sums_of(folder / "sync")
+    saved = checkpoint.load(folder / "async", EmbeddingCollection(tables_of(case)))
+    assert saved == {"step": torch.ones(1)}
+
+
+PLAIN = {
+    "tables": [
+        {"name": "item", "num_rows": 40, "dim": 4, "rule": "adagrad", "storage": "dense", "bfloat16": False},
+        {"name": "user", "num_rows": 90, "dim": 4, "rule": "adam", "storage": "tiered", "bfloat16": False},
+    ],
+    "has_cores": False,
+    "transport": "one_sided",
+    "point": "snapshot.read",
+    "steps": 3,
+    "seed": 0,
+}
+
+
+def save_amid_a_migration(mesh, folder):
+    """The plan changes while a checkpoint is written, and steps go on under the new one."""
+    training = Training(mesh, {**PLAIN, "tables": PLAIN["tables"][:1]})
+    embeddings, group = training.embeddings, mesh.with_process_group("checkpoints").group
+    training.step()
+    checkpoint.save(folder / "sync", embeddings, {}, group=mesh.group)
+    (table,) = embeddings.plan.tables
+    ranges = (RowRange(0, 5, "replicated"), RowRange(5, table.shape.num_rows, shift=1))
+    with slowed("snapshot.read") as gate:
+        save = BackgroundSave(folder / "async", embeddings, {}, group=group)
+        gate.step()
+        embeddings.migrate(replace(embeddings.plan, tables=(replace(table, ranges=ranges),)))
+        training.step()
+        gate.open()
+        assert save.wait()
+    embeddings.close()
+
+
+def test_a_migration_changes_nothing_of_it(ranks, tmp_path):
+    ranks.run(save_amid_a_migration, tmp_path, world_size=2)
+    assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
+
+
+@pytest.mark.parametrize("point", ["snapshot.read", "snapshot.copied"])
+def test_without_pre_images_it_is_not(ranks, tmp_path, point):
+    """That updates fall into the time of writing: else the equality above says nothing."""
+    with mock.patch.object(StoreSnapshot, "preserve", return_value=None):
+        save_both_ways(Mesh(), tmp_path, {**PLAIN, "point": point})
+    found, expected = sums_of(tmp_path / "async"), sums_of(tmp_path / "sync")
+    for table in ("item", "user"):
+        assert any(found[name] != expected[name] for name in found if name.startswith(table))
+
+
+def num_threads():
+    return sum(thread.name == "rowmesh checkpoint" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("fault", ["checkpoint.write_rows@2=ENOSPC", "checkpoint.publish=ENOSPC", "snapshot.read=EIO"])
+def test_a_failed_one_leaves_nothing_and_training_goes_on(tmp_path, fault):
+    training = Training(Mesh(), PLAIN)
+    with arm(fault):
+        save = BackgroundSave(tmp_path / "model", training.embeddings, {})
+        with pytest.raises(CheckpointWriteError, match="rank 0 cannot write"):
+            save.wait()
+    assert save.is_done
+    assert num_threads() == 0
+    assert not (tmp_path / "model").exists()
+    training.step()
+    assert save.snapshot.num_saved == 0
+    assert BackgroundSave(tmp_path / "model", training.embeddings, {}).wait()
+    training.embeddings.close()
+
+
+def cancel(mesh, folder):
+    """Ends one that is held at its first shard, on all ranks."""
+    training = Training(mesh, PLAIN)
+    group = mesh.with_process_group("cancelled checkpoints").group  # of no use after it
+    with slowed("snapshot.read"):
+        save = BackgroundSave(folder, training.embeddings, {}, group=group)
+        training.step()
+        assert not save.is_done
+        save.cancel()
+    assert num_threads() == 0
+    with pytest.raises((CheckpointError, RuntimeError)):
+        save.wait()
+    training.step()
+    training.embeddings.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_that_is_cancelled_leaves_nothing(ranks, tmp_path, world_size):
+    ranks.run(cancel, tmp_path / "model", world_size=world_size)
+    assert not (tmp_path / "model").exists()
+
+
+def test_rows_are_as_they_were_and_read_once():
+    training = Training(Mesh(), PLAIN)
+    before = [piece.values.clone() for piece in training.embeddings.local_rows("item")]
+    snapshot = Snapshot(training.embeddings)
+    training.step()
+    (shard,) = snapshot.local_rows("item")
+    assert torch.equal(shard.values, torch.cat(before))
+    assert snapshot.num_saved > 0
+    with pytest.raises(AssertionError, match="read once"):
+        _ = shard.values
+    snapshot.close()
+    with pytest.raises(RowmeshError, match="closed"):
+        _ = shard.state["sum"]
+    training.embeddings.close()

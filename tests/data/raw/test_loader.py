@@ -1,0 +1,268 @@
+"""Batches of raw rows: every rank's part of the same global batches, read once, from any place."""
+
+import json
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowmesh.data.quarantine import NoBadRows
+from rowmesh.data.raw import FileSource, RawLoader, ids_of
+from rowmesh.data.schema import Schema
+from rowmesh.errors import ConfigurationError, DataError
+
+SCHEMA = Schema(
+    label="click",
+    weight="weight",
+    dense=("price",),
+    dense_transform="none",
+    categorical=["user", {"name": "tags", "separator": "|"}],
+)
+PARQUET = Schema.parse({**SCHEMA.model_dump(), "format": "parquet", "categorical": ["user", "tags"]})
+TYPES = pa.schema(
+    {
+        "click": pa.int64(),
+        "weight": pa.float32(),
+        "price": pa.float64(),
+        "user": pa.string(),
+        "tags": pa.list_(pa.string()),
+    }
+)
+
+
+class Kept:
+    """A quarantine that keeps what it is told."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, file, line, reason, row):
+        self.rows.append((file.name, line, reason))
+
+
+def rows_of(first, count):
+    return [
+        {
+            "click": n % 2,
+            "weight": 1 + n % 3,
+            "price": None if n % 5 == 0 else n / 4,
+            "user": f"user {n % 7}",
+            "tags": [f"t{k}" for k in range(n % 3)],
+        }
+        for n in range(first, first + count)
+    ]
+
+
+def write_text(path, rows, more=""):
+    lines = ["click,weight,price,user,tags"]
+    for row in rows:
+        price = "" if row["price"] is None else row["price"]
+        lines.append(f"{row['click']},{row['weight']},{price},{row['user']},{'|'.join(row['tags'])}")
+    path.write_text("\n".join(lines) + "\n" + more)
+
+
+def folder_of(tmp_path, sizes, kind):
+    folder, first = tmp_path / kind, 0
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        rows = rows_of(first, size)
+        if kind == "text":
+            write_text(folder / f"{number:03}.csv", rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows, TYPES), folder / f"{number:03}.parquet", row_group_size=4)
+        first += size
+    return folder
+
+
+def joined(batches):
+    """The rows of some batches."""
+    return [row for batch in batches for row in plain(batch)]
+
+
+def loader(folder, kind="text", **options):
+    schema = SCHEMA if kind == "text" else PARQUET
+    options = {"batch_size": 6, "quarantine": NoBadRows(), "multi_hot": (False, True), "prefetch": 0, **options}
+    return RawLoader(FileSource([folder], schema), schema, **options)
+
+
+def plain(batch):
+    """A batch as plain rows."""
+    ids, offsets = batch.sparse.ids.tolist(), batch.sparse.jagged_offsets.tolist()
+    size = batch.sparse.batch_size
+    bags = [ids[offsets[i] : offsets[i + 1]] for i in range(2 * size)]
+    return [
+        (batch.labels[i].item(), batch.weights[i].item(), batch.dense[i, 0].item(), bags[i], bags[size + i])
+        for i in range(size)
+    ]
+
+
+def expected_rows(first, count):
+    def hashed(values):
+        return ids_of(pa.array(values, pa.string())).tolist()
+
+    return [
+        (row["click"], row["weight"], row["price"] or 0.0, hashed([row["user"]]), hashed(row["tags"]))
+        for row in rows_of(first, count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_same_batches(tmp_path, kind, world_size):
+    folder, total = folder_of(tmp_path, [10, 1, 7, 0, 5], kind), 23
+    parts = [list(loader(folder, kind, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert {len(part) for part in parts} == {4}
+    for number, batches in enumerate(zip(*parts, strict=True)):
+        size = min(6, total - 6 * number)
+        assert joined(batches) == expected_rows(6 * number, size)
+        sizes = [batch.sparse.batch_size for batch in batches]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 8), st.data())
+def test_goes_on_from_every_place_under_any_number_of_ranks(tmp_path_factory, sizes, batch_size, data):
+    folder = folder_of(tmp_path_factory.mktemp("raw"), sizes, "text")
+    whole = [plain(batch) for batch in loader(folder, batch_size=batch_size)]
+    if not whole:
+        return
+    stop = data.draw(st.integers(0, len(whole)))
+    first = loader(folder, batch_size=batch_size, prefetch=2)
+    batches = iter(first)
+    for _ in range(stop):
+        next(batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    batches.close()
+    found = []
+    for rank in range(2):
+        second = loader(folder, batch_size=batch_size, rank=rank, world_size=2)
+        second.load_state_dict(state)
+        found.append([plain(batch) for batch in second])
+        assert second.batches == len(whole)
+    assert [a + b for a, b in zip(*found, strict=True)] == whole[stop:]
+
+
+def test_positions_of_steps_behind_the_reader(tmp_path):
+    folder = folder_of(tmp_path, [20], "text")
+    ahead = loader(folder)
+    whole = [plain(batch) for batch in ahead]
+    for steps in range(4):
+        behind = loader(folder)
+        behind.load_state_dict(ahead.state_after(steps))
+        assert [plain(batch) for batch in behind] == whole[steps:]
+
+
+def test_bad_rows_are_missing_in_their_batch(tmp_path):
+    folder = folder_of(tmp_path, [4], "text")
+    write_text(folder / "001.csv", rows_of(4, 1), more="2,1,1,user 5,\nno columns\n1,1,0.25,user 6,\n")
+    whole, parts = Kept(), []
+    alone = [plain(batch) for batch in loader(folder, batch_size=4, quarantine=whole)]
+    assert [len(batch) for batch in alone] == [4, 2]
+    for rank in range(2):
+        parts.append(Kept())
+        batches = loader(folder, batch_size=4, quarantine=parts[rank], rank=rank, world_size=2)
+        assert (
+            joined(batches)
+            == [row for batch in alone for row in (batch[:2], batch[2:])[rank] if len(batch) == 4]
+            + ([alone[1][:1], alone[1][1:]][rank])
+        )
+    assert sorted(whole.rows) == sorted(parts[0].rows + parts[1].rows)
+    assert [(name, line) for name, line, _ in sorted(whole.rows)] == [("001.csv", 3), ("001.csv", 4)]
+
+
+def test_files_that_appear_later_are_read_until_the_end(tmp_path):
+    folder = folder_of(tmp_path, [5], "text")
+    looks = []
+
+    def wait():
+        looks.append(len(looks))
+        if len(looks) == 1:
+            write_text(folder / "001.csv.tmp", rows_of(5, 4))
+        elif len(looks) == 2:
+            (folder / "001.csv.tmp").rename(folder / "001.csv")
+        else:
+            write_text(folder / "002.csv", rows_of(9, 1))
+            (folder / "_END").touch()
+
+    source = FileSource([folder], SCHEMA, follow=True)
+    batches = RawLoader(
+        source, SCHEMA, batch_size=4, quarantine=NoBadRows(), multi_hot=(False, True), wait=wait, prefetch=0
+    )
+    assert joined(batches) == expected_rows(0, 10)
+    assert len(looks) == 3
+
+
+def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
+    folder = folder_of(tmp_path, [5, 3], "text")
+
+    def wait():
+        write_text(folder / "0005.csv", rows_of(0, 1))
+
+    source = FileSource([folder], SCHEMA, follow=True)
+    batches = RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=wait, prefetch=0)
+    with pytest.raises(DataError, match=r"0005.csv appeared after 001.csv was read, and its name comes before"):
+        list(batches)
+
+
+def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
+    folder = folder_of(tmp_path, [5], "text")
+    source = FileSource([folder], SCHEMA, follow=True)
+    over = threading.Event()
+
+    class OverError(Exception):
+        pass
+
+    def wait():
+        if over.wait(0.01):
+            raise OverError
+
+    batches = iter(RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=wait, prefetch=2))
+    next(batches)
+    over.set()
+    with pytest.raises(OverError):
+        next(batches)
+
+
+def test_changed_files_are_named(tmp_path):
+    folder = folder_of(tmp_path, [5, 5], "text")
+    first = loader(folder)
+    next(iter(first))
+    write_text(folder / "001.csv", [])
+    second = loader(folder)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=r"001.csv has 0 rows, and the position is after row 1 of it"):
+        list(second)
+    (folder / "001.csv").unlink()
+    with pytest.raises(DataError, match=r"the position is in 001.csv, row 1, and there is no such file any more"):
+        list(second)
+
+
+def test_what_cannot_work_is_named(tmp_path):
+    folder = folder_of(tmp_path, [5], "text")
+    standard = SCHEMA.model_copy(update={"dense_transform": "standardize"})
+    with pytest.raises(ConfigurationError, match='dense_transform = "standardize" needs the means of all rows'):
+        RawLoader(FileSource([folder], standard), standard, batch_size=4, quarantine=NoBadRows())
+    with pytest.raises(ConfigurationError, match="batch_size must be 1 or more, got 0"):
+        loader(folder, batch_size=0)
+    with pytest.raises(ConfigurationError, match="files can be followed in one folder"):
+        FileSource([folder / "000.csv"], SCHEMA, follow=True)
+    with pytest.raises(ConfigurationError, match=r"nothing.csv is no file"):
+        FileSource([folder / "nothing.csv"], SCHEMA)
+    state = {**loader(folder).state_dict(), "seed": 3}
+    with pytest.raises(ConfigurationError, match="saved with seed = 3, this run has 0"):
+        loader(folder).load_state_dict(state)
+
+
+def test_an_empty_part_has_the_shapes_of_others(tmp_path):
+    folder = folder_of(tmp_path, [1], "text")
+    (batch,) = loader(folder, rank=0, world_size=2)
+    assert batch.dense.shape == (0, 1)
+    assert batch.labels.shape == batch.weights.shape == (0,)
+    assert batch.sparse.batch_size == 0
+    assert batch.labels.dtype == torch.float32
+    assert np.array_equal(batch.sparse.jagged_offsets, [0])

@@ -1,0 +1,30 @@
+"""A sample of the grid of durability: `python -m tests.durability` runs all of it."""
+
+import argparse
+
+import pytest
+
+from tests.durability import NUM_STEPS, Case, Grid, cases
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return Grid(tmp_path_factory.mktemp("grid"), evaluates=False)
+
+
+def test_a_case_of_the_grid(grid):
+    assert grid.run(Case("pipelined, depth 2", 2, "one_sided", "loop.step@8", 0))["problem"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, ranks", [("tiered in files", 2), ("copies", 4), ("tensor-train", 1)])
+def test_more_cases_of_the_grid(grid, mode, ranks):
+    transport = "collective" if ranks > 1 else ""
+    assert grid.run(Case(mode, ranks, transport, "loop.step@17", 0))["problem"] == ""
+
+
+def test_the_grid_has_every_step_and_mode():
+    asked = argparse.Namespace(ranks=[1, 2, 4], mode=None, steps=list(range(1, NUM_STEPS + 1)), points=False)
+    names = {case.name for case in cases(asked)}
+    assert len(names) == 30 * (11 + 2 * 2 * 14)
+    assert "copies/4/collective/loop.step@30,rank2" in names

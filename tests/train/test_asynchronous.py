@@ -1,0 +1,105 @@
+"""Checkpoints that are written while a run trains are those that it would have stopped for."""
+
+import threading
+
+import pytest
+
+from rowmesh.checkpoint.series import Series
+from rowmesh.errors import CheckpointWriteError, Preempted
+from rowmesh.faults import arm
+from rowmesh.train.commands import run_training
+from rowmesh.train.resolve import resolve
+from tests.support.killed_runs import model_of, train_killed, train_once, train_untouched
+from tests.support.slowed import slowed, sums_of
+from tests.train.test_resume import MODES
+
+ASYNCHRONOUS = "checkpoint.asynchronous=true"
+STEPS = ["train.steps=10", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "tiers.fast_rows=300"]
+
+
+def train_slowed(mesh, config, options):
+    """Trains on a rank with writers that read a shard a step; returns what failed, and how many shards waited."""
+    with slowed("snapshot.copied", shard_rows=64) as gate:
+        failure = train_once(mesh, config, options, "no", "")
+    assert not any(thread.name == "rowmesh checkpoint" for thread in threading.enumerate())
+    return failure, gate.num_slowed
+
+
+def train(config_file, *options, resume="no"):
+    return run_training(resolve(config_file, [*STEPS, ASYNCHRONOUS, *options]), resume=resume)
+
+
+def series(run):
+    return Series(run / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "mode, world_size",
+    [
+        ("pipelined", 2),
+        ("tiered, pipelined", 1),
+        ("copies", 2),  # the plan migrates while one is written
+        ("exact replicas", 2),
+        *(
+            pytest.param(mode, world_size, marks=pytest.mark.slow)
+            for world_size in (1, 2)
+            for mode in ("plain", "one-sided", "pipelined, one-sided", "tiered", "cores", "early stopping", "adam")
+        ),
+    ],
+)
+def test_checkpoints_are_those_of_a_run_that_stops_for_them(ranks, config_file, tmp_path, mode, world_size):
+    options = [*MODES[mode], *STEPS]
+    train_untouched(ranks, config_file, [*options, f"run.folder={tmp_path / 'sync'}"], world_size)
+    found = ranks.run(
+        train_slowed, config_file, [*options, ASYNCHRONOUS, f"run.folder={tmp_path / 'async'}"], world_size=world_size
+    )
+    assert [failure for failure, _ in found] == [""] * world_size
+    assert all(num_slowed >= 3 for _, num_slowed in found)
+    expected = series(tmp_path / "sync")
+    assert series(tmp_path / "async").steps() == expected.steps()
+    for step in expected.steps():
+        assert sums_of(series(tmp_path / "async").at(step)) == sums_of(expected.at(step))
+    assert model_of(tmp_path / "async") == model_of(tmp_path / "sync")
+
+
+def test_a_run_that_fails_amid_a_write_goes_on_from_there(ranks, config_file, tmp_path):
+    options = [*STEPS, ASYNCHRONOUS]
+    train_untouched(ranks, config_file, [*options, f"run.folder={tmp_path / 'untouched'}"], 2)
+    train_killed(ranks, config_file, options, 2, ["loop.step@7=raise", "loop.step@3=raise"])
+    assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
+
+
+def test_averaged_replicas_wait_and_say_so(ranks, config_file, tmp_path):
+    options = [*MODES["averaged replicas"], *STEPS, "checkpoint.every_steps=4", ASYNCHRONOUS]
+    found = ranks.run(train_slowed, config_file, options, world_size=2)
+    assert found == [("", 0)] * 2
+    assert series(tmp_path / "run").steps() == [4, 8]
+
+
+def test_a_full_disk_costs_the_checkpoint_alone(config_file, tmp_path, capsys):
+    with arm("checkpoint.write_rows@13=ENOSPC"):
+        train(config_file)
+    out = capsys.readouterr().out
+    assert "the checkpoint after step 6 cannot be written, the last is of step 3: " in out
+    assert out.count("; training goes on") == 1
+    assert series(tmp_path / "run").steps() == [3, 9]
+    assert not (tmp_path / "run" / "checkpoints" / "step-000000006").exists()
+
+
+def test_a_full_disk_ends_the_run_where_that_is_asked_for(config_file, tmp_path):
+    steps = []
+    with (
+        arm("checkpoint.publish=ENOSPC"),
+        arm(point="loop.step", action=lambda: steps.append(0)),
+        pytest.raises(CheckpointWriteError, match=r"after step 3 cannot be written, there is none yet: .*is stop"),
+    ):
+        train(config_file, "checkpoint.on_failure=stop")
+    assert len(steps) <= 10
+    assert series(tmp_path / "run").steps() == []
+
+
+def test_a_signal_waits_for_its_checkpoint(config_file, tmp_path):
+    with slowed("snapshot.read"), arm("loop.step@4=SIGUSR1"), pytest.raises(Preempted):
+        train(config_file)
+    assert series(tmp_path / "run").steps() == [3, 5]
+    assert train(config_file, resume="latest")
