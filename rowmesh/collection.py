@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from rowmesh.counters import CommonCounters, GroupCounters
+from rowmesh.dynamic.collected import check_dynamic
+from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.known import KnownRows
+from rowmesh.dynamic.layout import framed, replicas_of_dynamic, with_frames
+from rowmesh.dynamic.state import Statistics
 from rowmesh.embeddings import Embeddings, LocalRows, look_up_some, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
@@ -107,18 +113,23 @@ class EmbeddingCollection(TableModule):
         check_wire(wire_dtype, tables)
         self.mesh, self.tiers = mesh or Mesh(), tiers or Tiers()
         self.synchronization = synchronization or Synchronization()
-        shapes, size, per_node = stored_shapes(tables), self.mesh.world_size, self.mesh.ranks_per_node
+        size, per_node = self.mesh.world_size, self.mesh.ranks_per_node
         if plan is not None and replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
-        plan = plan or Plan.cyclic(shapes, size, per_node, replicas=replicas)
+        counts = replicas_of_dynamic(tables, replicas)
+        check_dynamic(tables, counts, self.synchronization, place)
+        framed_tables = framed(tables, counts, size)
+        if plan is None:
+            plan = Plan.cyclic(stored_shapes(framed_tables), size, per_node, replicas=replicas)
+        plan = with_frames(plan, framed_tables, counts)
         warn_of_threads(self.mesh)
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan, wire_dtype)
-        plan.check_fits(shapes, size, per_node)
+        plan.check_fits(stored_shapes(framed_tables), size, per_node)
         averaged = plan.replicas if self.synchronization.mode == "average" else {}
         self.tables = tuple(with_moment_scale(table, averaged.get(table.name, 1)) for table in tables)
         self.common_counters = CommonCounters()
         options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place, wire_dtype)
-        self.engine = Engine(self.tables, plan, self.mesh, options, seed, str(device))
+        self.engine = Engine(framed(self.tables, counts, size), plan, self.mesh, options, seed, str(device))
         self.device, self.groups, self.is_frozen = self.engine.device, self.engine.groups, all_frozen(self.engine)
         self.features, self.dims = self.engine.outputs.features, self.engine.outputs.dims
 
@@ -274,6 +285,50 @@ class EmbeddingCollection(TableModule):
         """
         _, exchange, number = self.engine.find_rows(table)
         return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
+
+    def known_rows(self, table: str) -> KnownRows:
+        """The ids that a dynamic table knows on this rank, with their rows, optimizer state and statistics: copies.
+
+        Every id of a table is on one rank (with replicas, on one of each group). They are those after the last step;
+        while a pipeline has opened later batches this raises RowmeshError.
+
+        Raises:
+            ConfigurationError: there is no such dynamic table.
+        """
+        return self.engine.known_rows(table)
+
+    def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
+        """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.
+
+        Args:
+            table: its name.
+            ids: int64 `[N]`, in any order; they need not be known.
+
+        Raises:
+            ConfigurationError: there is no such dynamic table.
+            RowmeshError: a pipeline has opened batches whose steps have not come.
+
+        Example:
+            >>> from rowmesh import SparseBatch
+            >>> from rowmesh.tables import Dynamic, Uniform
+            >>> table = TableSpec(
+            ...     name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=100), initializer=Uniform(bound=0.1)
+            ... )
+            >>> embeddings = EmbeddingCollection([table])
+            >>> _ = embeddings(SparseBatch.from_bags({"item": [[-7, 5], [5]]}))
+            >>> found = embeddings.statistics("item", [5, 6])
+            >>> found.known.tolist(), found.count.tolist()
+            ([True, False], [2, 0])
+        """
+        if self.engine.resolver is None:
+            raise ConfigurationError(f"{table!r} is no dynamic table; this collection has none")
+        self.engine.wait()
+        return self.engine.resolver.statistics(table, np.array(ids, np.int64).reshape(-1))
+
+    @property
+    def dynamic_counters(self) -> dict[str, DynamicCounters]:
+        """Counters of each dynamic table of which this rank has shards, since the start: what its owner decided."""
+        return {} if self.engine.resolver is None else self.engine.resolver.decided
 
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.

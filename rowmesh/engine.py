@@ -20,6 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rowmesh.dynamic.collected import make_resolver
+from rowmesh.dynamic.known import KnownRows, known_rows
+from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
@@ -91,6 +95,7 @@ class Engine:
         router: finds the rows of batches.
         shard_groups: rows and their transports.
         exchanges: of all groups, in their order.
+        resolver: of dynamic tables; None where there are none.
         pending: gradients that wait for a push.
         traffic: where requests of batches that train are counted; None where they are not.
         step_count: how many steps were taken.
@@ -121,6 +126,8 @@ class Engine:
             held = exchange.address_map.held
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
         self.shard_groups.connect()
+        self.resolver = make_resolver(self.exchanges, plan, mesh, seed)
+        self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
         self._fetching = threading.Lock()  # ranks number their fetches alike
@@ -195,12 +202,39 @@ class Engine:
             self.step_count += 1
             for exchange in self.exchanges:
                 exchange.counters.pushes += 1
+            self._end([route.lease for route in taken if route.lease is not None])
 
-    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None) -> Route:
-        route = self.router(batch, self.exchanges, moment)
+    def _end(self, leases: list[Lease]) -> None:
+        """Batches have had their step. What replicas send of it comes before the next one ends."""
+        for lease in leases:
+            lease.is_ahead, lease.is_kept = False, True
+        done, self._settling = (self._settling, leases) if self._replicated else (leases, [])
+        for lease in done:
+            lease.end()
+
+    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
+        if self.resolver is None:
+            route = self.router(batch, self.exchanges, moment)
+        else:
+            route = self._resolve(self.resolver, batch, moment, is_ahead=is_ahead)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
                 group.count_into(self.traffic)
+        return route
+
+    def _resolve(
+        self, resolver: Resolver, batch: SparseBatch, moment: tuple[int, int] | None, *, is_ahead: bool
+    ) -> Route:
+        """Routes a batch with frames in place of the ids of dynamic tables. Collective."""
+        self.outputs.layouts.check(batch)
+        frozen = {table.name: each.is_frozen for each in self.exchanges for table in each.group.tables}
+        batch, lease = resolver(batch, {name: frozen[name] for name in resolver.tables}, is_ahead=is_ahead)
+        try:
+            route = self.router(batch, self.exchanges, moment)
+        except BaseException:
+            lease.end()
+            raise
+        route.lease = lease
         return route
 
     def _fetch(self, route: Route) -> None:
@@ -356,7 +390,7 @@ class Engine:
                 "changes what their weights are made from; train them in a plain loop, or take tables with "
                 'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
             )
-        route = self._route(batch)
+        route = self._route(batch, is_ahead=True)
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
@@ -386,6 +420,8 @@ class Engine:
             each.update(window, step)
         for exchange in self.exchanges:
             exchange.counters.pushes += 1
+        if window.route.lease is not None:
+            self._end([window.route.lease])
 
     # What happens between two steps
 
@@ -419,12 +455,25 @@ class Engine:
     def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
         """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
         shard_group, exchange, number = self._find(table)
+        if exchange.group.storage == "dynamic":
+            raise ConfigurationError(
+                f"table {table!r} is dynamic: its rows have ids and no numbers; known_rows({table!r}) gives them"
+            )
         if isinstance(shard_group, CoreShardGroup):
             raise ConfigurationError(
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
             )
         return shard_group, exchange, number
+
+    def known_rows(self, table: str) -> KnownRows:
+        """The ids and rows of a dynamic table on this rank."""
+        if self.resolver is None or table not in self.resolver.tables:
+            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
+        _, exchange, _ = self._find(table)
+        self.resolver.check_idle("read known rows")
+        found = self.resolver.tables[table]
+        return known_rows(found.spec, found.owned, exchange.arena)
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
@@ -460,6 +509,11 @@ class Engine:
             return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
 
     def _check_migration(self, plan: Plan) -> None:
+        if self.resolver is not None:
+            raise ConfigurationError(
+                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and cannot "
+                "migrate; load a checkpoint under the other plan"
+            )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
         if tiered := [table.name for table in self._tables if table.storage == "tiered"]:
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")

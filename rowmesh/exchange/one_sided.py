@@ -66,15 +66,17 @@ class OneSidedTransport(Transport):
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
-        for buffer in self._keep:
-            buffer.use_huge_pages()
+        for buffer, exchange in zip(self._keep, exchanges, strict=True):
+            if not _is_lazy(exchange):
+                buffer.use_huge_pages()
         boards, mapped = [], []
         for rank, (board, *arenas) in enumerate(share(mesh, [self._board, *self._keep])):
             boards.append(board)
             if rank == mesh.rank:
                 continue
             for exchange, arena in zip(exchanges, arenas, strict=True):
-                arena.use_huge_pages()
+                if not _is_lazy(exchange):
+                    arena.use_huge_pages()
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
@@ -213,6 +215,11 @@ class OneSidedTransport(Transport):
         self._mapped.clear()
         for buffer in (*self._keep, self._board):
             buffer.close()
+
+
+def _is_lazy(exchange: GroupExchange) -> bool:
+    """Whether memory is committed where it is used: most frames of a dynamic table never are."""
+    return exchange.group.storage == "dynamic"
 
 
 def _shared(num_bytes: int) -> SharedBuffer:

@@ -147,8 +147,14 @@ class SparseBatch:
             )
         return self._with_offsets(own)
 
-    def _with_offsets(self, offsets: Tensor | None) -> SparseBatch:
+    def with_ids(self, ids: Tensor) -> SparseBatch:
+        """The same bags of other ids: int64 `[N]`, contiguous, on a CPU."""
         other = object.__new__(SparseBatch)  # without the checks, which were made
+        other.__dict__.update(self.__dict__, ids=ids)
+        return other
+
+    def _with_offsets(self, offsets: Tensor | None) -> SparseBatch:
+        other = object.__new__(SparseBatch)
         other.__dict__.update(self.__dict__, jagged_offsets=offsets)
         return other
 

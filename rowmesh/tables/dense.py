@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.ops.initialize import initialize
+from rowmesh.ops.initialize import STREAM, initialize, initialize_slots
 from rowmesh.ops.memory import Buffer
 from rowmesh.ops.merge_update import HostMerged, Merged, update
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.tables.group import TableGroup
 from rowmesh.tables.initializer import table_key
 from rowmesh.tables.row_store import Piece, Watcher
+from rowmesh.tables.spec import TableSpec
 
 MOST_DEVICE_SLOTS = 2**31 - 1  # kernels of devices read slots as signed 32-bit numbers
 
@@ -67,7 +68,7 @@ class DenseArena:
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"group {group.name} on {device}: {error}") from error
         for name, state in self.state.items():
-            if initial := optimizer.initial_state[name]:
+            if group.storage != "dynamic" and (initial := optimizer.initial_state[name]):
                 state.fill_(initial)
         self.address: int = self.rows.data_ptr()  # of slot 0, for kernels of the host
         self._watcher: Watcher | None = None
@@ -84,13 +85,35 @@ class DenseArena:
         return self.rows.nbytes, sum(tensor.nbytes for tensor in self.state.values())
 
     def initialize(self, seed: int, held: Iterable[Iterable[Piece]]) -> None:
-        """Sets every row to its initial value; see `RowStore`."""
+        """Sets every row to its initial value; see `RowStore`. Rows of dynamic tables begin by `start`."""
+        if self.group.storage == "dynamic":
+            return
         for table, pieces in zip(self.group.tables, held, strict=True):
             key, (a, b) = table_key(seed, table.name), table.initializer.parameters(table.num_rows)
             for piece in pieces:
                 rows = self.rows[piece.slots.start : piece.slots.stop]
                 first, stride = piece.rows.start, piece.rows.step
                 initialize(rows, key, first=first, stride=stride, distribution=table.initializer.name, a=a, b=b)
+
+    def start(self, slots: np.ndarray, ids: np.ndarray, seed: int, table: TableSpec) -> None:
+        """Gives ids of a dynamic table rows: their initial values, and the state of a row that was never updated.
+
+        Args:
+            slots: `[n]` distinct integers.
+            ids: int64 `[n]`.
+            seed: of the initial values.
+            table: whose ids they are.
+        """
+        if not len(slots):
+            return
+        if self._watcher is not None:
+            self._watcher(slots, slots)
+        streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
+        places, pieces = slots.astype(np.uint32), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
+        initialize_slots(self.rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
+        index = torch.from_numpy(slots)
+        for name, tensor in self.state.items():
+            tensor[index] = self.group.optimizer.initial_state[name]
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""

@@ -32,6 +32,9 @@ class Dynamic:
         ttl_steps: steps without a sighting after which an id goes even where there is room; 0: never.
         mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote").
         missing: what an unknown id reads in evaluation.
+        spare_frames: rows of memory that each rank has beside its share of the capacity: for ids that are not admitted,
+            for unknown ones in evaluation, and for evicted ones that batches under way still read. Memory is committed
+            where it is used. Default: as many as the share, and at least 65,536.
 
     Example:
         >>> Dynamic(capacity=100_000).num_shards
@@ -50,6 +53,7 @@ class Dynamic:
     ttl_steps: int = 0
     mode: Literal["drop", "demote"] = "drop"
     missing: Missing = "initial"
+    spare_frames: int | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -89,10 +93,11 @@ class Dynamic:
             "window_steps": 0,
             "decay_steps": 0,
             "ttl_steps": 0,
+            "spare_frames": 1,
         }
         for name, least in lowest.items():
             value = getattr(self, name)
-            if value is None and name in ("initial_capacity", "shards"):
+            if value is None and name in ("initial_capacity", "shards", "spare_frames"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise ConfigurationError(

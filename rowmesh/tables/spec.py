@@ -11,11 +11,12 @@ import torch
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim import RowWiseAdaGrad, UpdateRule
 from rowmesh.tables.bag_config import fields_of
+from rowmesh.tables.dynamic import Dynamic
 from rowmesh.tables.initializer import Initializer, Uniform
 from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
 
 Pooling = Literal["sum", "mean", "none"]
-Storage = Literal["dense", "tiered", "tensor_train"]
+Storage = Literal["dense", "tiered", "tensor_train", "dynamic"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MAX_DIM = 1024
 
@@ -26,7 +27,7 @@ class TableSpec:
 
     Attributes:
         name: unique among the tables of a model.
-        num_rows: ids of this table are 0 … num_rows − 1.
+        num_rows: ids of this table are 0 … num_rows − 1. Of a dynamic table left out: it is the capacity.
         dim: D, the length of a row, 1 to 1024; need not be a multiple of anything.
         features: the features that look rows up in this table; several may share it. Default: its name.
         pooling: how the rows of a bag become one vector; "none" returns one vector an id. The same for all features of
@@ -37,19 +38,23 @@ class TableSpec:
         out_of_range: what to do with an id below 0 or past the table: "error", or the row to read
             instead; either is counted by feature.
         storage: "dense" rows, spread over the ranks; "tiered": the same, those in use in fast memory and the others in
-            a backing store; or "tensor_train": every rank computes rows from three small
-            cores, which are what is trained.
+            a backing store; "tensor_train": every rank computes rows from three small
+            cores, which are what is trained; or "dynamic": any int64 is an id, and rows come and go.
         tensor_train: how big the cores may be, where there are any; default: of rank 16.
+        dynamic: of a dynamic table: how many ids it holds, whom it admits and whom it evicts.
         frozen: whether rows begin frozen: looked up, and not trained. Such tables fuse with each other alone, so that
             `EmbeddingCollection.unfreeze` and `freeze` can name them apart from others.
 
     Example:
         >>> TableSpec(name="item", num_rows=1_000_000, dim=64).features
         ('item',)
+        >>> rules = Dynamic(capacity=1_000_000)
+        >>> TableSpec(name="item", dim=64, storage="dynamic", dynamic=rules, initializer=Uniform(bound=0.01)).num_rows
+        1000000
     """
 
     name: str
-    num_rows: int
+    num_rows: int = cast("int", None)  # given, but for dynamic tables
     dim: int
     features: tuple[str, ...] = cast("tuple[str, ...]", None)  # becomes the name
     pooling: Pooling = "sum"
@@ -59,6 +64,7 @@ class TableSpec:
     out_of_range: Literal["error"] | int = "error"
     storage: Storage = "dense"
     tensor_train: TensorTrain | None = None
+    dynamic: Dynamic | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +80,7 @@ class TableSpec:
                 "where the only one is called like the table, or leave the table out"
             )
         object.__setattr__(self, "features", tuple(self.features))
+        self._check_dynamic()
         if self.num_rows < 1:
             raise ConfigurationError(f"table {self.name!r}: num_rows must be 1 or more, got {self.num_rows}")
         if not 1 <= self.dim <= MAX_DIM:
@@ -93,6 +100,44 @@ class TableSpec:
                 f"got {self.out_of_range!r}"
             )
         self._check_storage()
+
+    def _check_dynamic(self) -> None:
+        """Says how many rows there are, where that is not given."""
+        if self.storage != "dynamic":
+            if self.dynamic is not None:
+                raise ConfigurationError(
+                    f"table {self.name!r} is {self.storage} and has no use for {self.dynamic}; give storage='dynamic' "
+                    "too, or leave it out"
+                )
+            if self.num_rows is None:
+                raise ConfigurationError(f"table {self.name!r}: give num_rows; only dynamic tables have none")
+            return
+        if not isinstance(self.dynamic, Dynamic):
+            raise ConfigurationError(
+                f"table {self.name!r} is dynamic: give dynamic=Dynamic(capacity=…), got {self.dynamic!r}"
+            )
+        if self.num_rows not in (None, self.dynamic.capacity):
+            raise ConfigurationError(
+                f"table {self.name!r} is dynamic and has any ids: leave num_rows out, got {self.num_rows}; its "
+                f"capacity is {self.dynamic.capacity}"
+            )
+        object.__setattr__(self, "num_rows", self.dynamic.capacity)
+        if isinstance(self.initializer, Uniform) and self.initializer.bound is None:
+            raise ConfigurationError(
+                f"table {self.name!r} is dynamic, and the bound 1/√num_rows is of a number of rows, which it has not; "
+                "give initializer=Uniform(bound=…) or Normal(std=…)"
+            )
+        if self.out_of_range != "error":
+            raise ConfigurationError(
+                f"table {self.name!r} is dynamic, and no id is out of its range; leave out_of_range out, or see "
+                "Dynamic(missing=…)"
+            )
+
+    def with_num_frames(self, num_frames: int) -> TableSpec:
+        """A dynamic table as the exchange sees it: rows are the frames of all ranks."""
+        framed = replace(self)
+        object.__setattr__(framed, "num_rows", num_frames)
+        return framed
 
     def _check_storage(self) -> None:
         if self.storage not in get_args(Storage):
@@ -133,6 +178,8 @@ class TableSpec:
         usual = {each.name: each.default for each in fields(self)}
         usual |= {each.name: each.default_factory() for each in fields(self) if each.default_factory is not MISSING}
         usual["features"] = (self.name,)
+        if self.dynamic is not None:
+            usual["num_rows"] = self.dynamic.capacity
         return f"TableSpec({', '.join(f'{name}={value!r}' for name, value in given if value != usual[name])})"
 
     @property

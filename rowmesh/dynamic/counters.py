@@ -1,0 +1,36 @@
+"""Counters of a dynamic table on one rank, cumulative since the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DynamicCounters:
+    """Numbers of distinct ids, added up over batches, of the shards of this rank.
+
+    Attributes:
+        table: its name.
+        steps: batches opened for training.
+        hits: ids that it knew.
+        admitted: ids that entered.
+        evicted: ids that left.
+        guests: ids that were not admitted: they read their initial row, and their gradients are dropped.
+        found: in evaluation, ids that it knew.
+        missing: in evaluation, ids that it did not know.
+    """
+
+    table: str
+    steps: int = 0
+    hits: int = 0
+    admitted: int = 0
+    evicted: int = 0
+    guests: int = 0
+    found: int = 0
+    missing: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of hits among the ids of training."""
+        total = self.hits + self.admitted + self.guests
+        return self.hits / total if total else 0.0

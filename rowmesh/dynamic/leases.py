@@ -1,0 +1,76 @@
+"""Leases: which batches of this rank are under way, and so may read or update the frames that they were given.
+
+Batches are numbered alike on all ranks. Each rank says, with the next batch, which is its first one that has not ended.
+A frame that a batch has freed is used again only when every batch up to that one has ended on every rank.
+"""
+
+from __future__ import annotations
+
+
+class Lease:
+    """One batch's. `end` may be called again.
+
+    Attributes:
+        number: of the batch.
+        is_ahead: whether a pipeline has opened it, and its step is not done.
+    """
+
+    __slots__ = ("_leases", "is_ahead", "is_kept", "number")
+
+    def __init__(self, leases: Leases, number: int) -> None:
+        self._leases, self.number, self.is_ahead, self.is_kept = leases, number, False, False
+
+    def end(self) -> None:
+        """Nothing of the batch is read or updated any more."""
+        self.is_ahead = False
+        self._leases.discard(self.number)
+
+    def drop(self) -> None:
+        """The batch is gone: it has ended, unless its step is being done (`is_kept`)."""
+        if not self.is_kept:
+            self.end()
+
+
+class Leases:
+    """Those of all batches of this rank.
+
+    Example:
+        >>> leases = Leases()
+        >>> first, second = leases.begin(), leases.begin()
+        >>> second.end()
+        >>> leases.first
+        0
+        >>> first.end()
+        >>> leases.first
+        2
+    """
+
+    def __init__(self) -> None:
+        # No lock: a lease may end wherever the garbage collector runs. Each line here is one step of the interpreter.
+        self._under_way: dict[int, Lease] = {}
+        self._next = 0
+
+    def begin(self) -> Lease:
+        """The next batch's; one thread at a time."""
+        lease = self._under_way[self._next] = Lease(self, self._next)
+        self._next += 1
+        return lease
+
+    def discard(self, number: int) -> None:
+        """A batch has ended."""
+        self._under_way.pop(number, None)
+
+    @property
+    def next(self) -> int:
+        """The number of the batch that comes next."""
+        return self._next
+
+    @property
+    def first(self) -> int:
+        """The first batch that has not ended, or the next one."""
+        return min(list(self._under_way), default=self._next)
+
+    @property
+    def ahead(self) -> list[int]:
+        """Batches whose steps have not come yet though a pipeline has opened them, ascending."""
+        return sorted(lease.number for lease in list(self._under_way.values()) if lease.is_ahead)

@@ -1,0 +1,179 @@
+"""What a rank owns of a dynamic table: the shards that decide, and the frames that have the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.frames import FrameList
+from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
+from rowmesh.dynamic.shards import DynamicShards
+from rowmesh.dynamic.state import Opened, ShardState
+from rowmesh.errors import DataError
+from rowmesh.tables import TableSpec
+from rowmesh.tables.dense import DenseArena
+from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.row_store import Piece
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a batch changed in the index; frames that it freed are used again when it has ended."""
+
+    number: int
+    admitted_ids: np.ndarray
+    evicted_ids: np.ndarray
+    evicted_frames: np.ndarray
+    freed: np.ndarray
+    visitors: np.ndarray
+
+
+class OwnedTable:
+    """Some shards of a dynamic table, and their rows. Frames are counted from the rank's first one.
+
+    Args:
+        table: as `framed` gives it.
+        shards: those of this rank, one or more.
+        arena: where the rows are.
+        piece: the frames of this rank: rows of the table as the exchange sees it, and their slots.
+        seed: of initial values.
+
+    Attributes:
+        shards: index, rules and statistics.
+        counters: what was decided here.
+    """
+
+    def __init__(self, table: TableSpec, shards: range, arena: DenseArena, piece: Piece, seed: int) -> None:
+        rules = rules_of(table)
+        spare = num_spare(rules, shards)
+        self._table, self._arena, self._piece, self._seed = table, arena, piece, seed
+        self._first_visitor = num_kept(rules, shards) + spare
+        self.shards = DynamicShards(table.name, rules, shards, self._first_visitor)
+        self.counters = DynamicCounters(table.name)
+        self._visitors = FrameList(table.name, spare)
+        self._zero = self._first_visitor + spare  # its memory is never written
+        self._changes: list[_Change] = []
+
+    def open(self, number: int, ids: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+        """Takes a step's decisions; afterwards all rows are there. Returns the rows of the ids, int64 `[N]`.
+
+        Args:
+            number: of the batch.
+            ids: int64 `[N]`, distinct and ascending: those of all ranks.
+            counts: int64 `[N]`.
+            step: above that of the last call.
+
+        Raises:
+            NoRoomError: see `DynamicShards.open`.
+        """
+        opened = self.shards.open(ids, counts, step)
+        self._start(opened.frames[opened.fresh], ids[opened.fresh])
+        freed = np.concatenate([opened.evicted_frames, opened.frames[opened.guest]])
+        none = np.empty(0, np.int64)
+        admitted = ids[opened.fresh & ~opened.guest]
+        self._changes.append(
+            _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
+        )
+        self._count(opened)
+        return opened.frames + self._piece.rows.start
+
+    def _count(self, opened: Opened) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.hits += opened.num_hits
+        counters.admitted += opened.num_admitted
+        counters.evicted += opened.num_evicted
+        counters.guests += opened.num_dropped
+
+    def find(self, number: int, ids: np.ndarray, ahead: Container[int]) -> np.ndarray:
+        """The rows of ids in evaluation, which changes nothing; unknown ids have rows of their own until it ends.
+
+        Args:
+            number: of the batch.
+            ids: int64 `[N]`, distinct and ascending: those of all ranks.
+            ahead: batches that a pipeline has opened before their turn; they are as if they had not been.
+
+        Raises:
+            DataError: an id is unknown, and the rules say that this is an error.
+            NoRoomError: there are more unknown ids than spare frames.
+        """
+        frames = self.shards.find(ids)
+        for change in reversed(self._changes):
+            if change.number in ahead:
+                _undo(change, ids, frames)
+        if len(unknown := np.flatnonzero(frames < 0)):
+            self.counters.missing += len(unknown)
+            frames[unknown] = self._frames_of_unknown(number, ids[unknown])
+        self.counters.found += len(ids) - len(unknown)
+        return frames + self._piece.rows.start
+
+    def _frames_of_unknown(self, number: int, ids: np.ndarray) -> np.ndarray | int:
+        missing = rules_of(self._table).missing
+        if missing == "zero":
+            return self._zero
+        if missing == "error":
+            raise DataError(
+                f"dynamic table {self._table.name!r} does not know {len(ids)} of the ids that are looked up, the first "
+                f'is {ids[0]}; correct the data, or let unknown ids read missing="initial" or "zero"'
+            )
+        self._visitors.check(len(ids))
+        visitors = self._visitors.take(len(ids))
+        self._visitors.lease(visitors)
+        none = np.empty(0, np.int64)
+        self._changes.append(_Change(number, none, none, none, none, visitors))
+        frames = visitors + self._first_visitor
+        self._start(frames, ids)
+        return frames
+
+    def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
+        self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
+
+    def release(self, first: int) -> None:
+        """Batches before number `first` have ended on all ranks: what they freed may be used again."""
+        while self._changes and self._changes[0].number < first:
+            change = self._changes.pop(0)
+            self.shards.release(change.freed)
+            self._visitors.release(change.visitors)
+
+    # What is saved
+
+    def slots(self, frames: np.ndarray) -> np.ndarray:
+        """Where in the arena frames are."""
+        return frames + self._piece.slots.start
+
+    def load(self, states: list[ShardState]) -> list[np.ndarray]:
+        """Replaces all shards, which no batch under way uses; returns the slots of the ids of each.
+
+        Args:
+            states: of the shards here, in order.
+        """
+        self.release(1 << 62)
+        rules, none = rules_of(self._table), np.empty(0, np.int64)
+        empty = ShardState(none, none, none, none, none, _no_sketch(rules), none, none, -1, 0)
+        for shard in self.shards.shards:
+            self.shards.load(shard, empty, none)
+        slots, first = [], 0
+        for shard, state in zip(self.shards.shards, states, strict=True):
+            frames = np.arange(first, first + len(state.ids))
+            self.shards.load(shard, state, frames)
+            slots.append(self.slots(frames))
+            first += len(frames)
+        return slots
+
+
+def _no_sketch(rules: Dynamic) -> np.ndarray:
+    return np.zeros((rules.sketch_depth if rules.sketch_width else 0, rules.sketch_width), np.int64)
+
+
+def _undo(change: _Change, ids: np.ndarray, frames: np.ndarray) -> None:
+    """Finds ids as before a change; their frames are still leased."""
+    frames[np.isin(ids, change.admitted_ids)] = -1
+    order = np.argsort(change.evicted_ids)
+    evicted = change.evicted_ids[order]
+    places = np.minimum(np.searchsorted(evicted, ids), max(len(evicted) - 1, 0))
+    if len(evicted):
+        back = evicted[places] == ids
+        frames[back] = change.evicted_frames[order][places[back]]
