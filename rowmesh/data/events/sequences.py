@@ -152,12 +152,16 @@ class Sequences:
         """Of every user, the first event that a held-out split predicts; all events before it are known then."""
         return self.train_ends if split == "validation" else self.validation_ends
 
-    def train_counts(self) -> NDArray[np.int64]:
-        """How often each item occurs in training: what a ranking by popularity ranks by."""
-        events = np.zeros(len(self.items) + 1, np.int8)
-        np.add.at(events, self.offsets[:-1], 1)
-        np.add.at(events, self.train_ends, -1)
-        return np.bincount(self.items[events[:-1].cumsum(dtype=np.int64) > 0], minlength=self.num_items)
+    def popularity(self, split: SplitName) -> NDArray[np.int64]:
+        """How often each item occurs in what is known when a split is predicted: what popularity ranks by.
+
+        That is the training events, and for the test those of the validation too.
+        """
+        ends = self.validation_ends if split == "test" else self.train_ends
+        bounds = np.zeros(len(self.items) + 1, np.int8)
+        np.add.at(bounds, self.offsets[:-1], 1)
+        np.add.at(bounds, ends, -1)
+        return np.bincount(self.items[bounds[:-1].cumsum(dtype=np.int64) > 0], minlength=self.num_items)
 
     def _ends(self, split: SplitName) -> NDArray[np.int64]:
         return self.validation_ends if split == "validation" else self.offsets[1:]

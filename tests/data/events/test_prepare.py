@@ -100,7 +100,8 @@ def test_the_last_two_events_are_held_out(tmp_path):
     assert data.validation_ends.tolist() == [3, 6]
     assert data.users("train").tolist() == [0, 1]
     assert data.users("test").tolist() == data.users("validation").tolist() == [0]
-    np.testing.assert_array_equal(data.train_counts()[[0, 1]], [2, 2])
+    np.testing.assert_array_equal(data.popularity("train"), [2, 2, 0, 0])
+    np.testing.assert_array_equal(data.popularity("test"), [2, 2, 1, 0])
 
 
 @hypothesis.given(times=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9).map(sorted), min_size=1))
