@@ -96,6 +96,12 @@ def test_a_model_in_the_current_folder_is_found_again(own_file, tmp_path, monkey
         (f"{MODELS}:WrongLoss", [], r"loss must return the losses of the samples \[B\] = \[2\], or their mean, got a"),
         (f"{MODELS}:NoParameters", [], "has no parameters; give it at least one"),
         (f"{MODELS}:Detached", [], "returned logits without a gradient"),
+        (
+            "dcn_v2",
+            ["model.options.rnk=3"],
+            "options.rnk: dcn_v2 has no such option; did you mean 'rank'.; it",
+        ),
+        ("two_tower", [], "model.name = 'two_tower' needs model.options.item; it has item, widths"),
     ],
 )
 def test_mistakes_are_named(own_file, name, options, message):
