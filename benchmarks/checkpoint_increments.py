@@ -32,7 +32,7 @@ def measure(options: Options, report: Report, folder: Path) -> None:
     num_rows = (50 if quick else options.extra["megabytes"]) * 10**6 // (4 * workload.dim + 4)
     training = Training(num_rows, workload.dim, workload.global_batch, workload.seed)
     changes, series = Changes(training.embeddings), Series(folder)
-    record_bytes = sum(tensor.nbytes for tensor in training.tensors.values()) // num_rows
+    touched, record_bytes = 0, sum(tensor.nbytes for tensor in training.tensors.values()) // num_rows
     changes.take()
     began_s = time.perf_counter()
     checkpoint.save(series.at(0), training.embeddings, {})
