@@ -228,6 +228,20 @@ def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
         next(batches)
 
 
+def test_a_loader_of_a_source_without_more_rows_can_be_closed(tmp_path):
+    folder = folder_of(tmp_path, [5], "text")
+    source, waits = FileSource([folder], SCHEMA, follow=True), []
+    batches = iter(
+        RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=lambda: waits.append(1), prefetch=2)
+    )
+    next(batches)
+    closing = threading.Thread(target=batches.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive()
+    assert not waits
+
+
 def test_changed_files_are_named(tmp_path):
     folder = folder_of(tmp_path, [5, 5], "text")
     first = loader(folder)
