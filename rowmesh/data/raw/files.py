@@ -31,8 +31,9 @@ class FileSource:
 
     With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
     appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
-    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part
-    or .partial, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists it by itself.
+    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part,
+    .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists
+    it by itself.
 
     Args:
         paths: files; or one folder.

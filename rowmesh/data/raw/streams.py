@@ -35,7 +35,7 @@ class RedisStream:
         follow: whether to wait for more entries at its end.
 
     Raises:
-        ConfigurationError: the package redis is not installed, or the address is none.
+        ConfigurationError: the package redis is not installed, or the URL cannot be used.
 
     Example (not run)::
 
@@ -48,7 +48,7 @@ class RedisStream:
         try:
             self._client: Any = redis.Redis.from_url(url)
         except ValueError as error:
-            raise ConfigurationError(f"{url!r} is no address of a Redis: {error}") from error
+            raise ConfigurationError(f"the URL of stream {key!r} cannot be used: {error}") from error
         self.key, self.schema, self.follow = key, schema, follow
 
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:

@@ -80,7 +80,7 @@ def test_entries_that_are_trimmed_while_a_stream_is_read_are_missed(redis_server
 
 def test_urls_are_checked():
     pytest.importorskip("redis", reason="the package redis is not installed")
-    with pytest.raises(ConfigurationError, match="'localhost:6379' is no address of a Redis: .*redis://"):
+    with pytest.raises(ConfigurationError, match=r"the URL of stream 'clicks' cannot be used: .*redis://"):
         RedisStream("localhost:6379", KEY, SCHEMA)
 
 
