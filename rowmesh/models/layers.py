@@ -70,6 +70,9 @@ class Projection(nn.Module):
         dims: D of the vector of every feature.
         width: of what comes out; default: the largest D.
 
+    Raises:
+        ConfigurationError: there is no feature, or the width is not positive.
+
     Example:
         >>> from rowmesh.embeddings import Embeddings
         >>> vectors = Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})
@@ -82,7 +85,9 @@ class Projection(nn.Module):
 
     def __init__(self, dims: Mapping[str, int], width: int | None = None) -> None:
         super().__init__()
-        self.dims, self.width = tuple(dims.values()), width or max(dims.values())
+        check_inputs("projection", dims, 0)
+        self.dims, self.width = tuple(dims.values()), max(dims.values()) if width is None else width
+        check_positive("projection", width=self.width)
         self.matrices = nn.ModuleList(
             nn.Identity() if dim == self.width else nn.Linear(dim, self.width, bias=False) for dim in self.dims
         )
