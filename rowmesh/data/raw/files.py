@@ -17,7 +17,7 @@ from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable
-from rowmesh.data.text import BYTE_ORDER_MARK, BlockParser, check_line_ends, header_names, line_blocks
+from rowmesh.data.text import BlockParser, row_blocks
 from rowmesh.errors import ConfigurationError, DataError
 
 END_FILE = "_END"
@@ -189,18 +189,12 @@ class _TableChunk:
 
 
 def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
-    path, names, line, row = file.path, schema.columns, 1, 0
-    for block, _ in line_blocks(path):
-        if line == 1:
-            block = block.removeprefix(BYTE_ORDER_MARK)
-            check_line_ends(path, block)
-        if not names:
-            header, _, block = block.partition(b"\n")
-            names, line = header_names(path, header, schema), 2
+    row = 0
+    for names, block, line, _ in row_blocks(file.path, schema):
         chunk = _TextChunk(file, schema, names, block, line, row)
         if len(chunk):
             yield chunk
-        line, row = line + len(chunk), row + len(chunk)
+        row += len(chunk)
 
 
 def _table_chunks(file: _File, schema: Schema) -> Iterator[_TableChunk]:
