@@ -27,9 +27,11 @@ def mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
 
 
 def check_positive(model: str, **sizes: int | Sequence[int]) -> None:
-    """Raises ConfigurationError where a size, or one of several, is not positive; names it."""
+    """Raises ConfigurationError where a size, or one of several, is no whole number or not positive; names it."""
     for name, given in sizes.items():
-        values = [given] if isinstance(given, int) else list(given)
+        values = list(given) if isinstance(given, Sequence) else [given]
+        if not all(isinstance(size, int) for size in values):
+            raise ConfigurationError(f"{model}: {name} must be whole numbers, got {given!r}")
         if any(size < 1 for size in values):
             raise ConfigurationError(f"{model}: {name} must be positive, got {given}")
 

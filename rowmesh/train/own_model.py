@@ -200,6 +200,8 @@ def make_own(
     if clash := sorted(config.options.keys() & arguments.keys()):
         raise ModelError(f"model.options.{clash[0]}: rowmesh gives {clash[0]} itself; name the option otherwise")
     arguments |= {"bottom": config.bottom, "top": config.top} if config.is_dlrm else config.options
+    if not config.is_own:
+        _check_options(config.name, kind, config.options)
     _check_calls(config.name, kind, arguments)
     try:
         network = kind(**arguments).to(dtype)
@@ -218,6 +220,18 @@ def make_own(
     if not list(network.parameters()):
         raise ModelError(f"model.name = {config.name!r} has no parameters; give it at least one, such as a bias")
     return own
+
+
+def _check_options(name: str, kind: type[nn.Module], options: Mapping[str, object]) -> None:
+    """Raises ModelError where options are not those of a model of rowmesh's; names the first."""
+    parameters = inspect.signature(kind).parameters.values()
+    known = [each for each in parameters if each.name not in ("dims", "num_dense", "labels")]
+    names = [each.name for each in known]
+    if unknown := [key for key in options if key not in names]:
+        key = unknown[0]
+        raise ModelError(f"model.options.{key}: {name} has {', '.join(names)}{hint(key, names)}")
+    if missing := [each.name for each in known if each.default is each.empty and each.name not in options]:
+        raise ModelError(f"model.options.{missing[0]}: {name} needs it; docs/models.md says what it is")
 
 
 def _check_calls(name: str, kind: type[nn.Module], arguments: Mapping[str, object]) -> None:
