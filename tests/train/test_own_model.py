@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.tables import TableSpec
 from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.config import ModelConfig
 from rowmesh.train.export import export
 from rowmesh.train.graphs import check_graphs
-from rowmesh.train.own_model import ModelError, find_class
+from rowmesh.train.own_model import ModelError, find_class, make_own
 from rowmesh.train.resolve import resolve, validate
 from tests.support.clicks import write_config
 
@@ -96,12 +98,6 @@ def test_a_model_in_the_current_folder_is_found_again(own_file, tmp_path, monkey
         (f"{MODELS}:WrongLoss", [], r"loss must return the losses of the samples \[B\] = \[2\], or their mean, got a"),
         (f"{MODELS}:NoParameters", [], "has no parameters; give it at least one"),
         (f"{MODELS}:Detached", [], "returned logits without a gradient"),
-        (
-            "dcn_v2",
-            ["model.options.rnk=3"],
-            "options.rnk: dcn_v2 has no such option; did you mean 'rank'.; it",
-        ),
-        ("two_tower", [], "model.name = 'two_tower' needs model.options.item; it has item, widths"),
     ],
 )
 def test_mistakes_are_named(own_file, name, options, message):
@@ -153,6 +149,25 @@ def test_the_page_runs_as_it_stands(own_file, tmp_path, monkeypatch):
     metrics = run_training(resolve(own_file))
     assert metrics is not None
     assert run_evaluation(tmp_path / "run") == metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "dcn_v2",
+            {"num_crosses": 2},
+            r"model\.options\.num_crosses: dcn_v2 has no such option; did you mean 'num_cross'",
+        ),
+        ("two_tower", {}, r"two_tower' needs model\.options\.item"),
+        ("dcn_v2", {"deep": "512"}, "dcn_v2: deep must be whole numbers, got '512'"),
+        ("mmoe", {"num_experts": 2.5}, "mmoe: num_experts must be whole numbers, got 2.5"),
+    ],
+)
+def test_options_of_named_models_are_checked(name, options, message):
+    tables = [TableSpec(name="user", num_rows=5, dim=4)]
+    with pytest.raises(ModelError, match=message):
+        make_own(ModelConfig(name=name, options=options), tables, 2, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["dcn_v2", "deep_fm", "mmoe", "shared_bottom", "two_tower", "wide_and_deep"])
