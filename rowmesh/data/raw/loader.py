@@ -92,8 +92,8 @@ class RawLoader:
         self.multi_hot = tuple(multi_hot or (feature.separator is not None for feature in schema.categorical))
         if len(self.multi_hot) != len(schema.categorical):
             raise ConfigurationError(
-                f"multi_hot must say of each of {len(schema.categorical)} categorical features whether it has lists, got "
-                f"{len(self.multi_hot)} values"
+                f"multi_hot must say of each of the {len(schema.categorical)} categorical features whether it has "
+                f"lists, got {len(self.multi_hot)} values"
             )
         self._source, self._quarantine, self._wait = source, quarantine, wait
         self._position: Position | None = None
