@@ -53,7 +53,7 @@ class FrameList:
         """Frees leased frames."""
         self._refresh()
         inside = (frames >= 0) & (frames < len(self._state))
-        if not inside.all() or (self._state[frames] != _LEASED).any() or len(np.unique(frames)) != len(frames):
+        if not inside.all() or (self._state[frames] != _LEASED).any() or _repeats(frames):
             raise DataError(f"frames to release of dynamic table {self._table!r} must be leased ones, each once")
         self._state[frames] = _FREE
         self._stack = np.concatenate([self._stack, frames])
@@ -62,7 +62,7 @@ class FrameList:
         """Frees a shard's frames, and takes given ones for it."""
         self._state[old] = _FREE
         inside = (new >= 0) & (new < len(self._state))
-        if not inside.all() or self._state[new].any() or len(np.unique(new)) != len(new):
+        if not inside.all() or self._state[new].any() or _repeats(new):
             self._state[old] = _TAKEN
             raise DataError(f"frames for a shard of dynamic table {self._table!r} must be free ones, each once")
         self._state[new] = _TAKEN
@@ -74,3 +74,8 @@ class FrameList:
             self._unused = int(taken[-1]) + 1 if len(taken) else 0
             self._stack = np.flatnonzero(self._state[: self._unused] == _FREE)[::-1].copy()
             self._stale = False
+
+
+def _repeats(frames: np.ndarray) -> bool:
+    ordered = np.sort(frames)
+    return bool((ordered[1:] == ordered[:-1]).any())

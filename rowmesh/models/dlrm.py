@@ -102,7 +102,7 @@ class ProjectedDLRM(nn.Module):
         bottom, top: as for `DLRM`.
 
     Raises:
-        ConfigurationError: a size is not positive.
+        ConfigurationError: a size is not positive, or there is no feature.
 
     Example:
         >>> from rowmesh.embeddings import Embeddings

@@ -30,7 +30,8 @@ class Dynamic:
             caller gave.
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes even where there is room; 0: never.
-        mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote").
+        mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote", not
+            there yet).
         missing: what an unknown id reads in evaluation.
         spare_frames: rows of memory that each rank has beside its share of the capacity: for ids that are not admitted,
             for unknown ones in evaluation, and for evicted ones that batches under way still read. Memory is committed
@@ -60,6 +61,10 @@ class Dynamic:
         self._check_choice("eviction", self.eviction, get_args(Eviction))
         self._check_choice("missing", self.missing, get_args(Missing))
         self._check_choice("mode", self.mode, ("drop", "demote"))
+        if self.mode == "demote":
+            raise ConfigurationError(
+                'mode = "demote" needs a slower tier, which dynamic tables do not have yet; take mode = "drop"'
+            )
         if self.num_shards > self.capacity:
             raise ConfigurationError(
                 f"a dynamic table of capacity {self.capacity} cannot have {self.num_shards} shards: each holds at "

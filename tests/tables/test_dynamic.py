@@ -21,6 +21,7 @@ from rowmesh.tables.dynamic import Dynamic
         ({"eviction": "ttl"}, "ttl_steps"),
         ({"decay_steps": 5}, "decay_steps"),
         ({"mode": "keep"}, "mode"),
+        ({"mode": "demote"}, "needs a slower tier"),
         ({"missing": "none"}, "missing"),
     ],
 )
