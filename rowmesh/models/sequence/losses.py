@@ -20,9 +20,10 @@ CHUNK = 4096
 def cosine(queries: Tensor, items: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Both sides divided by their L2 norms, and the queries by the temperature: their products are scores.
 
-    >>> queries, items = cosine(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]]), 0.1)
-    >>> round(float(queries @ items.T), 4)
-    8.0
+    Example:
+        >>> queries, items = cosine(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]]), 0.1)
+        >>> round(float(queries @ items.T), 4)
+        8.0
     """
     return F.normalize(queries, dim=-1) / temperature, F.normalize(items, dim=-1)
 
@@ -41,8 +42,9 @@ def full_softmax(queries: Tensor, targets: Tensor, items: Tensor, chunk_size: in
     Returns:
         `[P]`.
 
-    >>> float(full_softmax(torch.zeros(1, 2), torch.tensor([1]), torch.zeros(4, 2)).exp())
-    4.0
+    Example:
+        >>> float(full_softmax(torch.zeros(1, 2), torch.tensor([1]), torch.zeros(4, 2)).exp())
+        4.0
     """
     return _FullSoftmax.apply(queries, targets, items, chunk_size)  # pyright: ignore[reportReturnType]
 
