@@ -130,6 +130,11 @@ class Loader:
     def __len__(self) -> int:
         return self.num_batches
 
+    def global_size(self, number: int) -> int:
+        """Samples of a batch over all ranks; batches are counted on from epoch to epoch."""
+        rest = self.num_samples - number % self.num_batches * self.batch_size
+        return min(self.batch_size, rest)
+
     def __iter__(self) -> Iterator[Batch]:
         if self._next_batch >= self.num_batches:
             self._next_epoch()

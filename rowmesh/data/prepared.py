@@ -159,6 +159,11 @@ class Prepared:
         return self._pinned
 
     @property
+    def place(self) -> str:
+        """Where it lies, wherever a command is run."""
+        return str(self.folder.absolute())
+
+    @property
     def verification(self) -> str:
         """Why what is read is not verified, in words; "" where it is."""
         if self.files.is_verified:

@@ -47,7 +47,7 @@ class _Display:
         """Whether something was shown long enough ago."""
         return time.perf_counter() - self._shown_s >= self._interval_s
 
-    def _show(self, what: str, done: float, total: float, line: str, **fields: Any) -> None:
+    def _show(self, what: str, done: float, total: float | None, line: str, **fields: Any) -> None:
         """Moves the bar of one thing, or prints the line."""
         self._shown_s = time.perf_counter()
         if self._bars is None:
@@ -95,7 +95,7 @@ class Progress(_Display):
     """Shows step, loss, global samples/s, memory and time left.
 
     Args:
-        total: steps of the run.
+        total: steps of the run; None: nobody knows.
         title: what stands before the bar.
         enabled: False shows nothing (ranks other than 0).
         stream: where to; standard output by default.
@@ -109,7 +109,7 @@ class Progress(_Display):
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         *,
         title: str = "train",
         enabled: bool = True,
@@ -147,7 +147,7 @@ class Progress(_Display):
 
     def _fitting(self) -> str:
         """The first facts, as many as there is room for: step and time left stay whole."""
-        others = len(self._title) + _bar_width(self._console.width) + 2 * len(str(self._total)) + 1 + _TIME_LEFT
+        others = len(self._title) + _bar_width(self._console.width) + 2 * len(str(self._total or 0)) + 1 + _TIME_LEFT
         room, text = self._console.width - others - _GAPS, ""
         for fact in self._facts:
             longer = f"{text}, {fact}" if text else fact
@@ -157,6 +157,8 @@ class Progress(_Display):
         return text
 
     def _line(self, step: int) -> str:
+        if self._total is None:
+            return ", ".join([f"{self._title} step {step}", *self._facts])
         left_s = (time.perf_counter() - self._started_s) / max(step, 1) * (self._total - step)
         return ", ".join([f"{self._title} step {step}/{self._total}", *self._facts, f"{left_s:.0f} s left"])
 

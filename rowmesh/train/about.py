@@ -9,7 +9,7 @@ from rowmesh.train.job import Job
 from rowmesh.train.report import memory_of_every_rank
 
 
-def about_run(job: Job, total_steps: int) -> dict[str, Any]:
+def about_run(job: Job, total_steps: int | None) -> dict[str, Any]:
     """Ranks, transport, sizes and memory, all of them JSON. Collective: every rank calls it."""
     embeddings, mesh = job.embeddings, job.mesh
     return {

@@ -266,7 +266,7 @@ class Checkpoints:
             "kind": "checkpoint",
             "steps": step,
             "written": utc_text(),
-            "data": str(job.data.folder.absolute()),
+            "data": job.data.place,
             "identity": job.data.identity,
             "config": anchored(job.config).model_dump(exclude_none=True),
             "plan": job.embeddings.plan.to_json(),

@@ -17,7 +17,7 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.checkpoint.series import Series
-from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -42,12 +42,13 @@ from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
+from rowmesh.train.raw import open_data
 from rowmesh.train.report import describe, describe_training, model_text, results, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
-from rowmesh.train.splits import check_file, check_same_data, check_split, check_training_splits
+from rowmesh.train.splits import check_evaluated, check_same_data, check_training_splits, test_samples
 from rowmesh.train.tables import table_specs
 from rowmesh.train.targets import is_click, targets_of
 from rowmesh.train.together import on_rank_0
@@ -85,7 +86,7 @@ def run_training(
     check_trackers(config.run.trackers)
     check_importable(config.model)
     check_device(config)
-    data = Prepared.open(config.data.folder, verify=verify)
+    data = open_data(config, verify=verify)
     config, choices = choose_defaults(config, data)
     check_training_splits(config, data)
     targets_of(config, data)  # refuses what does not fit before anything is made
@@ -113,13 +114,14 @@ def run_training(
         )
         if start.steps:
             trainer.resume(load_newest(job, begun, start.steps, claim.log))
-            _write(mesh, f"resume    after step {trainer.step:,} of {trainer.total_steps:,}")
+            of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
+            _write(mesh, f"resume    after step {trainer.step:,}{of}")
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
         if mesh.rank == 0:
             remove_best(begun, run)
-        metrics = _evaluate(job, run, config.data.test) if config.data.test in data.splits else None
+        metrics = _evaluate(job, run, tested) if (tested := test_samples(config, data)) else None
         _write(mesh, *advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
@@ -157,10 +159,9 @@ def run_evaluation(
     config = resolve(run.config, overrides)
     check_importable(config.model, trained_from=run.started_in)
     manifest = checkpoint.read_manifest(run.model)
-    data = Prepared.open(config.data.folder, verify=verify)
+    data = open_data(config, verify=verify)
     config, _ = choose_defaults(config, data)
-    split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
-    check_file(data, split)
+    split = check_evaluated(config, data, split)
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
@@ -206,7 +207,7 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
         metadata = {
             "steps": trainer.step,
             **_choice(trainer),
-            "data": str(job.data.folder.absolute()),
+            "data": job.data.place,
             "fingerprint": meaning,
         }
         run = save_model(job, claim, trainer.state_dict(), metadata)
@@ -251,14 +252,14 @@ def load_model(job: Job, run: RunFolder, verify: bool) -> None:
     job.embeddings.barrier()
 
 
-def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: bool) -> list[str]:
+def _compare(run: RunFolder, metadata: dict[str, Any], data: DataSet, accept: bool) -> list[str]:
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
     if not (what := mismatch(metadata, data, run.model)):
         return []
     if accept:
         return [f"data      differ from those of the training in {what}; accepted"]
     raise RowmeshError(
-        f"the model in {run.path} was trained on {metadata['data']}, and {data.folder.absolute()} differs from it in "
+        f"the model in {run.path} was trained on {metadata['data']}, and {data.place} differs from it in "
         f"{what}: the same ids and values mean something else. Prepare the data as for the training, or give "
         "--other-vocabulary to evaluate nevertheless"
     )
@@ -266,15 +267,17 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: Prepared, accept: b
 
 def _evaluate(job: Job, run: RunFolder, split: str) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
-    known = job.data.splits[split]
-    num_batches = -(-known.samples // chosen(job.config.data.batch_size))
-    with Progress(num_batches, title=split, enabled=job.mesh.rank == 0) as progress:
+    known = job.data.splits.get(split)
+    name, num_batches = "test", None  # of raw rows, wherever they are
+    if known is not None:
+        name, num_batches = split, -(-known.samples // chosen(job.config.data.batch_size))
+    with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
         metrics = evaluate(job, split, progress.advance)
-    _write(job.mesh, *results(split, metrics, known))
-    record: dict[str, Any] = {"split": split, "data": str(job.data.folder.absolute()), **metrics.as_file()}
-    record |= {"planted_optimum": known.optimum}
-    doing = f"writing the metrics of {split}"
-    on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(split), record))
+    _write(job.mesh, *results(name, metrics, known))
+    record: dict[str, Any] = {"split": name, "data": job.data.place if known else split, **metrics.as_file()}
+    record |= {"planted_optimum": known.optimum if known else None}
+    doing = f"writing the metrics of {name}"
+    on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(name), record))
     return metrics
 
 
@@ -322,9 +325,7 @@ def _write_mapped(job: Job) -> None:
 
 
 @contextmanager
-def job_on(
-    config: Config, mesh: Mesh, data: Prepared, place: Callable[[], Placement], *, trains: bool
-) -> Iterator[Job]:
+def job_on(config: Config, mesh: Mesh, data: DataSet, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
     """The pieces of a run, for the time of a block; collective.
 
     Rank 0 reads or makes the plan for all: files may be on its host alone.
@@ -344,7 +345,7 @@ def job_on(
         job.embeddings.close()
 
 
-def _elsewhere(config: Config, data: Prepared) -> list[str]:
+def _elsewhere(config: Config, data: DataSet) -> list[str]:
     """Tables whose rows are not in the host's memory: in files, or on a GPU, which says for itself that it has no room.
 
     With `train.device=cuda` tiered tables have all rows on the host nevertheless, and some on the GPU.

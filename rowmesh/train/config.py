@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rowmesh.data.raw import is_server
 from rowmesh.models.named import NAMED
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
@@ -59,21 +60,60 @@ class DataConfig(Section):
     """The training data.
 
     Attributes:
-        folder: a prepared data set, as `rowmesh data prepare` writes it.
+        folder: a prepared data set, as `rowmesh data prepare` writes it. Of raw data a folder of files, a file, or the
+            URL of a Redis server, in which `$NAME` stands for a variable of the environment.
+        source: whether the data are prepared, or raw rows as they come.
+        raw_schema: of raw data: criteo, avazu or a TOML file, as `rowmesh data prepare --schema` takes it.
+        stream: of raw data on a Redis server: the key of the stream.
+        follow: of raw data: whether to wait for more files (until there is one called `_END`), or entries.
+        hash_seed: of raw data: of the hash that makes ids of text.
+        max_bad_rows: of raw data: how many rows may be of no use, on each rank; one more is an error.
         batch_size: samples a step over all ranks together; auto: by the number of training samples.
         shuffle: whether every epoch visits the samples in another (reproducible) order.
         train: the split to train on.
         validation: the split evaluated every `train.eval_every` steps; where there is none of the default name, the
             last samples of the training split are (`train.validation_fraction`).
-        test: the split evaluated at the end.
+        test: the split evaluated at the end; of raw data a folder or file of other rows.
     """
 
     folder: Folder
+    source: Literal["prepared", "raw"] = "prepared"
+    raw_schema: str = ""
+    stream: str = ""
+    follow: bool = False
+    hash_seed: Count = 0
+    max_bad_rows: Count = 100
     batch_size: Positive | Auto = AUTO
     shuffle: bool = True
     train: str = "train"
     validation: str = "validation"
     test: str = "test"
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether rows are read as they come."""
+        return self.source == "raw"
+
+    @model_validator(mode="after")
+    def _fits_its_source(self) -> Self:
+        fields = type(self).model_fields
+        if not self.is_raw:
+            own = ("raw_schema", "stream", "follow", "hash_seed", "max_bad_rows")
+            if given := [key for key in own if getattr(self, key) != fields[key].default]:
+                raise ValueError(f'{", ".join(given)}: of raw data alone; give data.source = "raw", or leave it out')
+            return self
+        if not self.raw_schema:
+            raise ValueError('raw_schema: name the columns of raw data: "criteo", "avazu", or a TOML file')
+        if is_server(self.folder) != bool(self.stream):
+            raise ValueError("stream: the key of a stream goes with the URL of a Redis server in folder")
+        if given := [key for key in ("train", "validation") if getattr(self, key) != fields[key].default]:
+            raise ValueError(f"{', '.join(given)}: raw data have no splits; leave it out")
+        return self
+
+    @property
+    def raw_test(self) -> str:
+        """Of raw data: where rows for evaluation are; "" for none."""
+        return "" if self.test == type(self).model_fields["test"].default else self.test
 
 
 class ModelConfig(Section):

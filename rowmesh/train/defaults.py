@@ -11,24 +11,31 @@ from collections.abc import Iterator
 from typing import Any
 
 from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
 from rowmesh.errors import ConfigurationError
 from rowmesh.train.config import Config
+from rowmesh.train.raw import check_raw
 from rowmesh.train.section import AUTO
 from rowmesh.train.splits import num_training_samples, validation_source
 
 STEPS_AN_EPOCH, SMALLEST_BATCH, LARGEST_BATCH = 200, 64, 4096
+RAW_BATCH = 1024
 MOST_EPOCHS, MOST_SAMPLES = 20, 2_000_000
 """Epochs of small data, and passes over larger data that end with the one in which so many samples are seen."""
 EVALUATIONS_AN_EPOCH, PATIENCE = 2, 4
 
 
-def choose_defaults(config: Config, data: Prepared) -> tuple[Config, list[str]]:
+def choose_defaults(config: Config, data: DataSet) -> tuple[Config, list[str]]:
     """The configuration with numbers in the place of every auto, and lines on what was chosen and why.
 
     Raises:
         ConfigurationError: keys that were given cannot go together, as patience without evaluations.
     """
     values = config.model_dump(exclude_none=True)
+    if not isinstance(data, Prepared):
+        check_raw(values)
+        lines = list(_choose_for_raw(values))
+        return Config.model_validate(values), [f"chosen    {line}" for line in lines]
     lines = list(_choose_length(config, values, data))
     chosen = Config.model_validate(values)
     _check(chosen, data)
@@ -61,6 +68,14 @@ def table_lr_for(batch_size: int) -> float:
     0.03
     """
     return _rounded(0.03 * (batch_size / 256) ** 0.25)
+
+
+def _choose_for_raw(values: dict[str, Any]) -> Iterator[str]:
+    """Puts numbers into `values` for data of which nobody knows how many there are, and says which."""
+    if values["data"]["batch_size"] == AUTO:
+        values["data"]["batch_size"] = RAW_BATCH
+        yield f"data.batch_size={RAW_BATCH}: nobody knows how many rows raw data have"
+    yield from _choose_rates(values, values["data"]["batch_size"])
 
 
 def _choose_length(config: Config, values: dict[str, Any], data: Prepared) -> Iterator[str]:

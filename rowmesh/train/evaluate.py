@@ -35,7 +35,7 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
     job.network.eval()
     with torch.no_grad(), naming_lost_peers(job.mesh, doing):
         share_buffers(job.network, job.mesh, doing)
-        for number, batch in enumerate(job.loader(split)):
+        for number, batch in enumerate(job.evaluation_loader(split)):
             reach("evaluate.batch")
             check_batch(batch, job.data.schema, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels, batch.weights)

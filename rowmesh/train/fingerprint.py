@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
+from rowmesh.data.raw import RawData
 from rowmesh.errors import RowmeshError
 
 CHUNK_VALUES = 1 << 20  # bounds the temporaries
@@ -19,16 +20,20 @@ MOST_NAMED = 3
 Fingerprint = dict[str, str]
 
 
-def fingerprint(data: Prepared) -> Fingerprint:
+def fingerprint(data: DataSet) -> Fingerprint:
     """Digests of every table's vocabulary, in the order of its rows, and of the dense features.
 
-    And of the labels, where there are several, or one that is not of 0 and 1. Reads all vocabularies: about a second
-    for 500 MB. Equal values give equal digests, whatever version of pyarrow wrote them.
+    Of raw data: of the hash that makes ids. And of the labels, where there are several, or one that is not of 0 and 1.
+    Reads all vocabularies: about a second for 500 MB. Equal values give equal digests, whatever version of pyarrow
+    wrote them.
     """
     scales = [[scale.log1p, scale.mean, scale.std] for scale in data.dense_scales or ()]
     facts = [data.schema.dense, data.schema.dense_transform, *([scales] if scales else [])]
     dense = _digest(json.dumps(facts).encode())
-    tables = {f"vocabulary of {name}": _digest_values(data.vocabulary(name)) for name in data.features}
+    if not isinstance(data, RawData):
+        tables = {f"vocabulary of {name}": _digest_values(data.vocabulary(name)) for name in data.features}
+    else:
+        tables = {f"ids of {name}": _digest(str(data.hash_seed).encode()) for name in data.features}
     labels = [[label.name, label.kind] for label in data.schema.labels]
     is_plain = len(labels) == 1 and data.schema.labels[0].kind == "binary"  # whatever it is called
     return {"dense features": dense, **tables, **({} if is_plain else {"labels": _digest(json.dumps(labels).encode())})}
@@ -43,7 +48,7 @@ def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
     return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
 
 
-def mismatch(metadata: Mapping[str, Any], data: Prepared, model: Path) -> str:
+def mismatch(metadata: Mapping[str, Any], data: DataSet, model: Path) -> str:
     """In what the data differ from those of the training, in words; "" where in nothing.
 
     Args:

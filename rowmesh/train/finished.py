@@ -45,6 +45,11 @@ class FinishedRun:
         Raises:
             RowmeshError: they are not there, or damaged.
         """
+        if resolve(self.folder.config).data.is_raw:
+            raise RowmeshError(
+                f"{self.folder.path} was trained on raw data: there is no vocabulary to name its ids with; "
+                "`rowmesh evaluate RUN --split FOLDER` reads raw rows"
+            )
         if moved_to is not None:
             return Prepared.open(moved_to, verify=verify)
         try:

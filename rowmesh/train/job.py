@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.data import Batch, Loader, Prepared
+from rowmesh.data import Batch, Loader
+from rowmesh.data.data_set import DataSet
+from rowmesh.data.quarantine import NoBadRows
+from rowmesh.data.raw import RawData, RawLoader
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
 from rowmesh.linear_layers import FastLinear, fast_linear
@@ -26,7 +29,8 @@ from rowmesh.train.graphs import Network
 from rowmesh.train.own_model import OwnModel, make_own
 from rowmesh.train.placement import Placement
 from rowmesh.train.precision import check_precision, computing_in
-from rowmesh.train.splits import Part
+from rowmesh.train.raw import Following, prepared
+from rowmesh.train.splits import Part, training_source
 from rowmesh.train.tables import table_specs
 from rowmesh.train.targets import Target, targets_of, total_loss
 
@@ -38,7 +42,7 @@ class Job:
     Attributes:
         config: the resolved configuration.
         mesh: the ranks.
-        data: the prepared data set.
+        data: the data set, prepared or raw.
         embeddings: the tables.
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
@@ -49,7 +53,7 @@ class Job:
 
     config: Config
     mesh: Mesh
-    data: Prepared
+    data: DataSet
     embeddings: EmbeddingCollection
     network: nn.Module
     placement: Placement
@@ -86,11 +90,42 @@ class Job:
             return self.own.loss(logits, labels, weights)
         return total_loss(self.targets, logits, labels, weights)
 
+    def training_loader(self, *, validates: bool, is_asked: Callable[[], bool]) -> Loader | RawLoader:
+        """Iterates over what of the training samples belongs to this rank. Collective, where raw rows are followed.
+
+        Args:
+            validates: whether some samples are held out, where there is no split for validation.
+            is_asked: whether this rank was asked to end the run, while it waits for rows.
+        """
+        if not isinstance(self.data, RawData):
+            source = training_source(self.config, prepared(self.data, "training"), validates=validates)
+            return self.loader(source, shuffle=self.config.data.shuffle)
+        return self._raw_loader(self.data, Following(self.mesh, is_asked) if self.data.follow else None)
+
+    def evaluation_loader(self, samples: str | Part) -> Loader | RawLoader:
+        """Iterates over what belongs to this rank of a split, or of raw rows in a folder or file."""
+        if isinstance(self.data, RawData):
+            return self._raw_loader(self.data, location=str(samples))
+        return self.loader(samples)
+
+    def _raw_loader(self, data: RawData, agree: Following | None = None, *, location: str = "") -> RawLoader:
+        return RawLoader(
+            data.source(location),
+            data.schema,
+            batch_size=chosen(self.config.data.batch_size),
+            quarantine=NoBadRows(),
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            seed=data.hash_seed,
+            multi_hot=data.multi_hot,
+            agree=agree,
+        )
+
     def loader(self, samples: str | Part, *, shuffle: bool = False) -> Loader:
         """Iterates over what of a split, or of a part of one, belongs to this rank."""
         part = samples if isinstance(samples, Part) else None
         return Loader(
-            self.data,
+            prepared(self.data, "a split"),
             part.split if part else str(samples),
             span=part.span if part else None,
             batch_size=chosen(self.config.data.batch_size),
@@ -101,7 +136,7 @@ class Job:
         )
 
 
-def build(config: Config, mesh: Mesh, data: Prepared, placement: Placement, *, trains: bool = True) -> Job:
+def build(config: Config, mesh: Mesh, data: DataSet, placement: Placement, *, trains: bool = True) -> Job:
     """Makes the tables and the network for a data set.
 
     Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
@@ -147,14 +182,14 @@ def takes_vectors(config: Config, tables: Sequence[TableSpec]) -> bool:
     return not config.model.is_dlrm or len({table.dim for table in tables}) > 1
 
 
-def own_model(config: Config, data: Prepared, tables: Sequence[TableSpec]) -> OwnModel:
+def own_model(config: Config, data: DataSet, tables: Sequence[TableSpec]) -> OwnModel:
     """A model that takes vectors by feature, for a data set."""
     targets, weighted = targets_of(config, data), data.schema.weight is not None
     dtype = network_dtype(tables)
     return make_own(config.model, tables, data.num_dense, dtype, targets, weighted=weighted)
 
 
-def make_network(config: Config, data: Prepared) -> DLRM:
+def make_network(config: Config, data: DataSet) -> DLRM:
     """DLRM for a data set whose tables have one dim, in torch's usual precision."""
     tables = table_specs(config.tables, data)
     return DLRM(

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmesh.data import Batch
+from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.raw import RawLoader
 from rowmesh.errors import Preempted, Terminated
 from rowmesh.faults import reach
 from rowmesh.mesh.waiting import gather_objects
@@ -26,7 +28,7 @@ from rowmesh.state_form import in_form
 from rowmesh.train.best import BestModel
 from rowmesh.train.checkpoints import WRITING, Checkpoints
 from rowmesh.train.checks import check_batch, naming_lost_peers
-from rowmesh.train.config import OptimizerConfig, chosen
+from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.drift import Drift, configured_drift
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
@@ -36,11 +38,12 @@ from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.progressive import Progressive
 from rowmesh.train.random_states import random_states, set_random_states
+from rowmesh.train.raw import prepared
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.schedule import go_on, make_scheduler
-from rowmesh.train.splits import training_source, validation_source
+from rowmesh.train.splits import validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.survivors import Standing, Survivors
@@ -54,7 +57,7 @@ class Trainer:
     Attributes:
         step: steps done, of the model that there is: fewer than were trained where the best model was taken back.
         trained_steps: steps done in all.
-        total_steps: steps of the run, at most.
+        total_steps: steps of the run, at most; None: until there are no more rows.
         stopping: what evaluations found, and which was the best.
 
     Args:
@@ -66,11 +69,9 @@ class Trainer:
         self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
         self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=not is_click(job.targets))
         self._eval_every = chosen(config.train.eval_every)
-        source = training_source(config, job.data, validates=self._eval_every > 0)
-        self._loader = job.loader(source, shuffle=config.data.shuffle)
-        epochs = chosen(config.train.epochs) * self._loader.num_batches
-        self.total_steps = min(config.train.steps or epochs, epochs)
         self._requests = Requests(config.checkpoint, job.mesh)
+        self._loader = job.training_loader(validates=self._eval_every > 0, is_asked=lambda: bool(self._requests.signal))
+        self.total_steps = _total_steps(config, self._loader.num_batches)
         self._gradients = SharedGradients(job.network, job.mesh, job.embeddings.transport, NUM_FLAGS)
         self._network = training_network(job.network, config)
         self._dense_optimizer = make_optimizer(config.optimizer, job.network)
@@ -108,7 +109,8 @@ class Trainer:
             survivors = Survivors(self.job, run, checkpoints, drift, self._requests)
             stack.enter_context(survivors.saving(lambda: self._standing(interval), partial(self._whole_state, best)))
             self._clock.begin()
-            for batch, loss in steps(self._batches(), 0 if self.stopping.is_over else self.total_steps - self.step):
+            self._keep_bad_rows(run, stack)
+            for batch, loss in steps(self._batches(), self._steps_left()):
                 reach("loop.step")
                 interval.loss += loss
                 interval.weight += _weight(batch)
@@ -135,6 +137,10 @@ class Trainer:
                     self._checkpoint(checkpoints, log, interval, best, drift)
                 self._is_between = True
                 self._clock.begin()
+            if self.total_steps is None and interval.steps:  # nobody knew that it was the last one
+                interval.loss += self._losses.rest()
+                self._log(log, interval, steps.record())
+                interval = Interval(waited_s=-self._loader.waited_s)
             if self._requests.agree():
                 self._checkpoint(checkpoints, log, interval, best, drift)
             checkpoints.wait()
@@ -234,11 +240,9 @@ class Trainer:
         return total * (self.job.mesh.world_size / self._batch_weight if self._batch_weight else 0.0)
 
     def _global_weight(self, batch: Batch) -> float:
-        """Σ w over the samples of all ranks; collective where samples have weights, else their number."""
-        if batch.weights is None:
-            number = self.step % self._loader.num_batches
-            rest = self._loader.num_samples - number * self._loader.batch_size
-            return float(min(self._loader.batch_size, rest))
+        """Σ w over the samples of all ranks; collective where samples have weights or are raw, else their number."""
+        if batch.weights is None and (size := self._loader.global_size(self.step)) is not None:
+            return float(size)
         return summed(self.job.mesh, _weight(batch), "summing the sample weights of all ranks")
 
     def state_dict(self) -> dict[str, object]:
@@ -357,9 +361,22 @@ class Trainer:
         return {**self.state_dict(), "progress": progress}
 
     def _batches(self) -> Iterator[Batch]:
-        """Epoch after epoch."""
-        while True:
+        """Epoch after epoch; raw rows once."""
+        yield from self._loader
+        while self._loader.num_batches is not None:
             yield from self._loader
+
+    def _steps_left(self) -> int | None:
+        if self.stopping.is_over:
+            return 0
+        return None if self.total_steps is None else self.total_steps - self.step
+
+    def _keep_bad_rows(self, run: RunFolder, stack: ExitStack) -> None:
+        """Where raw rows go that cannot be used: each part of a run has files of its own."""
+        if isinstance(self._loader, RawLoader):
+            path = run.bad_rows(self.job.mesh.rank, self.step)
+            quarantine = Quarantine(path, self.config.data.max_bad_rows, keep_at=path)
+            self._loader.quarantine = stack.enter_context(quarantine)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total_steps
@@ -395,11 +412,12 @@ class Trainer:
     def _validate(self, log: RunLog, best: BestModel) -> float:
         """Evaluates the validation split, and keeps the model if that is the best; returns how long it took."""
         started_s = time.perf_counter()
-        split, source = self.config.data.validation, validation_source(self.config, self.job.data)
+        split = self.config.data.validation
+        source = validation_source(self.config, prepared(self.job.data, "validation"))
         assert source is not None, "checked before the run"
         metrics = evaluate(self.job, source)
         is_better = self.stopping.add(self.step, metrics.loss)
-        if self.stopping.patience and is_better and self.step < self.total_steps:
+        if self.stopping.patience and is_better and self.step != self.total_steps:
             best.keep(self.step, self.state_dict())
         log.evaluation(self.step, split, metrics.as_record())
         log.progress.write(f"{split} after step {self.step}: {metrics.text}")
@@ -409,6 +427,13 @@ class Trainer:
 def _weight(batch: Batch) -> float:
     """Σ w of the samples of a batch on this rank."""
     return len(batch.labels) if batch.weights is None else float(batch.weights.double().sum())
+
+
+def _total_steps(config: Config, num_batches: int | None) -> int | None:
+    if num_batches is None:
+        return config.train.steps or None
+    available = chosen(config.train.epochs) * num_batches
+    return min(config.train.steps or available, available)
 
 
 def make_optimizer(config: OptimizerConfig, network: torch.nn.Module) -> Optimizer:

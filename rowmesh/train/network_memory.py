@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
 from rowmesh.models import DLRM
 from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.job import make_network, network_dtype, own_model, takes_vectors
@@ -17,7 +17,7 @@ _SUMMED = 4
 """Vectors as long as all gradients that averaging takes, on one host; about as many between hosts."""
 
 
-def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bool) -> int:
+def network_bytes(config: Config, data: DataSet, world_size: int, *, trains: bool) -> int:
     """Parameters, gradients and optimizer state, and about what a batch leaves in the network for its gradients.
 
     A model that takes vectors by feature is made to be counted, and what a batch leaves in it is not known.
@@ -37,7 +37,7 @@ def network_bytes(config: Config, data: Prepared, world_size: int, *, trains: bo
     return itemsize * (copies * parameters + samples * outputs)
 
 
-def _sizes(config: Config, data: Prepared) -> tuple[int, int]:
+def _sizes(config: Config, data: DataSet) -> tuple[int, int]:
     """Parameters, and numbers that a sample makes."""
     tables = table_specs(config.tables, data)
     if takes_vectors(config, tables):

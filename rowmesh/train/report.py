@@ -12,6 +12,7 @@ import torch
 
 import rowmesh
 from rowmesh.data.prepared import Split
+from rowmesh.data.raw import RawData
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
@@ -44,9 +45,9 @@ def describe(job: Job) -> list[str]:
     return [f"{name:<10}{text}" for name, text in facts]
 
 
-def describe_training(job: Job, total_steps: int) -> list[str]:
+def describe_training(job: Job, total_steps: int | None) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
-    data, train, optimizer = job.config.data, job.config.train, job.config.optimizer
+    data, optimizer = job.config.data, job.config.optimizer
     schedule = job.config.schedule.name
     facts = [
         (
@@ -54,11 +55,19 @@ def describe_training(job: Job, total_steps: int) -> list[str]:
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
         *(("loss", text) for text in [_loss(job)] if text),
-        ("steps", f"{total_steps:,} of {chosen(data.batch_size):,} samples each, {train.epochs} epoch(s) at most"),
+        ("steps", _steps(job, total_steps)),
     ]
-    if data.test not in job.data.splits:
+    if not isinstance(job.data, RawData) and data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     return [f"{name:<10}{text}" for name, text in facts]
+
+
+def _steps(job: Job, total_steps: int | None) -> str:
+    size = f"of {chosen(job.config.data.batch_size):,} samples each"
+    if isinstance(job.data, RawData):
+        until = "for ever" if job.data.follow else "until there are no more rows"
+        return f"{until if total_steps is None else f'{total_steps:,} at most'}, {size}"
+    return f"{total_steps:,} {size}, {job.config.train.epochs} epoch(s) at most"
 
 
 def _loss(job: Job) -> str:
@@ -218,9 +227,11 @@ def _device(job: Job) -> str:
 
 
 def _data(job: Job) -> str:
-    splits = ", ".join(f"{name} {split.samples:,}" for name, split in job.data.splits.items())
     features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
     unverified = f"; {job.data.verification}" if job.data.verification else ""
+    if isinstance(job.data, RawData):
+        return f"{job.data.place}: raw rows{', followed' if job.data.follow else ''}; {features}"
+    splits = ", ".join(f"{name} {split.samples:,}" for name, split in job.data.splits.items())
     return f"{job.data.folder}: {splits} samples; {features}{unverified}"
 
 

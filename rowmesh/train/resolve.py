@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
 
+from rowmesh.data.raw import is_server
 from rowmesh.errors import ConfigurationError
 from rowmesh.train.config import Config
 from rowmesh.train.mistakes import explain
@@ -56,7 +57,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def anchored(config: Config) -> Config:
     """The same configuration with absolute paths: it means the same wherever it is read."""
-    data = config.data.model_copy(update={"folder": str(Path(config.data.folder).absolute())})
+    data = config.data.model_copy(update=dict(_anchored_data(config)))
     folders = ("folder", "fallback_folder", "prometheus_file")
     of_run = {key: str(Path(path).absolute()) for key in folders if (path := getattr(config.run, key))}
     run = config.run.model_copy(update=of_run)
@@ -69,6 +70,16 @@ def anchored(config: Config) -> Config:
     of_checkpoints = {"folder": str(Path(path).absolute())} if (path := config.checkpoint.folder) else {}
     checkpoint = config.checkpoint.model_copy(update=of_checkpoints)
     return config.model_copy(update={"run": run, "data": data, "placement": placement, "checkpoint": checkpoint})
+
+
+def _anchored_data(config: Config) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if not is_server(data.folder):
+        yield "folder", str(Path(data.folder).absolute())
+    if data.is_raw and data.raw_test:
+        yield "test", str(Path(data.raw_test).absolute())
+    if data.is_raw and Path(data.raw_schema).is_file():
+        yield "raw_schema", str(Path(data.raw_schema).absolute())
 
 
 def to_toml(config: Config) -> str:

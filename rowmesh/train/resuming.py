@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.series import BEST, Series, remove
-from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -58,7 +58,7 @@ class Start:
         return cls(tuple(steps), is_finished, plan)
 
 
-def find_start(claim: Claim, config: Config, data: Prepared, resume: Resume, *, overwrite: bool) -> Start:
+def find_start(claim: Claim, config: Config, data: DataSet, resume: Resume, *, overwrite: bool) -> Start:
     """Looks at what is in a run's folder; on rank 0.
 
     Args:
@@ -98,12 +98,12 @@ def find_start(claim: Claim, config: Config, data: Prepared, resume: Resume, *, 
     if metadata["identity"] != data.identity:
         raise RowmeshError(
             f"the checkpoint {folder} was trained on other data, those in {metadata['data']} at that time; "
-            f"{data.folder.absolute()} has others. Give the same data, or train anew without --resume"
+            f"{data.place} has others. Give the same data, or train anew without --resume"
         )
     return Start(tuple(steps), plan=metadata["plan"] if _is_placed_alike(before, anchored(config)) else "")
 
 
-def resumed_placement(config: Config, mesh: Mesh, data: Prepared, start: Start) -> Placement:
+def resumed_placement(config: Config, mesh: Mesh, data: DataSet, start: Start) -> Placement:
     """The plan of the checkpoint, where it is wanted and fits the ranks; else the one that the configuration asks for.
 
     Raises:

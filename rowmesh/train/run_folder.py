@@ -43,6 +43,7 @@ CONTENTS = {
     "evaluation": rf".*\.json|{_PARTIAL}",
     **dict.fromkeys(("model", BEST), rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}"),
     CHECKPOINTS: STEP_PATTERN,
+    "bad_rows": r"rank\d+_after_\d+\.jsonl",
     "tensorboard": r"events\.out\..*",
 }
 
@@ -90,6 +91,10 @@ class RunFolder:
     def evaluation(self, split: str) -> Path:
         """Where the metrics of a split go."""
         return self.path / "evaluation" / f"{split}.json"
+
+    def bad_rows(self, rank: int, step: int) -> Path:
+        """Where raw rows go that a rank cannot use after a step."""
+        return self.path / "bad_rows" / f"rank{rank}_after_{step}.jsonl"
 
     @property
     def is_whole(self) -> bool:

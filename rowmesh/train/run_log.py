@@ -39,11 +39,11 @@ class RunLog:
     Args:
         job: what is trained.
         run: where to write.
-        total_steps: for the progress bar.
+        total_steps: for the progress bar; None: nobody knows.
         after: the step that the run goes on from; 0: it begins.
     """
 
-    def __init__(self, job: Job, run: RunFolder, total_steps: int, after: int = 0) -> None:
+    def __init__(self, job: Job, run: RunFolder, total_steps: int | None, after: int = 0) -> None:
         first = job.mesh.rank == 0
         self._open = ExitStack()
         self.progress = self._open.enter_context(Progress(total_steps, enabled=first))

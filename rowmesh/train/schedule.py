@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rowmesh.train.config import ScheduleConfig
 
 
-def factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+def factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:
     """The factor for a step, counted from 0.
 
     A linear rise over the warm-up, to 1 at its last step; then constant, or a fall along a line or half
@@ -27,13 +27,14 @@ def factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
         return (step + 1) / warmup
     if schedule.name == "constant":
         return 1.0
+    assert total_steps is not None, "a fall needs an end; checked before the run"
     progress = min((step - warmup) / max(total_steps - warmup - 1, 1), 1.0)
     if schedule.name == "cosine":
         progress = (1.0 - math.cos(math.pi * progress)) / 2.0
     return 1.0 - (1.0 - schedule.final) * progress
 
 
-def make_scheduler(schedule: ScheduleConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
+def make_scheduler(schedule: ScheduleConfig, optimizer: Optimizer, total_steps: int | None) -> LambdaLR:
     """The schedule on an optimizer, dense or EmbeddingOptimizer alike."""
     return LambdaLR(optimizer, lambda step: factor(schedule, step, total_steps))
 

@@ -43,8 +43,11 @@ class Trains(Protocol):
 class Steps(Protocol):
     """How batches are trained on."""
 
-    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
-        """Trains on so many batches; gives each with the sum of the losses of this rank that became known by it."""
+    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
+        """Trains on so many batches, or on all of them (None).
+
+        Gives each with the sum of the losses of this rank that became known by it.
+        """
         ...
 
     def wait(self) -> None:
@@ -66,7 +69,7 @@ class PlainSteps:
     def __init__(self, trainer: Trains) -> None:
         self._trainer = trainer
 
-    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
         """Trains on so many batches."""
         for batch in islice(batches, count):
             yield batch, self._trainer.train_step(batch)
@@ -100,12 +103,12 @@ class PipelinedSteps:
         share = job.config.pipeline.communication_share
         self._work = None if share == "auto" else WindowWork.of_share(share)
 
-    def __call__(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
         """Trains on so many batches."""
         config, left = self._job.config.pipeline, count
         if config.is_measured:
             in_turn, first_steps = self._make(0, 1, overlap=False), WARM_UP_STEPS + MEASURED_STEPS
-            if count <= first_steps:
+            if count is not None and count <= first_steps:
                 self._log(f"pipeline  off: {count} steps are too few to measure the first {first_steps} and choose")
                 yield from self._run(in_turn, batches, count)
                 return
@@ -113,7 +116,7 @@ class PipelinedSteps:
             in_turn.recorder.flush()
             in_turn.recorder.take()
             yield from self._run(in_turn, batches, MEASURED_STEPS)
-            left -= first_steps
+            left = None if left is None else left - first_steps
             config = self._chosen(config)
         assert config.depth != "auto"
         assert config.micro_batches != "auto"
@@ -166,19 +169,26 @@ class PipelinedSteps:
         self._pipelines.append(pipeline)
         return pipeline
 
-    def _run(self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
-        """So many batches, with pauses."""
-        while count:
-            steps = min([count, *(every - self._trainer.step % every for every in self._pauses)])
+    def _run(
+        self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int | None
+    ) -> Iterator[tuple[Batch, float]]:
+        """So many batches, or all there are, with pauses."""
+        end = None if count is None else self._trainer.step + count
+        while (now := self._trainer.step) != end:
+            counts = [*(every - now % every for every in self._pauses), *([] if end is None else [end - now])]
+            steps = min(counts) if counts else None
             yield from self._run_on(pipeline, batches, steps)
-            count -= steps
+            if steps is None or self._trainer.step < now + steps:
+                return
 
-    def _run_on(self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int) -> Iterator[tuple[Batch, float]]:
+    def _run_on(
+        self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int | None
+    ) -> Iterator[tuple[Batch, float]]:
         """So many batches; the last is given when nothing is under way any more."""
         self._pipeline, last = pipeline, None
         for number, window in enumerate(pipeline.windows(islice(batches, count)), 1):
             done = (window.item, self._trainer.train_window(window))
-            if number < count:
+            if count is None or number < count:
                 yield done
             else:
                 last = done

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rowmesh.train.section import AUTO, Auto, Factor, Positive, Rate, Section
+from rowmesh.train.section import AUTO, Auto, Count, Factor, Positive, Rate, Section
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -78,6 +78,41 @@ class TensorTrainConfig(Section):
     optimizer: UpdateRuleConfig | None = None
 
 
+class DynamicConfig(Section):
+    """What dynamic tables hold, whom they admit and whom they evict; see `rowmesh.tables.Dynamic`.
+
+    Attributes:
+        capacity: ids that a table holds at most, over all ranks; needed.
+        initial_capacity: ids that the index has room for at the start; it grows.
+        shards: logical shards, part of what the model is; fewer than 1,024 for small tables if not given.
+        admit_after: sightings at which an id is admitted.
+        sketch_width: counters a row of a count-min sketch of ids that are not admitted yet; 0: exact counts.
+        sketch_depth: rows of the sketch.
+        window_steps: steps after which these counts start anew; 0: never.
+        eviction: which id goes first where there is no room: the least recently seen (lru), the least frequent (lfu),
+            both (lru_lfu), or the oldest past its time (ttl).
+        decay_steps: steps in which a frequency halves; 0: never.
+        ttl_steps: steps without a sighting after which an id goes; 0: none does.
+        mode: whether an evicted id is forgotten (drop).
+        missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
+        spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
+    """
+
+    capacity: Positive | None = None
+    initial_capacity: Positive | None = None
+    shards: Positive | None = None
+    admit_after: Positive | None = None
+    sketch_width: Count | None = None
+    sketch_depth: Positive | None = None
+    window_steps: Count | None = None
+    eviction: Literal["lru", "lfu", "lru_lfu", "ttl"] | None = None
+    decay_steps: Count | None = None
+    ttl_steps: Count | None = None
+    mode: Literal["drop"] | None = None
+    missing: Literal["initial", "zero", "error"] | None = None
+    spare_frames: Positive | None = None
+
+
 class TableConfig(Section):
     """One table, or the defaults of all tables.
 
@@ -90,9 +125,10 @@ class TableConfig(Section):
         initializer: the distribution that rows start from.
         replicas: of this table, where not as many as `parallel.replicas`.
         storage: dense rows, spread over the ranks; tiered: the same, those in use in fast memory and the others as
-            `tiers` says; or tensor_train, computed on each rank from small cores. auto: dense, but for tables of
-            `tensor_train.min_rows` rows or more.
+            `tiers` says; tensor_train, computed on each rank from small cores; or dynamic: any 64-bit id, which comes
+            and goes. auto: dense, but for tables of `tensor_train.min_rows` rows or more.
         tensor_train: what the cores are like.
+        dynamic: how many ids a dynamic table holds, whom it admits and whom it evicts.
         frozen: whether rows are looked up and not trained.
     """
 
@@ -103,8 +139,9 @@ class TableConfig(Section):
     optimizer: UpdateRuleConfig = UpdateRuleConfig()
     initializer: InitializerConfig = InitializerConfig()
     replicas: Positive | None = None
-    storage: Literal["auto", "dense", "tiered", "tensor_train"] = "auto"
+    storage: Literal["auto", "dense", "tiered", "tensor_train", "dynamic"] = "auto"
     tensor_train: TensorTrainConfig = TensorTrainConfig()
+    dynamic: DynamicConfig = DynamicConfig()
     frozen: bool = False
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
-from rowmesh.data.prepared import Prepared
+from rowmesh.data.data_set import DataSet
+from rowmesh.data.raw import RawData
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim.rules import RULES, UpdateRule
 from rowmesh.suggest import hint
-from rowmesh.tables import TableSpec, TensorTrain
+from rowmesh.tables import Dynamic, TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
 from rowmesh.train.section import AUTO
-from rowmesh.train.table_config import TablesConfig, TensorTrainConfig
+from rowmesh.train.table_config import DynamicConfig, TablesConfig, TensorTrainConfig
 
 
-def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
+def table_specs(config: TablesConfig, data: DataSet) -> tuple[TableSpec, ...]:
     """One table for each vocabulary of the data set, in the order of the features that they are named after.
 
     Raises:
@@ -35,8 +37,14 @@ def table_specs(config: TablesConfig, data: Prepared) -> tuple[TableSpec, ...]:
             )
         if name not in features:
             suggestion = hint(name, features) or f"; known: {', '.join(features)}"
-            raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
+            raise ConfigurationError(f"tables.{name}: {data.place} has no table of this name{suggestion}")
+    if isinstance(data, RawData) and (stored := [name for name in features if config.of(name).storage != "dynamic"]):
+        raise ConfigurationError(
+            f'tables {", ".join(stored)}: nobody knows how many ids raw data have; give tables.storage = "dynamic", '
+            "with a capacity, or prepare the data"
+        )
     tables = tuple(_table_spec(name, data.table(name).num_rows, config, tuple(each)) for name, each in features.items())
+    _check_no_rules(config, tables)
     rows = [table for table in tables if table.storage != "tensor_train"]
     for table in rows:
         _check_no_own_shape(config, table)
@@ -71,6 +79,21 @@ def _check_no_shape(config: TablesConfig) -> None:
         )
 
 
+def _check_no_rules(config: TablesConfig, tables: Sequence[TableSpec]) -> None:
+    """Raises ConfigurationError where rules of dynamic tables are given, and there is none to follow them."""
+    stored = [table for table in tables if table.storage != "dynamic"]
+    found = [(f"tables.{table.name}", config.of(table.name).dynamic) for table in stored]
+    found = [(key, section) for key, section in found if section != config.dynamic]
+    if len(stored) == len(tables):
+        found.append(("tables", config.dynamic))
+    for key, section in found:
+        for name, value in section.model_dump(exclude_none=True).items():
+            raise ConfigurationError(
+                f'{key}.dynamic.{name} = {value!r} is for dynamic tables; give {key}.storage = "dynamic", or leave it '
+                "out"
+            )
+
+
 def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[str, ...]) -> TableSpec:
     config = tables.of(name)
     is_cored = config.storage == "tensor_train" or (
@@ -79,7 +102,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
     try:
         return TableSpec(
             name=name,
-            num_rows=num_rows,
+            **({} if config.storage == "dynamic" else {"num_rows": num_rows}),
             dim=config.dim,
             features=features,
             pooling=config.pooling,
@@ -87,8 +110,9 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
             out_of_range=config.out_of_range,
             optimizer=update_rule(name, tables, is_cored),
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
-            storage="tensor_train" if is_cored else "tiered" if config.storage == "tiered" else "dense",
+            storage="tensor_train" if is_cored else "dense" if config.storage == "auto" else config.storage,
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
+            dynamic=_dynamic(_key(tables, name, "dynamic"), config.dynamic) if config.storage == "dynamic" else None,
             frozen=config.frozen,
         )
     except TypeError as error:
@@ -124,6 +148,12 @@ def _tensor_train(config: TensorTrainConfig) -> TensorTrain:
     for key, value in options.items():
         options[key] = tuple(value) if isinstance(value, list) else value
     return TensorTrain(**options)
+
+
+def _dynamic(key: str, config: DynamicConfig) -> Dynamic:
+    if config.capacity is None:
+        raise ConfigurationError(f"{key}.capacity: say how many ids a dynamic table holds at most, over all ranks")
+    return Dynamic(**config.model_dump(exclude_none=True))
 
 
 def _key(tables: TablesConfig, name: str, section: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
 from rowmesh.errors import ConfigurationError
 from rowmesh.suggest import hint
 from rowmesh.train.config import Config
@@ -45,7 +45,7 @@ def is_click(targets: Sequence[Target]) -> bool:
     return [(target.loss, target.loss_weight) for target in targets] == [("binary", 1.0)]
 
 
-def targets_of(config: Config, data: Prepared) -> tuple[Target, ...]:
+def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
     """What a run predicts, in the order of the labels.
 
     Raises:
@@ -55,7 +55,7 @@ def targets_of(config: Config, data: Prepared) -> tuple[Target, ...]:
     for name in weights:
         if name not in data.schema.label_names:
             suggestion = hint(name, data.schema.label_names) or f"; known: {', '.join(data.schema.label_names)}"
-            raise ConfigurationError(f"train.loss_weights.{name}: {data.folder} has no label of this name{suggestion}")
+            raise ConfigurationError(f"train.loss_weights.{name}: {data.place} has no label of this name{suggestion}")
     if labels and not any(weights.get(label.name, 1.0) for label in labels):
         raise ConfigurationError("train.loss_weights are all 0; give at least one label a weight above 0")
     mean = _training_means(config, data)
@@ -63,7 +63,7 @@ def targets_of(config: Config, data: Prepared) -> tuple[Target, ...]:
     for label in labels:
         if wanted == "binary" and label.kind == "value":
             raise ConfigurationError(
-                f'train.loss = "binary" is for labels of 0 and 1, and label {label.name!r} of {data.folder} is of kind '
+                f'train.loss = "binary" is for labels of 0 and 1, and label {label.name!r} of {data.place} is of kind '
                 f'"value" (its mean in training is {mean[label.name]:g}); leave train.loss out, which takes the '
                 'squared error for it, or prepare the data with a label of kind "binary"'
             )
@@ -73,7 +73,7 @@ def targets_of(config: Config, data: Prepared) -> tuple[Target, ...]:
     return tuple(targets)
 
 
-def _training_means(config: Config, data: Prepared) -> dict[str, float]:
+def _training_means(config: Config, data: DataSet) -> dict[str, float]:
     """Of each label; 0 where there is no such split, which is refused elsewhere."""
     split = data.splits.get(config.data.train)
     return {name: split.mean(name) if split else 0.0 for name in data.schema.label_names}

@@ -27,6 +27,7 @@ from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.finished import FinishedRun
 from rowmesh.train.job import Job
 from rowmesh.train.placement import Placement, shapes_of
+from rowmesh.train.raw import prepared
 from rowmesh.train.resolve import resolve
 
 
@@ -100,7 +101,7 @@ class TrainedModel(nn.Module):
         Raises:
             RowmeshError: scores are not finite.
         """
-        batch: Batch = to_batch(samples, self.job.data)
+        batch: Batch = to_batch(samples, prepared(self.job.data, "a trained model"))
         with torch.no_grad():
             logits = self.job.logits(batch)
         if count := int((~torch.isfinite(logits)).sum()):
@@ -139,8 +140,8 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
         scores = model({"price": [3.5, None], "user": ["ann", "bob"], "tags": [["new", "red"], []]})
     """
     finished = FinishedRun.open(Path(folder))
-    prepared = finished.data(Path(data) if data is not None else None, verify=verify)
-    return load_finished(finished, prepared, verify=verify)
+    trained_on = finished.data(Path(data) if data is not None else None, verify=verify)
+    return load_finished(finished, trained_on, verify=verify)
 
 
 def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True) -> TrainedModel:

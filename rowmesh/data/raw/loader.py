@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,8 @@ from rowmesh.sparse import SparseBatch
 
 LOOK_S = 0.2
 """How often a source that has no rows yet is looked at again."""
+Readiness = Literal["ready", "waiting", "over"]
+"""Whether there is a batch, or none yet, or none any more."""
 _KEPT_POSITIONS = 256  # of the last batches: more than a pipeline reads ahead
 
 
@@ -47,6 +49,8 @@ class RawLoader:
 
     Dense values that are missing are 0. Ids are those of `ids_of`.
 
+    Where rows are followed, ranks see new ones at different moments; `agree` lets them go on, and end, together.
+
     Args:
         source: of the rows.
         schema: how to read them.
@@ -57,7 +61,8 @@ class RawLoader:
         multi_hot: by categorical feature: whether rows have lists of ids; default: those with a separator.
         quarantine: where rows go that cannot be used.
         prefetch: how many batches a thread makes ahead; 0 for none.
-        wait: called while a source has no rows yet, by the thread that iterates; it sleeps, or raises to end the run.
+        agree: of several ranks that follow a source: called with whether this rank has a batch now, by the thread that
+            iterates; says what all of them do. It sleeps, where that is to wait.
 
     Raises:
         ConfigurationError: sizes that cannot work, or dense columns that are to be standardized, whose means are
@@ -76,7 +81,7 @@ class RawLoader:
         seed: int = 0,
         multi_hot: Sequence[bool] | None = None,
         prefetch: int = 2,
-        wait: Callable[[], None] = lambda: time.sleep(LOOK_S),
+        agree: Callable[[Readiness], Readiness] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigurationError(f"batch_size must be 1 or more, got {batch_size}")
@@ -95,7 +100,7 @@ class RawLoader:
                 f"multi_hot must say of each of the {len(schema.categorical)} categorical features whether it has "
                 f"lists, got {len(self.multi_hot)} values"
             )
-        self._source, self._quarantine, self._wait = source, quarantine, wait
+        self._source, self.quarantine, self._agree = source, quarantine, agree or _alone
         self._position: Position | None = None
         self.batches = 0
         """How many were yielded, in all runs that this one goes on from."""
@@ -113,6 +118,13 @@ class RawLoader:
                 yield item.batch
         finally:
             made.close()
+
+    @property
+    def num_batches(self) -> None:
+        """Unknown: rows are read once, until there are no more."""
+
+    def global_size(self, number: int) -> None:
+        """Unknown: some rows of a batch may be of no use, which only the rank that parses them sees."""
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was yielded, and what it means; equal on all ranks."""
@@ -147,11 +159,11 @@ class RawLoader:
         """The next batch, once its rows are there; None at the end."""
         start = time.perf_counter()
         try:
-            while (item := next(made)) is None:  # waited for here: a thread that did so could not be ended
-                self._wait()
-            return item
-        except StopIteration:
-            return None
+            item, mine = _look(made)
+            while (all_do := self._agree(mine)) == "waiting":  # here: a thread that waited could not be ended
+                if mine == "waiting":
+                    item, mine = _look(made)
+            return item if all_do == "ready" else None
         finally:
             self.waited_s += time.perf_counter() - start
 
@@ -178,8 +190,8 @@ class RawLoader:
             count = min(len(chunk) - first, size - done)
             own = max(low - done, 0), min(high - done, count)
             if own[0] < own[1]:
-                for table in chunk.tables(first + own[0], first + own[1], self._quarantine):
-                    blocks.append(check_rows(table, Path(chunk.name), self.schema, self._quarantine))
+                for table in chunk.tables(first + own[0], first + own[1], self.quarantine):
+                    blocks.append(check_rows(table, Path(chunk.name), self.schema, self.quarantine))
             position = chunk.position(first + count)
             done += count
             if first + count == len(chunk):
@@ -220,6 +232,20 @@ class RawLoader:
             return SparseBatch.from_dense(features, flat.view(len(features), count))
         offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
         return SparseBatch(features, flat, count, jagged_offsets=torch.from_numpy(offsets))
+
+
+def _look(made: Iterator[Made | None]) -> tuple[Made | None, Readiness]:
+    try:
+        item = next(made)
+    except StopIteration:
+        return None, "over"
+    return item, "waiting" if item is None else "ready"
+
+
+def _alone(mine: Readiness) -> Readiness:
+    if mine == "waiting":
+        time.sleep(LOOK_S)
+    return mine
 
 
 def _joined(parts: Sequence[NDArray[np.float32]], empty: tuple[int, ...], axis: int) -> NDArray[np.float32]:

@@ -45,6 +45,17 @@ class Kept:
         self.rows.append((file.name, line, reason))
 
 
+def waiting_by(wait):
+    """What a loader does with batches, where it waits for more by a function."""
+
+    def agree(mine):
+        if mine == "waiting":
+            wait()
+        return mine
+
+    return agree
+
+
 def rows_of(first, count):
     return [
         {
@@ -191,7 +202,13 @@ def test_files_that_appear_later_are_read_until_the_end(tmp_path):
 
     source = FileSource([folder], SCHEMA, follow=True)
     batches = RawLoader(
-        source, SCHEMA, batch_size=4, quarantine=NoBadRows(), multi_hot=(False, True), wait=wait, prefetch=0
+        source,
+        SCHEMA,
+        batch_size=4,
+        quarantine=NoBadRows(),
+        multi_hot=(False, True),
+        agree=waiting_by(wait),
+        prefetch=0,
     )
     assert joined(batches) == expected_rows(0, 10)
     assert len(looks) == 3
@@ -204,7 +221,7 @@ def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
         write_text(folder / "0005.csv", rows_of(0, 1))
 
     source = FileSource([folder], SCHEMA, follow=True)
-    batches = RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=wait, prefetch=0)
+    batches = RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), agree=waiting_by(wait), prefetch=0)
     with pytest.raises(DataError, match=r"0005.csv appeared after 001.csv was read, and its name comes before"):
         list(batches)
 
@@ -221,7 +238,7 @@ def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
         if over.wait(0.01):
             raise OverError
 
-    batches = iter(RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=wait, prefetch=2))
+    batches = iter(RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), agree=waiting_by(wait), prefetch=2))
     next(batches)
     over.set()
     with pytest.raises(OverError):
@@ -232,7 +249,9 @@ def test_a_loader_of_a_source_without_more_rows_can_be_closed(tmp_path):
     folder = folder_of(tmp_path, [5], "text")
     source, waits = FileSource([folder], SCHEMA, follow=True), []
     batches = iter(
-        RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=lambda: waits.append(1), prefetch=2)
+        RawLoader(
+            source, SCHEMA, batch_size=4, quarantine=NoBadRows(), agree=waiting_by(lambda: waits.append(1)), prefetch=2
+        )
     )
     next(batches)
     closing = threading.Thread(target=batches.close, daemon=True)

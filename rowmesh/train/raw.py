@@ -1,0 +1,106 @@
+"""Runs on raw data: what they take where the configuration says auto, and how ranks follow a source together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rowmesh.data import Prepared
+from rowmesh.data.data_set import DataSet
+from rowmesh.data.raw import RawData
+from rowmesh.data.raw.loader import LOOK_S, Readiness
+from rowmesh.data.schema import Schema
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.train.config import Config
+from rowmesh.train.section import AUTO
+
+DOING = "waiting for rows"
+
+
+def open_data(config: Config, *, verify: bool = True) -> DataSet:
+    """The data of a run.
+
+    Args:
+        config: of the run.
+        verify: whether prepared data are compared with their checksums.
+
+    Raises:
+        DataError: there are no prepared data in the folder.
+        ConfigurationError: the schema of raw data cannot be read.
+    """
+    section = config.data
+    if not section.is_raw:
+        return Prepared.open(section.folder, verify=verify)
+    return RawData(
+        location=section.folder,
+        schema=Schema.load(section.raw_schema),
+        stream=section.stream,
+        hash_seed=section.hash_seed,
+        follow=section.follow,
+    )
+
+
+def prepared(data: DataSet, what: str) -> Prepared:
+    """The data, where they are prepared.
+
+    Args:
+        data: of the run.
+        what: needs them to be, for the message.
+
+    Raises:
+        ConfigurationError: they are raw.
+    """
+    if isinstance(data, Prepared):
+        return data
+    raise ConfigurationError(f"{what} needs prepared data, and data.source is raw; run `rowmesh data prepare` first")
+
+
+def check_raw(values: dict[str, Any]) -> None:
+    """Chooses what goes with raw data for what is auto, and refuses what does not.
+
+    Args:
+        values: of the configuration; changed.
+
+    Raises:
+        ConfigurationError: a key needs to know how many samples there are, or another pass over them.
+    """
+    train, schedule = values["train"], values["schedule"]
+    for key, only in (("epochs", 1), ("patience", 0), ("eval_every", 0)):
+        if train[key] == AUTO:
+            train[key] = only
+        elif train[key] != only:
+            raise ConfigurationError(
+                f"train.{key} = {train[key]}: raw data are read once, in their order, and have no split to validate "
+                "on; leave it out. train.progressive_every gives metrics of samples before they are trained on"
+            )
+    if schedule["name"] != "constant" and not train["steps"]:
+        raise ConfigurationError(
+            f'schedule.name = "{schedule["name"]}" ends with the run, and nobody knows how many steps raw data have; '
+            "give train.steps, or leave it out"
+        )
+
+
+class Following:
+    """Lets ranks that follow a source take a batch when all have it, and end together when one is asked to.
+
+    Args:
+        mesh: the ranks.
+        is_asked: whether this rank was asked to end the run.
+    """
+
+    def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]) -> None:
+        self._mesh, self._is_asked = mesh.with_process_group("following"), is_asked
+
+    def __call__(self, mine: Readiness) -> Readiness:
+        """What all ranks do now; sleeps, where that is to wait. Collective: every rank calls it for every batch."""
+        everyone = gather_objects(self._mesh, [mine, bool(self._is_asked())], DOING)
+        states = {state for state, _ in everyone}
+        if states == {"ready"}:
+            return "ready"
+        if states == {"over"} or any(asked for _, asked in everyone):
+            return "over"
+        time.sleep(LOOK_S)
+        return "waiting"
