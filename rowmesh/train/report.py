@@ -238,6 +238,8 @@ def _data(job: Job) -> str:
 def _dense(job: Job) -> list[str]:
     """How dense features were transformed when the data were prepared; nothing where there are none."""
     data = job.data
+    if isinstance(data, RawData):
+        return [f"transform {data.schema.dense_transform}; missing values read as 0"][: data.num_dense]
     if data.dense_scales is None:
         advice = '; where columns differ much in size, prepare the data again with dense_transform = "standardize"'
         kind = data.schema.dense_transform

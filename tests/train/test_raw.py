@@ -1,0 +1,172 @@
+"""Runs on raw rows with dynamic tables: on any number of ranks, followed, interrupted and gone on with."""
+
+import json
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.train.commands import run_training
+from rowmesh.train.resolve import resolve
+from tests.support.runs import start, wait_for_steps
+
+SCHEMA = """label = "click"
+dense = ["price"]
+dense_transform = "none"
+categorical = ["user", "item"]
+"""
+TABLES = (
+    "tables.dim=4",
+    "tables.storage=dynamic",
+    "tables.dtype=float64",
+    "tables.dynamic.capacity=300",
+    "tables.dynamic.shards=8",
+    "tables.initializer.bound=0.1",
+    "model.bottom=[8]",
+    "model.top=[8]",
+)
+
+
+def write_rows(path, first, count):
+    """Rows whose clicks depend on their user alone; it appears whole."""
+    drawn = np.random.default_rng(first)
+    lines = ["click,price,user,item"]
+    for _ in range(count):
+        user, item = drawn.zipf(1.3) % 500, drawn.zipf(1.3) % 90
+        lines.append(f"{int(drawn.random() < (0.9 if user % 3 == 0 else 0.2))},{drawn.random():.2f},u{user},i{item}")
+    path.with_suffix(".tmp").write_text("\n".join(lines) + "\n")
+    path.with_suffix(".tmp").rename(path)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for number in range(3):
+        write_rows(rows / f"{number}.csv", number, 200)
+    (tmp_path / "test").mkdir()
+    write_rows(tmp_path / "test" / "0.csv", 99, 100)
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    path = tmp_path / "raw.toml"
+    path.write_text(
+        f"""[data]
+folder = "{rows}"
+source = "raw"
+raw_schema = "{tmp_path / "schema.toml"}"
+batch_size = 64
+[run]
+folder = "{tmp_path / "run"}"
+[train]
+log_every = 4
+progressive_every = 3
+"""
+    )
+    return path
+
+
+def lines_of(run, kind):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("options", [[], ["pipeline.depth=2"]], ids=["in turn", "pipeline"])
+def test_any_number_of_ranks_trains_alike(config_file, tmp_path, command, options):
+    found = []
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        more = [*TABLES, f"data.test={tmp_path / 'test'}", f"run.folder={run}", *options]
+        done = command(["train", str(config_file), *more], ranks=ranks)
+        assert done.status == 0, done.err
+        test = json.loads((run / "evaluation" / "test.json").read_text())
+        assert test["samples"] == 100
+        found.append((lines_of(run, "progressive"), lines_of(run, "train"), test))
+    (windows, steps, test), (_, others, other) = found
+    assert [line["step"] for line in windows] == [3, 6, 9]
+    assert [line["step"] for line in steps] == [4, 8, 10]  # 600 rows: ten batches, the last of 24
+    assert sum(line["samples"] for line in windows) == 9 * 64
+    for line, same in zip(steps, others, strict=True):
+        assert same["loss"] == pytest.approx(line["loss"], abs=1e-9)
+    assert other["log_loss"] == pytest.approx(test["log_loss"], abs=1e-6)
+
+
+def test_a_finished_run_is_evaluated_on_other_rows(config_file, tmp_path, command):
+    assert command(["train", str(config_file), *TABLES], ranks=1).status == 0
+    done = command(["evaluate", str(tmp_path / "run")], ranks=1)
+    assert done.status != 0
+    assert "data.test: name a folder or file of raw rows" in done.err
+    done = command(["evaluate", str(tmp_path / "run"), "--split", str(tmp_path / "test")], ranks=2)
+    assert done.status == 0, done.err
+    assert "test: 100 samples" in done.out
+
+
+def test_a_followed_folder_is_trained_on_to_its_end(config_file, tmp_path, command):
+    def write():
+        write_rows(tmp_path / "rows" / "3.csv", 3, 50)
+        (tmp_path / "rows" / "_END").touch()
+
+    later = threading.Timer(1.0, write)
+    later.start()
+    done = command(["train", str(config_file), *TABLES, "data.follow=true"], ranks=2)
+    assert done.status == 0, done.err
+    later.join()
+    assert lines_of(tmp_path / "run", "train")[-1]["step"] == 11  # 650 rows
+    once = command(["train", str(config_file), *TABLES, f"run.folder={tmp_path / 'once'}"], ranks=1)
+    assert once.status == 0, once.err
+    for line, same in zip(lines_of(tmp_path / "run", "train"), lines_of(tmp_path / "once", "train"), strict=True):
+        assert same["loss"] == pytest.approx(line["loss"], abs=1e-9)
+
+
+def test_a_run_that_waits_for_rows_ends_when_asked_to_and_goes_on(config_file, tmp_path):
+    run, rows = tmp_path / "run", tmp_path / "rows"
+    options = [*TABLES, "data.follow=true", "checkpoint.every_steps=4", "train.log_every=1"]
+    process = start(config_file, *options, ranks=2)
+    try:
+        wait_for_steps(process, run / "metrics.jsonl", count=12)  # nine steps and three windows: it waits for more
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "after step 9" in out, (out, err)
+    write_rows(rows / "3.csv", 3, 50)
+    (rows / "_END").touch()
+    resumed = start(config_file, *options, "--resume")
+    out, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, (out, err)
+    whole = start(config_file, *TABLES, "train.log_every=1", f"run.folder={tmp_path / 'whole'}")
+    out, err = whole.communicate(timeout=120)
+    assert whole.returncode == 0, (out, err)
+    for line, same in zip(lines_of(run, "train"), lines_of(tmp_path / "whole", "train"), strict=True):
+        assert same["step"] == line["step"]
+        assert same["loss"] == pytest.approx(line["loss"], abs=1e-9)
+
+
+def test_rows_of_no_use_are_kept_and_counted(config_file, tmp_path, command):
+    with (tmp_path / "rows" / "2.csv").open("a") as file:
+        file.write("perhaps,0.5,u1,i1\n")
+    assert command(["train", str(config_file), *TABLES], ranks=2).status == 0
+    bad = [line for path in (tmp_path / "run" / "bad_rows").iterdir() for line in path.read_text().splitlines()]
+    assert [json.loads(line)["line"] for line in bad] == [202]
+    done = command(["train", str(config_file), *TABLES, "data.max_bad_rows=0", "--overwrite"], ranks=2)
+    assert done.status != 0
+    assert "2.csv" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["tables.storage=dense"], "tables user, item: nobody knows how many ids raw data have"),
+        (["train.epochs=2"], "train.epochs = 2: raw data are read once"),
+        (["train.patience=3"], "train.patience = 3: raw data are read once"),
+        (["schedule.name=cosine"], "nobody knows how many steps raw data have"),
+        (["data.raw_schema="], "raw_schema: name the columns of raw data"),
+        (["data.folder=redis://localhost"], "stream: the key of a stream goes with the URL"),
+        (["data.train=other"], "train: raw data have no splits"),
+        (["placement.strategy=auto"], "a placement by frequency needs prepared data"),
+        (["data.folder=nowhere"], "nowhere is no file"),
+    ],
+)
+def test_what_raw_data_cannot_have_is_refused(config_file, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_training(resolve(config_file, [*TABLES, *options]))
