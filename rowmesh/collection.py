@@ -16,6 +16,7 @@ from rowmesh.dynamic.collected import check_dynamic
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.known import KnownRows
 from rowmesh.dynamic.layout import framed, replicas_of_dynamic, with_frames
+from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.state import Statistics
 from rowmesh.embeddings import Embeddings, LocalRows, look_up_some, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
@@ -301,6 +302,19 @@ class EmbeddingCollection(TableModule):
             ConfigurationError: there is no such dynamic table.
         """
         return self.engine.known_rows(table)
+
+    def records(self, table: str) -> Records | None:
+        """What a dynamic table knows on this rank, for checkpoints; None where there is nothing.
+
+        Raises:
+            ConfigurationError: there is no such dynamic table.
+        """
+        return self.engine.records(table)
+
+    def go_on_after(self, table: str, step: int) -> None:
+        """Says how many batches a dynamic table, and with it all of them, were given before what a checkpoint holds."""
+        if self.engine.resolver is not None and table in self.engine.resolver.tables:
+            self.engine.resolver.step = step
 
     def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
         """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.

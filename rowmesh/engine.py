@@ -23,6 +23,7 @@ from torch import Tensor
 from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
 from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
@@ -45,7 +46,7 @@ from rowmesh.pending import Pending
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec, fuse
+from rowmesh.tables import DenseArena, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 
@@ -476,6 +477,19 @@ class Engine:
         self.resolver.check_idle("read known rows")
         found = self.resolver.tables[table]
         return known_rows(found.spec, found.owned, exchange.arena)
+
+    def records(self, table: str) -> Records | None:
+        """What a dynamic table knows on this rank; None where it has no shard of it."""
+        if self.resolver is None or table not in self.resolver.tables:
+            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
+        _, exchange, _ = self._find(table)
+        self.resolver.check_idle("save and load")
+        found = self.resolver.tables[table]
+        if found.owned is None:
+            return None
+        assert isinstance(exchange.arena, DenseArena)
+        is_first = found.grid.place(self.mesh.rank)[0] == 0
+        return Records(found.spec, found.owned, exchange.arena, step=self.resolver.step, is_first=is_first)
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.dynamic.records import Records
 from rowmesh.embeddings import LocalRows
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
@@ -158,6 +159,14 @@ class Tables:
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
         return self._owner[table].cores(table)
+
+    def records(self, table: str) -> Records | None:
+        """What a dynamic table knows on this rank."""
+        return self._owner[table].records(table)
+
+    def go_on_after(self, table: str, step: int) -> None:
+        """Says how many batches a dynamic table was given before what is loaded."""
+        self._owner[table].go_on_after(table, step)
 
 
 def has_state(part: Any) -> bool:

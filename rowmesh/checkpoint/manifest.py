@@ -12,6 +12,13 @@
         C2.0.core1.npy         a core of tensor-train table C2, which rank 0 alone writes
         C2.0.core1.sum.npy     a state of its optimizer
 
+Of a dynamic table there are the ids that it knows, in the order of their logical shards, with counts, last steps and
+scores, the rows in the same order, and what its shards count beside::
+
+        C3.0.shards.npy        how many ids and candidates each shard has, its step, and its window of counting
+        C3.0.ids.npy           …, counts, last_steps, scores, values, sum: by id
+        C3.0.candidate_ids.npy …, candidate_counts; and sketch, by shard
+
 An increment has only the rows that changed since its parent, another checkpoint beside it:
 
 ::
@@ -47,7 +54,8 @@ from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
 
-FORMAT, INCREMENT_FORMAT = 1, 2
+FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT = 1, 2, 3
+"""Of full ones, of increments, and of full ones with dynamic tables."""
 ROWS = "rows"
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
@@ -117,8 +125,46 @@ class CoresEntry:
 
 
 @dataclass(frozen=True)
+class KnownPart:
+    """The logical shards of a dynamic table that one rank wrote.
+
+    Attributes:
+        rank: the rank that wrote them.
+        first: the first shard.
+        num_shards: how many, one after the other.
+        num_ids: that they know together.
+        num_candidates: ids that they count and do not know yet.
+        step: how many batches the tables were given.
+        files: "values", the names of optimizer states and of what is known by id or shard → file name.
+    """
+
+    rank: Count
+    first: Count
+    num_shards: Count
+    num_ids: Count
+    num_candidates: Count
+    step: Count
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class KnownEntry:
+    """What a dynamic table knows.
+
+    Attributes:
+        rules: on which it depends.
+        parts: every shard is in one of them.
+    """
+
+    rules: dict[str, int | str]
+    parts: tuple[KnownPart, ...]
+
+
+@dataclass(frozen=True)
 class TableEntry:
-    """One table: its shape, its update rule, and its parts, or its cores where it is a tensor-train table."""
+    """One table: its shape, its update rule, and its parts; its cores where it is a tensor-train table; or what it
+    knows where it is a dynamic one, whose number of rows is its capacity.
+    """
 
     num_rows: Positive
     dim: Positive
@@ -126,11 +172,13 @@ class TableEntry:
     optimizer: str
     parts: tuple[Part, ...]
     cores: CoresEntry | None = None
+    known: KnownEntry | None = None
 
     @property
     def files(self) -> list[str]:
         """The names of all its files."""
-        owners: list[Part | CoresEntry] = [*self.parts, *([self.cores] if self.cores else [])]
+        owners: list[Part | CoresEntry | KnownPart] = [*self.parts, *([self.cores] if self.cores else [])]
+        owners += self.known.parts if self.known else ()
         return [name for owner in owners for name in owner.files.values()]
 
 
@@ -222,10 +270,8 @@ class Manifest:
         """
         try:
             values = json.loads(text)
-            if values["format"] not in (FORMAT, INCREMENT_FORMAT):
-                raise CheckpointError(
-                    f"{path} has format {values['format']!r}; this rowmesh reads {FORMAT} and {INCREMENT_FORMAT}"
-                )
+            if values["format"] not in (FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT):
+                raise CheckpointError(f"{path} has format {values['format']!r}; this rowmesh reads 1 to {KNOWN_FORMAT}")
             found = values.pop(OWN_SUM, None)  # earlier versions wrote none
             if found not in (None, own_sum(values)):
                 raise CheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
@@ -255,7 +301,9 @@ class Manifest:
                 raise ValueError(f"table {name!r} has a file {strangers[0]!r}, which is no name of a file beside it")
             if not isinstance(dtype := getattr(torch, table.dtype, None), torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
-            if table.cores is None:
+            if table.known is not None:
+                _check_known(name, table.known)
+            elif table.cores is None:
                 (_check_changed if self.parent else _check_rows)(name, table)
         names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
         if twice := [(name, count) for name, count in Counter(names).items() if count > 1]:
@@ -324,6 +372,13 @@ def _check_changed(name: str, table: TableEntry) -> None:
             raise ValueError(f"table {name!r} has a part that does not say which rows changed")
     if (found := sum(part.count for part in table.parts)) > table.num_rows:
         raise ValueError(f"table {name!r} has {table.num_rows} rows, and {found} that changed")
+
+
+def _check_known(name: str, known: KnownEntry) -> None:
+    """Raises ValueError where a shard is in no part, or in two."""
+    shards = sorted(shard for part in known.parts for shard in range(part.first, part.first + part.num_shards))
+    if shards != list(range(len(shards))) or len(shards) != known.rules.get("shards"):
+        raise ValueError(f"table {name!r}: files hold shards {shards}, and it has {known.rules.get('shards')}")
 
 
 def _are_all_rows(ranges: Sequence[RowRange], num_rows: int) -> bool:

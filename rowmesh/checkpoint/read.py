@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from rowmesh.checkpoint.chain import SavedTable, read_chain
-from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
-from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
-from rowmesh.checkpoint.write import Cores, LocalRows, RowHolder
+from rowmesh.checkpoint.files import UNVERIFIABLE, SavedArray, SavedFiles
+from rowmesh.checkpoint.manifest import CoresEntry, KnownEntry, KnownPart, Manifest, TableEntry, as_numpy, dtype_name
+from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
+from rowmesh.dynamic.known import no_state
+from rowmesh.dynamic.layout import rules_of
+from rowmesh.dynamic.records import OF_CANDIDATES, SIZES, SKETCH, facts_of
 from rowmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,11 +52,16 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     for table in embeddings.tables:
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)
-        if entry.cores is not None:
+        if entry.known is not None:
+            _fill_records(table, embeddings.records(table.name), entry.known, files[0], optimizer_state)
+        elif entry.cores is not None:
             _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files[0], optimizer_state)
         else:
             saved = SavedTable(table.name, [link.manifest.tables[table.name] for link in chain], files)
             _fill(saved, embeddings.held_rows(table.name), optimizer_state)
+    for name, entry in manifest.tables.items():
+        if entry.known is not None:
+            embeddings.go_on_after(name, max(part.step for part in entry.known.parts))
     return files[0].dense()
 
 
@@ -67,6 +79,47 @@ def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: SavedFiles, 
             target.copy_(own)
 
 
+def _fill_records(
+    table: TableSpec, records: Records | None, entry: KnownEntry, files: SavedFiles, optimizer_state: bool
+) -> None:
+    if records is None:  # this rank has no shard of it
+        return
+    states = list(table.optimizer.state) if optimizer_state else []
+    forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
+    forms |= {name: form for name, form in no_state(table).items() if name in states}
+    parts = [
+        (range(part.first, part.first + part.num_shards), _Reader(table, part, files, forms).read)
+        for part in entry.parts
+    ]
+    records.load(parts, states)
+
+
+class _Reader:
+    """Reads what one rank wrote of a dynamic table; maps each file once."""
+
+    def __init__(self, table: TableSpec, part: KnownPart, files: SavedFiles, forms: Mapping[str, Tensor]) -> None:
+        self._table, self._part, self._files, self._forms = table, part, files, forms
+        self._mapped: dict[str, SavedArray] = {}
+
+    def read(self, kind: str, which: slice) -> Tensor:
+        if kind not in self._mapped:
+            form = self._forms.get(kind, torch.empty(0, dtype=torch.int64))
+            shape = (self._num(kind), *self._rest(kind, form))
+            self._mapped[kind] = self._files.array(self._table.name, kind, self._part.files, form, shape)
+        found = torch.from_numpy(np.array(self._mapped[kind][which]))
+        return found.view(torch.bfloat16) if self._forms.get(kind, found).dtype == torch.bfloat16 else found
+
+    def _num(self, kind: str) -> int:
+        part = self._part
+        if kind in (SIZES, SKETCH):
+            return part.num_shards
+        return part.num_candidates if kind in OF_CANDIDATES else part.num_ids
+
+    def _rest(self, kind: str, form: Tensor) -> tuple[int, ...]:
+        rules = rules_of(self._table)
+        return {SIZES: (4,), SKETCH: (rules.sketch_depth, rules.sketch_width)}.get(kind, tuple(form.shape[1:]))
+
+
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
     saved, wanted = set(manifest.tables), {table.name for table in embeddings.tables}
     if saved != wanted:
@@ -78,6 +131,12 @@ def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> Non
 
 def _check_storage(table: TableSpec, entry: TableEntry) -> None:
     name = table.name
+    if (entry.known is None) == (table.storage == "dynamic"):
+        saved = "stored by row" if entry.known is None else "dynamic"
+        raise CheckpointError(
+            f"table {name!r} is {saved} in the checkpoint and {table.storage} here; use the configuration it was "
+            "trained with"
+        )
     if entry.cores is not None and table.storage != "tensor_train":
         raise CheckpointError(
             f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and {table.storage} "
@@ -99,6 +158,8 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
         "dim": (entry.dim, table.dim),
         "dtype": (entry.dtype, dtype_name(table.dtype)),
     }
+    if entry.known is not None:
+        pairs |= {name: (entry.known.rules.get(name), value) for name, value in facts_of(table).items()}
     if entry.cores is not None:
         for name in ("row_factors", "dim_factors", "ranks"):
             pairs[name] = getattr(entry.cores, name), getattr(table.tensor_train_shape, name)

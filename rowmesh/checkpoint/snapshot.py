@@ -116,6 +116,13 @@ class Snapshot:
         """The cores of a tensor-train table."""
         return self._cores[table]
 
+    def records(self, table: str) -> None:
+        """None: dynamic tables are saved between steps, whole."""
+
+    def go_on_after(self, table: str, step: int) -> None:
+        """Not for what is only read."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         """No-op: all replicas were equal when it was taken."""
 

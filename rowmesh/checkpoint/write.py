@@ -6,7 +6,7 @@ import contextlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,13 @@ from rowmesh.checkpoint.manifest import (
     FOLDER_PATTERN,
     FORMAT,
     INCREMENT_FORMAT,
+    KNOWN_FORMAT,
     MANIFEST,
     ROWS,
     CoresEntry,
     Identity,
+    KnownEntry,
+    KnownPart,
     Manifest,
     Parent,
     Part,
@@ -37,6 +40,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
+from rowmesh.dynamic.records import facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
@@ -72,6 +76,22 @@ class Cores(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
 
+class Records(Protocol):
+    """What a dynamic table knows on this rank: see `rowmesh.dynamic.records`."""
+
+    @property
+    def shards(self) -> range: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]: ...
+    @property
+    def rows(self) -> Sequence[ChangedRows]: ...
+    def load(self, parts: Sequence[tuple[range, Callable[[str, slice], Tensor]]], states: Sequence[str]) -> None: ...
+
+
 class RowHolder(Protocol):
     """What can be checkpointed: an `EmbeddingCollection`."""
 
@@ -82,6 +102,8 @@ class RowHolder(Protocol):
     def local_rows(self, table: str) -> Sequence[LocalRows]: ...
     def held_rows(self, table: str) -> Sequence[LocalRows]: ...
     def cores(self, table: str) -> Cores: ...
+    def records(self, table: str) -> Records | None: ...
+    def go_on_after(self, table: str, step: int) -> None: ...
 
 
 class ChangedRows(Protocol):
@@ -162,7 +184,7 @@ def save(
 class _Written(NamedTuple):
     """What a rank wrote: its part of every table, and the checksums of its files by name."""
 
-    parts: dict[str, Part]
+    parts: dict[str, Part | KnownPart]
     checksums: dict[str, Checksums]
 
 
@@ -181,6 +203,9 @@ def _write_rows(
 ) -> _Written:
     parts, checksums = {}, {}
     for table in embeddings.tables:
+        if table.storage == "dynamic":
+            parts[table.name] = _write_records(target, table.name, embeddings.records(table.name), rank, checksums)
+            continue
         if table.storage == "tensor_train":
             files = {}
             if rank == 0:
@@ -217,6 +242,26 @@ def _write_cores(target: Path, table: str, cores: Cores, checksums: dict[str, Ch
         write = partial(_write_whole, array=as_numpy(tensor.cpu()))
         checksums[files[name]] = _write_file(target / files[name], write, "checkpoint.write_cores")
     return files
+
+
+def _write_records(
+    target: Path, table: str, records: Records | None, rank: int, checksums: dict[str, Checksums]
+) -> KnownPart:
+    """What this rank has of a dynamic table: nothing, where that is another one's to write."""
+    if records is None or not records.is_first:
+        return KnownPart(rank, 0, 0, 0, 0, 0, {})
+    files, sizes = {}, {}
+    for kind, array in records.arrays:
+        files[kind], sizes[kind] = file_name(table, rank, kind), len(array)
+        write = partial(_write_whole, array=array)
+        checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
+    pieces = records.rows
+    for kind in ("values", *pieces[0].state):
+        files[kind] = file_name(table, rank, kind)
+        write = partial(_write_pieces, pieces=pieces, kind=kind)
+        checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
+    shards = records.shards
+    return KnownPart(rank, shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step, files)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -269,18 +314,27 @@ def _manifest(
     entries, parts = {}, [each.parts for each in written]
     for table in tables:
         facts = (table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name)
+        of_table = [by_table[table.name] for by_table in parts]
         if table.storage == "tensor_train":
             shape, files = table.tensor_train_shape, parts[0][table.name].files
             cores = CoresEntry(shape.row_factors, shape.dim_factors, shape.ranks, files)
             entries[table.name] = TableEntry(*facts, (), cores)
             continue
-        own = tuple(by_table[table.name] for by_table in parts if by_table[table.name].count)
+        if table.storage == "dynamic":
+            known = tuple(
+                part for by_table in parts if isinstance(part := by_table[table.name], KnownPart) and part.files
+            )
+            entries[table.name] = TableEntry(*facts, (), known=KnownEntry(facts_of(table), known))
+            continue
+        own = tuple(part for part in of_table if isinstance(part, Part) and part.count)
         covered = sum(part.count for part in own)
         if covered != table.num_rows and parent is None:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
         entries[table.name] = TableEntry(*facts, own)
     checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
     number = FORMAT if parent is None else INCREMENT_FORMAT
+    if any(entry.known for entry in entries.values()):
+        number = KNOWN_FORMAT
     return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
 
 
@@ -395,6 +449,8 @@ def _from_plain(values: Any) -> _Written | None:
     return _Written(
         {
             table: Part(**{**part, "ranges": tuple(RowRange(**rows) for rows in part["ranges"])})
+            if "ranges" in part
+            else KnownPart(**part)
             for table, part in parts.items()
         },
         {name: Checksums.from_json(sums) for name, sums in checksums.items()},

@@ -50,14 +50,15 @@ def known_rows(table: TableSpec, owned: OwnedTable | None, arena: RowStore) -> K
     }
     frames = columns.pop("frames")
     if owned is None:
-        values, state = torch.empty(0, table.dim, dtype=table.dtype), _no_state(table)
+        values, state = torch.empty(0, table.dim, dtype=table.dtype), no_state(table)
     else:
         values, state = arena.read_rows(owned.slots(frames))
     numbers = {name: torch.from_numpy(column) for name, column in columns.items()}
     return KnownRows(values=values, state=state, **numbers)
 
 
-def _no_state(table: TableSpec) -> dict[str, Tensor]:
+def no_state(table: TableSpec) -> dict[str, Tensor]:
+    """Optimizer state of no rows, by name."""
     shapes = {"row": (0,), "element": (0, table.dim)}
     dtype = compute_dtype(table.dtype)
     return {name: torch.empty(shapes[extent], dtype=dtype) for name, extent in table.optimizer.state.items()}

@@ -144,6 +144,10 @@ class OwnedTable:
         """Where in the arena frames are."""
         return frames + self._piece.slots.start
 
+    def start(self, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Gives ids rows as new ones have, at slots that `load` returned."""
+        self._arena.start(slots, ids, self._seed, self._table)
+
     def load(self, states: list[ShardState]) -> list[np.ndarray]:
         """Replaces all shards, which no batch under way uses; returns the slots of the ids of each.
 

@@ -277,6 +277,8 @@ def why_not_asynchronous(job: Job) -> str:
     """Why checkpoints of a job cannot be written while it trains; "" where they can."""
     if job.embeddings.device.type != "cpu" or job.embeddings.engine.options.device is not None:
         return f"rows are on {job.embeddings.device}"
+    if dynamic := [table.name for table in job.embeddings.tables if table.storage == "dynamic"]:
+        return f"tables {', '.join(dynamic)} are dynamic"
     if job.config.parallel.synchronization != "exact":
         return "replicas that are averaged change rows by messages too"
     return ""

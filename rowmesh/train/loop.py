@@ -50,6 +50,9 @@ from rowmesh.train.survivors import Standing, Survivors
 from rowmesh.train.targets import is_click
 from rowmesh.train.together import summed
 
+PAUSE_EVERY = 64
+"""Steps after which a pipeline over dynamic tables has nothing under way, so that a checkpoint can be asked for."""
+
 
 class Trainer:
     """Trains a job for the configured steps.
@@ -132,7 +135,7 @@ class Trainer:
                     interval.started_s += self._validate(log, best)
                     if self.stopping.is_over:  # nothing is under way: the steps pause here
                         break
-                if checkpoints.may_write(self.step) and self._is_asked(checkpoints):
+                if checkpoints.may_write(self.step) and self._is_idle and self._is_asked(checkpoints):
                     steps.wait()
                     self._checkpoint(checkpoints, log, interval, best, drift)
                 self._is_between = True
@@ -227,9 +230,24 @@ class Trainer:
         if config.pipeline.is_off:
             return PlainSteps(self)
         pauses = [config.placement.drift.check_every] if can_migrate else []
+        pauses += self._checkpoint_pauses
         if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
             pauses.append(self._eval_every)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
+
+    @property
+    def _checkpoint_pauses(self) -> list[int]:
+        """Every how many steps a pipeline opens no batch ahead: what dynamic tables know is that after all of them."""
+        every = self.config.checkpoint.every_steps
+        is_dynamic = any(table.storage == "dynamic" for table in self.job.embeddings.tables)
+        is_ahead = is_dynamic and not self.config.pipeline.is_off
+        return [PAUSE_EVERY, *([every] if every else [])] if is_ahead and self.config.checkpoint.is_on else []
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a checkpoint may be written after this step, for all that pipelines did ahead."""
+        pauses = self._checkpoint_pauses
+        return not pauses or any(self._is_due(every) for every in pauses)
 
     def local_loss(self, total: Tensor) -> Tensor:
         """The loss that a rank differentiates: gradients are averaged over ranks, whose parts may differ in weight.
@@ -375,6 +393,7 @@ class Trainer:
         """Where raw rows go that cannot be used: each part of a run has files of its own."""
         if isinstance(self._loader, RawLoader):
             path = run.bad_rows(self.job.mesh.rank, self.step)
+            path.parent.mkdir(exist_ok=True)
             quarantine = Quarantine(path, self.config.data.max_bad_rows, keep_at=path)
             self._loader.quarantine = stack.enter_context(quarantine)
 

@@ -1,0 +1,179 @@
+"""What dynamic tables know is saved, and read again on any number of ranks: training goes on as if nothing had been."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import rowmesh
+from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
+from rowmesh.checkpoint import CheckpointError, read_manifest
+from rowmesh.mesh import Mesh
+from rowmesh.sparse import take
+from rowmesh.tables import Dynamic, Uniform
+from tests.dynamic.test_resolver import RULES
+from tests.support.dynamic import Stream, known_of, make
+
+
+def run_first(mesh, stream, folder, count):
+    embeddings = make(mesh, stream)
+    optimizer = train_on(embeddings, stream, range(count), mesh)
+    rowmesh.save(folder, {"embeddings": embeddings, "optimizer": optimizer})
+    return whole(embeddings, stream, range(count, stream.num_steps), mesh)
+
+
+def train_on(embeddings, stream, steps, mesh):
+    """On one or two ranks, the same global batches; a third has none."""
+    optimizer = EmbeddingOptimizer(embeddings)
+    for step in steps:
+        own = [rank for rank in range(2) if rank % mesh.world_size == mesh.rank]
+        batches = [stream.batch(step, rank) for rank in own] or [
+            take(stream.batch(step, 0), torch.empty(0, dtype=torch.int64))
+        ]
+        batch = batches[0] if len(batches) == 1 else joined(batches)
+        (mesh.world_size * embeddings(batch).values ** 2).sum().backward()  # gradients are averaged over ranks
+        optimizer.step()
+    return optimizer
+
+
+def joined(batches):
+    bags = {}
+    for name in batches[0].features:
+        bags[name] = [bag for batch in batches for bag in bags_of(batch, name)]
+    return rowmesh.SparseBatch.from_bags(bags)
+
+
+def bags_of(batch, name):
+    number = batch.features.index(name)
+    offsets = batch.jagged_offsets[number * batch.batch_size : (number + 1) * batch.batch_size + 1].tolist()
+    return [batch.ids[first:last].tolist() for first, last in pairwise(offsets)]
+
+
+def whole(embeddings, stream, steps, mesh):
+    train_on(embeddings, stream, steps, mesh)
+    return {name: known_of(embeddings, name) for name, _ in stream.rules}
+
+
+def run_rest(mesh, stream, folder, count):
+    embeddings = make(mesh, stream)
+    optimizer = EmbeddingOptimizer(embeddings)
+    rowmesh.load(folder, {"embeddings": embeddings, "optimizer": optimizer})
+    return whole(embeddings, stream, range(count, stream.num_steps), mesh)
+
+
+def of_all(parts, name):
+    found = {}
+    for part in parts:
+        assert not found.keys() & part[name].keys()
+        found |= part[name]
+    return found
+
+
+def facts(known):
+    """Counts, last steps and scores by id."""
+    return {i: values[-3:] for i, values in known.items()}
+
+
+def streams():
+    rules = st.sampled_from(sorted(RULES))
+    return st.builds(
+        lambda first, second, **options: Stream(rules=(("user", RULES[first]), ("item", RULES[second])), **options),
+        rules,
+        rules,
+        seed=st.integers(0, 2**16),
+        num_steps=st.just(6),
+        batch_size=st.integers(1, 3),
+        rule=st.sampled_from(["row_wise_adagrad", "adam"]),
+    )
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stream=streams(), count=st.integers(1, 5))
+def test_training_goes_on_to_the_bit(tmp_path_factory, stream, count):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    untouched = run_first(Mesh(), stream, folder, count)
+    assert run_rest(Mesh(), stream, folder, count) == untouched
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers", "user", "item"),
+    [(2, 2, "sketch", "ttl"), (2, 1, "both", "lfu"), (1, 2, "window", "one shard"), (2, 3, "lru", "sketch")],
+)
+def test_any_number_of_ranks_reads_it(ranks, tmp_path, writers, readers, user, item):
+    stream = Stream(rules=(("user", RULES[user]), ("item", RULES[item])), seed=readers, num_steps=6)
+    untouched = ranks.run(run_first, stream, tmp_path / "model", 3, world_size=writers)
+    gone_on = ranks.run(run_rest, stream, tmp_path / "model", 3, world_size=readers)
+    for name, _ in stream.rules:
+        before, after = of_all(untouched, name), of_all(gone_on, name)
+        assert before
+        assert facts(after) == facts(before)  # to the bit on any number of ranks
+        if writers == readers:
+            assert after == before
+        for i, values in before.items():
+            rows = [np.frombuffer(each[0], np.float32) for each in (values, after[i])]
+            np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6)
+
+
+def spec(**options):
+    rules = {"capacity": 40, "shards": 4} | options.pop("rules", {})
+    shape = {"name": "user", "dim": 3, "storage": "dynamic", "initializer": Uniform(bound=0.1)}
+    return TableSpec(**{**shape, "dynamic": Dynamic(**rules), **options})
+
+
+def saved(folder, table):
+    embeddings = EmbeddingCollection([table])
+    optimizer = EmbeddingOptimizer(embeddings)
+    embeddings(rowmesh.SparseBatch.from_bags({"user": [[5, -7, 2**62]]})).values.sum().backward()
+    optimizer.step()
+    rowmesh.save(folder, {"embeddings": embeddings})
+    return embeddings
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (spec(rules={"shards": 2}), "shards is 4 in the checkpoint and 2 here"),
+        (spec(rules={"admit_after": 3}), "admit_after is 1 in the checkpoint and 3 here"),
+        (spec(rules={"capacity": 50}), "num_rows is 40 in the checkpoint and 50 here"),
+        (spec(rules={"eviction": "lfu"}), "eviction is lru in the checkpoint and lfu here"),
+        (spec(dim=4), "dim is 3 in the checkpoint and 4 here"),
+        (
+            TableSpec(name="user", num_rows=40, dim=3),
+            "'user' is dynamic in the checkpoint and dense here; use the configuration",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, table, message):
+    saved(tmp_path / "model", spec())
+    embeddings = EmbeddingCollection([table])
+    with pytest.raises(CheckpointError, match=message):
+        rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
+
+
+def test_a_dense_table_is_no_dynamic_one(tmp_path):
+    rowmesh.save(tmp_path / "model", {"embeddings": EmbeddingCollection([TableSpec(name="user", num_rows=40, dim=3)])})
+    with pytest.raises(CheckpointError, match="'user' is stored by row in the checkpoint and dynamic here"):
+        rowmesh.load(tmp_path / "model", {"embeddings": EmbeddingCollection([spec()])})
+
+
+def test_rows_alone_are_read_without_an_optimizer(tmp_path):
+    before = saved(tmp_path / "model", spec())
+    assert read_manifest(tmp_path / "model").format == 3
+    embeddings = EmbeddingCollection([spec(rules={"missing": "zero"})])
+    rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
+    batch = rowmesh.SparseBatch.from_bags({"user": [[5, -7, 2**62], [6]]})
+    with torch.no_grad():
+        found, expected = embeddings(batch).values, before(batch).values
+    assert torch.equal(found[0], expected[0])
+    assert not found[1].any()
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    saved(tmp_path / "model", spec())
+    (file,) = (tmp_path / "model").glob("*/user.0.ids.npy")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=r"table 'user': .*user.0.ids.npy"):
+        rowmesh.load(tmp_path / "model", {"embeddings": EmbeddingCollection([spec()])})
