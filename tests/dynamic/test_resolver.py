@@ -1,12 +1,14 @@
 """Dynamic tables on real ranks against the rules in plain Python and dense rows, to the bit."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
-from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle
+from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
 
 RULES = {
     "lru": Dynamic(capacity=40, shards=4),
@@ -17,6 +19,7 @@ RULES = {
     "sketch": Dynamic(capacity=60, shards=2, admit_after=3, sketch_width=5, sketch_depth=2, window_steps=5),
     "ttl": Dynamic(capacity=400, shards=4, eviction="ttl", ttl_steps=2),
 }
+SLOW = [pytest.param(4, 20, marks=pytest.mark.slow)]
 
 
 def streams():
@@ -30,7 +33,24 @@ def streams():
         batch_size=st.integers(0, 3),
         rule=st.sampled_from(["row_wise_adagrad", "adam", "sgd"]),
         evaluates=st.booleans(),
+        pooling=st.sampled_from(["sum", "mean", "none"]),
+        missing=st.sampled_from(["initial", "zero", "error"]),
     )
+
+
+def pipelines():
+    """Depth and micro-batches."""
+    return st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 2]))
+
+
+def in_parts(stream, parts):
+    """Such that the sums of gradients are exact, in whatever parts they are added."""
+    pooling = "sum" if stream.pooling == "mean" else stream.pooling
+    return replace(stream, is_linear=parts > 1, pooling=pooling if parts > 1 else stream.pooling)
+
+
+def at_the_end(seen):
+    return [replace(each, known=each.known[-1:]) for each in seen]
 
 
 @settings(max_examples=12, deadline=None)
@@ -39,12 +59,26 @@ def test_one_rank_does_as_the_rules_say(stream):
     assert_same([run_dynamic(Mesh(), stream)], [run_oracle(Mesh(), stream)])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stream=streams())
-def test_ranks_do_as_the_rules_say(ranks, world_size, stream):
-    expected = ranks.run(run_oracle, stream, world_size=world_size)
-    for transport in ("collective", "one_sided"):
-        seen = ranks.run(run_dynamic, stream, transport, world_size=world_size)
-        assert {each.transport for each in seen} == {transport}
-        assert_same(seen, expected)
+@settings(max_examples=12, deadline=None)
+@given(stream=streams(), pipeline=pipelines())
+def test_a_pipeline_on_one_rank_does_as_the_rules_say(stream, pipeline):
+    stream = in_parts(stream, pipeline[1])
+    mine = run_pipeline(Mesh(), stream, "auto", *pipeline)
+    assert_same([mine], [run_oracle(Mesh(), stream, every_step=False)])
+
+
+@pytest.mark.parametrize("world_size, examples", [(2, 4), (3, 4), *SLOW])
+def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(stream=streams(), pipeline=pipelines())
+    def check(stream, pipeline):
+        stream = in_parts(stream, pipeline[1])
+        expected = ranks.run(run_oracle, stream, world_size=world_size)
+        for transport in ("collective", "one_sided"):
+            seen = ranks.run(run_dynamic, stream, transport, world_size=world_size)
+            assert {each.transport for each in seen} == {transport}
+            assert_same(seen, expected)
+            seen = ranks.run(run_pipeline, stream, transport, *pipeline, world_size=world_size)
+            assert_same(seen, at_the_end(expected))
+
+    check()

@@ -7,7 +7,7 @@ equal to the bit, on the same ranks: vectors, rows, optimizer states, counts, la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ import torch
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
 from rowmesh.dynamic.reference import ReferenceShards
+from rowmesh.embeddings import Embeddings
+from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize import initialize
 from rowmesh.pipeline import Pipeline
@@ -23,6 +25,11 @@ from rowmesh.tables.initializer import table_key
 from tests.support.tables import OPTIMIZERS
 
 BOUND, MOST_ID = 0.5, 64
+# The ids of the dynamic tables, ascending as the rows of the dense ones in their place: small, negative, the largest.
+EDGES = np.array([-(2**63), -(2**63) + 1, -(2**32), -1, 0, 1, 2**31, 2**32, 2**62, 2**63 - 1])
+DRAWN = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, MOST_ID - len(EDGES))
+IDS = np.unique(np.concatenate([EDGES, DRAWN]))
+Vectors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,9 @@ class Stream:
         batch_size: samples a rank.
         rule: name of the update rule.
         evaluates: whether the last batch is looked up without gradients after each step.
+        pooling: of the second table.
+        missing: what unknown ids of the first table read.
+        is_linear: whether gradients are whole numbers, whose sums are exact in any order.
     """
 
     rules: tuple[tuple[str, Dynamic], ...]
@@ -44,6 +54,9 @@ class Stream:
     batch_size: int = 3
     rule: str = "row_wise_adagrad"
     evaluates: bool = False
+    pooling: str = "sum"
+    missing: str = "initial"
+    is_linear: bool = False
 
     def specs(self, *, is_dynamic: bool) -> list[TableSpec]:
         """The dynamic tables, or dense ones in their place; and a dense one beside."""
@@ -52,20 +65,26 @@ class Stream:
         for number, (name, rules) in enumerate(self.rules):
             features = (name, f"{name}_too") if number == 0 else (name,)
             shape = {"dim": 3 if number == 0 else 4, "features": features, **options}
+            if number == 0:
+                rules = replace(rules, missing=self.missing)
+            else:
+                shape["pooling"] = self.pooling
             if is_dynamic:
                 specs.append(TableSpec(name=name, storage="dynamic", dynamic=rules, **shape))
             else:
                 specs.append(TableSpec(name=name, num_rows=MOST_ID, **shape))
         return [*specs, TableSpec(name="plain", num_rows=7, dim=3, **options)]
 
-    def batch(self, step: int, rank: int) -> SparseBatch:
+    def batch(self, step: int, rank: int, *, is_dynamic: bool) -> SparseBatch:
         """One rank's part of a step's batch; some ids are much more frequent than others."""
         drawn = np.random.default_rng([self.seed, step, rank])
         bags = {}
         for spec in self.specs(is_dynamic=False):
             for name in spec.features:
                 sizes = drawn.integers(0, 4, self.batch_size)
-                bags[name] = [(spec.num_rows * drawn.random(size) ** 3).astype(int).tolist() for size in sizes]
+                rows = [(spec.num_rows * drawn.random(size) ** 3).astype(int) for size in sizes]
+                is_id = is_dynamic and spec.name != "plain"
+                bags[name] = [(IDS[each] if is_id else each).tolist() for each in rows]
         return SparseBatch.from_bags(bags)
 
 
@@ -73,11 +92,21 @@ class Stream:
 class Seen:
     """What one rank saw: the vectors of each step, and after the last (or each) step what is known."""
 
-    vectors: list[torch.Tensor]
-    evaluated: list[torch.Tensor]
+    vectors: list[Vectors]
+    evaluated: list[Vectors | None]
     known: list[dict[str, dict[int, tuple]]]
     counters: dict[str, tuple[int, ...]]
     transport: str = ""
+
+
+def vectors_of(embeddings: Embeddings, stream: Stream) -> Vectors:
+    """Pooled ones, then those of each feature that is not pooled."""
+    names = [name for name, _ in stream.rules[1:]] if stream.pooling == "none" else []
+    return [embeddings.values, *(embeddings[name].values for name in names)]
+
+
+def _detached(vectors: Vectors) -> Vectors:
+    return [each.detach().clone() for each in vectors]
 
 
 def ids_of(batch: SparseBatch, spec: TableSpec) -> np.ndarray:
@@ -91,58 +120,87 @@ def initial_row(spec: TableSpec, i: int) -> torch.Tensor:
     return row[0]
 
 
-def _loss(vectors: torch.Tensor) -> torch.Tensor:
-    return (vectors * vectors).sum() + vectors.sum()
+def _loss(vectors: Vectors, stream: Stream) -> torch.Tensor:
+    if stream.is_linear:
+        return torch.stack([(each * (1 + torch.arange(each.shape[1]))).sum() for each in vectors]).sum()
+    return torch.stack([(each * each).sum() + each.sum() for each in vectors]).sum()
 
 
 def run_oracle(mesh: Mesh, stream: Stream, replicas: int = 1, *, every_step: bool = True) -> Seen:
     """What must come out, by dense tables and the rules as written."""
     specs = stream.specs(is_dynamic=False)
     embeddings = EmbeddingCollection(specs, mesh=mesh, transport="collective", replicas=replicas)
-    optimizer = EmbeddingOptimizer(embeddings)
-    rules = {
-        name: ReferenceShards(name, rules, range(rules.num_shards), rules.capacity + 1000)
-        for name, rules in stream.rules
-    }
-    seen, counters = Seen([], [], [], {}), {name: np.zeros(4, int) for name in rules}
+    optimizer, oracle = EmbeddingOptimizer(embeddings), _Oracle(embeddings, stream)
+    seen = Seen([], [], [], {})
     for step in range(stream.num_steps):
-        batches = [stream.batch(step, rank) for rank in range(mesh.world_size)]
-        for spec in specs[: len(rules)]:
-            everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
-            ids, counts = np.unique(everyone, return_counts=True)
-            opened = rules[spec.name].open(ids, counts, step + 1)
-            rules[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
-            _begin_anew(embeddings, spec, ids[opened.fresh])
-            counters[spec.name] += [opened.num_hits, opened.num_admitted, opened.num_evicted, opened.num_dropped]
-        vectors = embeddings(batches[mesh.rank]).values
-        seen.vectors.append(vectors.detach().clone())
-        _loss(vectors).backward()
+        batches = [stream.batch(step, rank, is_dynamic=False) for rank in range(mesh.world_size)]
+        oracle.open(batches, step + 1)
+        vectors = vectors_of(embeddings(batches[mesh.rank]), stream)
+        seen.vectors.append(_detached(vectors))
+        _loss(vectors, stream).backward()
         optimizer.step()
         if stream.evaluates:
-            batch = stream.batch(stream.num_steps, mesh.rank)
-            for spec in specs[: len(rules)]:
-                ids = np.arange(MOST_ID)
-                _begin_anew(embeddings, spec, ids[rules[spec.name].find(ids) < 0])
-            with torch.no_grad():
-                seen.evaluated.append(embeddings(batch).values.clone())
+            seen.evaluated.append(oracle.evaluate(mesh))
         if every_step or step + 1 == stream.num_steps:
-            seen.known.append({spec.name: _known_of_dense(embeddings, spec, rules) for spec in specs[: len(rules)]})
-    seen.counters = {name: tuple(numbers.tolist()) for name, numbers in counters.items()}
+            seen.known.append(oracle.known())
+    seen.counters = {name: tuple(numbers.tolist()) for name, numbers in oracle.counters.items()}
     return seen
 
 
-def _begin_anew(embeddings: EmbeddingCollection, spec: TableSpec, ids: np.ndarray) -> None:
-    """Sets dense rows to what they start from."""
-    embeddings.forget_differences()
-    embeddings.barrier()
-    for piece in embeddings.held_rows(spec.name):
-        for i in ids.tolist():
-            if i in piece.rows:
-                place = piece.rows.index(i)
-                piece.values[place] = initial_row(spec, i)
-                for name, state in piece.state.items():
-                    state[place] = spec.optimizer.initial_state[name]
-    embeddings.barrier()
+class _Oracle:
+    """The rules as written, and the dense rows that begin anew where they say."""
+
+    def __init__(self, embeddings: EmbeddingCollection, stream: Stream) -> None:
+        self.embeddings, self.stream = embeddings, stream
+        self.rules = {
+            name: ReferenceShards(name, rules, range(rules.num_shards), rules.capacity + 1000)
+            for name, rules in stream.rules
+        }
+        self.specs = stream.specs(is_dynamic=False)[: len(self.rules)]
+        self.counters = {name: np.zeros(4, int) for name in self.rules}
+
+    def open(self, batches: list[SparseBatch], step: int) -> None:
+        """The step of the ids of all ranks."""
+        for spec in self.specs:
+            everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
+            rows, counts = np.unique(everyone, return_counts=True)
+            opened = self.rules[spec.name].open(IDS[rows], counts, step)
+            self.rules[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
+            self.begin_anew(spec, rows[opened.fresh])
+            numbers = [opened.num_hits, opened.num_admitted, opened.num_evicted, opened.num_dropped]
+            self.counters[spec.name] += numbers
+
+    def evaluate(self, mesh: Mesh) -> Vectors | None:
+        """What a look-up without gradients reads; None where it is refused."""
+        stream, is_refused = self.stream, False
+        batches = [stream.batch(stream.num_steps, rank, is_dynamic=False) for rank in range(mesh.world_size)]
+        for number, spec in enumerate(self.specs):
+            missing = stream.missing if number == 0 else "initial"
+            rows = np.unique(np.concatenate([ids_of(batch, spec) for batch in batches]))
+            unknown = rows[self.rules[spec.name].find(IDS[rows]) < 0]
+            is_refused |= missing == "error" and len(unknown) > 0
+            self.begin_anew(spec, unknown, is_zero=missing == "zero")
+        if is_refused:
+            return None
+        with torch.no_grad():
+            return _detached(vectors_of(self.embeddings(batches[mesh.rank]), stream))
+
+    def begin_anew(self, spec: TableSpec, rows: np.ndarray, *, is_zero: bool = False) -> None:
+        """Sets dense rows to what they start from."""
+        self.embeddings.forget_differences()
+        self.embeddings.barrier()
+        for piece in self.embeddings.held_rows(spec.name):
+            for row in rows.tolist():
+                if row in piece.rows:
+                    place = piece.rows.index(row)
+                    piece.values[place] = 0.0 if is_zero else initial_row(spec, int(IDS[row]))
+                    for name, state in piece.state.items():
+                        state[place] = spec.optimizer.initial_state[name]
+        self.embeddings.barrier()
+
+    def known(self) -> dict[str, dict[int, tuple]]:
+        """Of each table, of those ids whose rows this rank holds."""
+        return {spec.name: _known_of_dense(self.embeddings, spec, self.rules) for spec in self.specs}
 
 
 def _known_of_dense(embeddings: EmbeddingCollection, spec: TableSpec, rules: dict) -> dict[int, tuple]:
@@ -157,8 +215,8 @@ def _known_of_dense(embeddings: EmbeddingCollection, spec: TableSpec, rules: dic
         )
     }
     for piece in embeddings.local_rows(spec.name):
-        for place, i in enumerate(piece.rows):
-            if i in facts:
+        for place, row in enumerate(piece.rows):
+            if (i := int(IDS[row])) in facts:
                 tensors = [piece.values[place], *(state[place] for state in piece.state.values())]
                 known[i] = (*(tensor.numpy().tobytes() for tensor in tensors), *facts[i])
     embeddings.barrier()
@@ -185,9 +243,9 @@ def run_dynamic(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: i
     embeddings = make(mesh, stream, transport, replicas)
     optimizer, seen = EmbeddingOptimizer(embeddings), Seen([], [], [], {}, embeddings.transport)
     for step in range(stream.num_steps):
-        vectors = embeddings(stream.batch(step, mesh.rank)).values
-        seen.vectors.append(vectors.detach().clone())
-        _loss(vectors).backward()
+        vectors = vectors_of(embeddings(stream.batch(step, mesh.rank, is_dynamic=True)), stream)
+        seen.vectors.append(_detached(vectors))
+        _loss(vectors, stream).backward()
         optimizer.step()
         _evaluate(mesh, stream, embeddings, seen)
         seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
@@ -201,16 +259,17 @@ def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: 
     optimizer, seen = EmbeddingOptimizer(embeddings), Seen([], [], [], {}, embeddings.transport)
     size = stream.batch_size
     batches = [
-        Batch(torch.zeros(size, 0), stream.batch(step, mesh.rank), torch.zeros(size))
+        Batch(torch.zeros(size, 0), stream.batch(step, mesh.rank, is_dynamic=True), torch.zeros(size))
         for step in range(stream.num_steps)
     ]
     with Pipeline(embeddings, depth=depth, micro_batches=parts) as pipeline:
         for window in pipeline.windows(batches):
             vectors = []
             for part in window:
-                vectors.append(part.embeddings.values.detach().clone())
-                _loss(part.embeddings.values).backward()
-            seen.vectors.append(torch.cat(vectors))
+                of_part = vectors_of(part.embeddings, stream)
+                vectors.append(_detached(of_part))
+                _loss(of_part, stream).backward()
+            seen.vectors.append([torch.cat(each) for each in zip(*vectors, strict=True)])
             optimizer.step()
             _evaluate(mesh, stream, embeddings, seen)
     seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
@@ -219,9 +278,16 @@ def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: 
 
 
 def _evaluate(mesh: Mesh, stream: Stream, embeddings: EmbeddingCollection, seen: Seen) -> None:
-    if stream.evaluates:
+    if not stream.evaluates:
+        return
+    try:
         with torch.no_grad():
-            seen.evaluated.append(embeddings(stream.batch(stream.num_steps, mesh.rank)).values.clone())
+            found = embeddings(stream.batch(stream.num_steps, mesh.rank, is_dynamic=True))
+    except DataError as error:
+        assert "does not know" in str(error)
+        seen.evaluated.append(None)
+    else:
+        seen.evaluated.append(_detached(vectors_of(found, stream)))
 
 
 def _counters(embeddings: EmbeddingCollection) -> dict[str, tuple[int, ...]]:
@@ -234,8 +300,8 @@ def _counters(embeddings: EmbeddingCollection) -> dict[str, tuple[int, ...]]:
 def assert_same(mine: list[Seen], expected: list[Seen], replicas: int = 1) -> None:
     """To the bit: what each rank looked up, and what all ranks together know. Counters add up."""
     for one, other in zip(mine, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.vectors, other.vectors, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(one.evaluated, other.evaluated, strict=True))
+        assert [_bits(each) for each in one.vectors] == [_bits(each) for each in other.vectors]
+        assert [_bits(each) for each in one.evaluated] == [_bits(each) for each in other.evaluated]
     for name in expected[0].counters:
         total = np.sum([seen.counters[name] for seen in mine if name in seen.counters], axis=0)
         assert tuple(total) == tuple(replicas * number for number in expected[0].counters[name])
@@ -245,6 +311,10 @@ def assert_same(mine: list[Seen], expected: list[Seen], replicas: int = 1) -> No
             strict=True,
         ):
             assert _joined([each[name] for each in of_mine], replicas) == _joined([each[name] for each in of_expected])
+
+
+def _bits(vectors: Vectors | None) -> list[bytes] | None:
+    return None if vectors is None else [each.numpy().tobytes() for each in vectors]
 
 
 def _joined(parts: list[dict[int, tuple]], replicas: int = 1) -> dict[int, tuple]:

@@ -43,7 +43,7 @@ def test_features_are_names_not_letters():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"storage": "hashed"}, r"storage must be one of \('dense', 'tiered', 'tensor_train'\), got 'hashed'"),
+        ({"storage": "hashed"}, r"storage must be one of \('dense', 'tiered', 'tensor_train', 'dynamic'\), got"),
         ({"storage": "dense"}, r"is dense and has no cores for TensorTrain\(rank=4.*storage='tensor_train' too"),
         ({"optimizer": RowWiseAdaGrad()}, r"row_wise_adagrad keeps 'sum' by row.*take the optimizer adagrad, sgd or"),
         ({"dtype": torch.bfloat16}, "cores of tensor-train tables are float32 or float64, not bfloat16"),
