@@ -4,10 +4,13 @@ Numba ends a program where it finds no folder for its cache, where a write to it
 is damaged: after a power cut files have the right name and size and zeros inside. Code that is damaged without Python
 noticing would be run. So each kernel and signature here has one file, which begins with its checksum. A file that is
 not what was written is compiled and written again; where none can be written, every process compiles for itself.
+Of several processes that need the same kernel one compiles it, and the others wait: ranks start at the same moment, and
+often on fewer cores than there are ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from filelock import FileLock
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
@@ -25,6 +29,8 @@ from rowmesh.faults import reach
 
 logger = logging.getLogger("rowmesh")
 _DIGEST_BYTES = 16
+WAIT_S = 60.0
+"""How long a process waits for another one that compiles the same kernel."""
 _said: set[str] = set()
 _njit: Any = numba.njit
 
@@ -64,8 +70,40 @@ class _Cache(FunctionCache):
     Unlike Numba's own it has no index, which would name a file before that is there.
     """
 
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._claims: dict[Path, FileLock] = {}
+
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
         key = self._index_key(sig, target_context.codegen())
+        found = self._read(key, target_context)
+        if found is None and self._claim(self._path(key)):
+            found = self._read(key, target_context)  # another process may have compiled it meanwhile
+            if found is not None:
+                self._release(self._path(key))
+        return found
+
+    def _claim(self, path: Path) -> bool:
+        """Makes others wait for this process, which is about to compile; False where nobody can be made to.
+
+        Where compiling fails, they wait for as long as this process lives, and WAIT_S at most.
+        """
+        lock = FileLock(path.with_suffix(".lock"), timeout=WAIT_S, thread_local=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, NotImplementedError):  # a time-out is an OSError too
+            return False
+        self._claims[path] = lock
+        return True
+
+    def _release(self, path: Path) -> None:
+        if (lock := self._claims.pop(path, None)) is not None:
+            with contextlib.suppress(OSError):
+                Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
+
+    def _read(self, key: Any, target_context: Any) -> Any:
         path, content = self._path(key), b""
         try:
             content = path.read_bytes()
@@ -83,9 +121,14 @@ class _Cache(FunctionCache):
             return None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
-        if not self._impl.check_cachable(data):
-            return
         key = self._index_key(sig, data.codegen)
+        try:
+            if self._impl.check_cachable(data):
+                self._write_file(key, data)
+        finally:
+            self._release(self._path(key))
+
+    def _write_file(self, key: Any, data: Any) -> None:
         content = self._origin(key) + dumps((key, self._impl.reduce(data)))
         try:
             _write(self._path(key), _digest(content) + content)

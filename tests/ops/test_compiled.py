@@ -2,11 +2,13 @@
 
 import ast
 import errno
+import threading
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numba
 import pytest
+from filelock import FileLock
 
 import rowmesh
 from rowmesh.faults import arm
@@ -129,3 +131,31 @@ def test_one_module_says_how_kernels_are_compiled():
     for path in package.rglob("*.py"):
         names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
         assert "njit" not in names or path == package / "ops" / "compiled.py", path
+
+
+def test_of_several_processes_one_compiles(declare, tmp_path):
+    declare()(2)
+    (whole,) = files(tmp_path)
+    content = whole.read_bytes()
+    whole.unlink()
+    lock = FileLock(whole.with_suffix(".lock"), thread_local=False)
+    lock.acquire()  # as another process that compiles, and is done a moment later
+    later = threading.Timer(0.3, lambda: (whole.write_bytes(content), lock.release()))
+    later.start()
+    function = declare()
+    assert function(2) == 4
+    later.join()
+    assert hits(function) == 1
+    assert files(tmp_path) == [whole]
+
+
+def test_a_process_that_takes_too_long_is_not_waited_for(declare, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WAIT_S", 0.1)
+    declare()(2)
+    (whole,) = files(tmp_path)
+    whole.unlink()
+    with FileLock(whole.with_suffix(".lock")):
+        function = declare()
+        assert function(2) == 4
+    assert hits(function) == 0
+    assert whole.exists()
