@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
-    from rowmesh.saving import load, save
+    from rowmesh.saving import Saving, async_save, load, save
     from rowmesh.sharded_state import ShardedState
     from rowmesh.sparse import PositionWeights, SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
@@ -39,7 +39,7 @@ _EXPORTS = {
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
-    "rowmesh.saving": ("load", "save"),
+    "rowmesh.saving": ("Saving", "async_save", "load", "save"),
     "rowmesh.sharded_state": ("ShardedState",),
     "rowmesh.sparse": ("PositionWeights", "SparseBatch"),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
@@ -68,6 +68,7 @@ __all__ = [
     "PositionWeights",
     "RowWiseAdaGrad",
     "RowmeshError",
+    "Saving",
     "ShardedState",
     "SparseBatch",
     "Synchronization",
@@ -77,6 +78,7 @@ __all__ = [
     "TensorTrainOptimizer",
     "Tiers",
     "Uniform",
+    "async_save",
     "fast_linear",
     "load",
     "load_run",

@@ -14,8 +14,9 @@ from rowmesh.embeddings import LocalRows
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer, JointOptimizer
+from rowmesh.placement.address_map import Piece
 from rowmesh.state_form import Form, in_form
-from rowmesh.tables import TableSpec
+from rowmesh.tables import RowStore, TableSpec
 from rowmesh.tables.cores import Cores
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -155,6 +156,16 @@ class Tables:
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank has."""
         return self._owner[table].held_rows(table)
+
+    def stored_pieces(self, table: str) -> list[tuple[RowStore, Piece]]:
+        """The rows of `local_rows` as slots of the store that has them."""
+        return self._owner[table].stored_pieces(table)
+
+    @property
+    def row_epoch(self) -> tuple[int, int]:
+        """Changes where rows changed otherwise than by updates."""
+        epochs = [each.row_epoch for each in self.collections]
+        return sum(migrations for migrations, _ in epochs), sum(sets for _, sets in epochs)
 
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""

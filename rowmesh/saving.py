@@ -8,14 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from rowmesh import checkpoint
+from rowmesh.checkpoint.background import BackgroundSave, why_not_asynchronous
 from rowmesh.checkpoint.manifest import MANIFEST
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.parts import Parts, check_plain
+
+if TYPE_CHECKING:
+    from rowmesh.collection import EmbeddingCollection
 
 logger = logging.getLogger("rowmesh")
 
@@ -56,8 +61,82 @@ def save(
         7
     """
     folder, parts = Path(folder), Parts(state)
-    mesh = parts.tables.mesh
-    dense: dict[str, Any] = {}
+    dense = _prepared(folder, parts, overwrite=overwrite)
+    checkpoint.save(folder, parts.tables, dense, metadata=metadata, group=parts.tables.mesh.group)
+
+
+class Saving:
+    """A model that is being written while training goes on; `async_save` gives it."""
+
+    def __init__(self, save: BackgroundSave) -> None:
+        self._save = save
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once on this rank."""
+        return self._save.is_done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the model is on disk, so long at most; returns whether it is. Every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, as `save`. It is raised by the next `async_save` too.
+        """
+        return self._save.wait(timeout_s)
+
+
+_under_way: WeakKeyDictionary[EmbeddingCollection, Saving] = WeakKeyDictionary()
+
+
+def async_save(
+    folder: str | Path,
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Saving:
+    """Writes what `save` writes, to the bit, in a thread beside training, which goes on at once.
+
+    Collective: every rank calls it between two steps, with nothing of a pipeline under way. All but rows is copied
+    before it returns. Rows are read as they were then: those that a step is about to update are copied before, until
+    they are written, so that memory for them is needed. One is written at a time: the next call waits for it.
+
+    Args:
+        folder: as for `save`.
+        state: as for `save`; may change as soon as the call returns.
+        overwrite: as for `save`.
+        metadata: as for `save`.
+
+    Raises:
+        CheckpointError: as `save`; also where the one before could not be written.
+        ConfigurationError: as `save`; also where rows are on a GPU or in dynamic tables, or replicas are averaged.
+
+    Example:
+        >>> import tempfile
+        >>> from rowmesh import EmbeddingCollection, TableSpec, async_save
+        >>> embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = async_save(f"{folder}/model", {"embeddings": embeddings})
+        ...     saving.wait()
+        True
+    """
+    folder, parts = Path(folder), Parts(state)
+    collections = parts.tables.collections
+    for before in filter(None, [_under_way.pop(each, None) for each in collections]):
+        before.wait()
+    for each in collections:
+        if reason := why_not_asynchronous(each):
+            raise ConfigurationError(f"{reason}, and such cannot be saved while training goes on; use rowmesh.save")
+    dense = _prepared(folder, parts, overwrite=overwrite)
+    group = parts.tables.mesh.with_process_group("async_save").group
+    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, group=group))
+    _under_way.update(dict.fromkeys(collections, saving))
+    return saving
+
+
+def _prepared(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
+    """All but the rows, checked on every rank."""
+    mesh, dense = parts.tables.mesh, {}
 
     def prepare() -> None:
         if not overwrite and mesh.rank == 0 and (folder / MANIFEST).exists():
@@ -70,7 +149,7 @@ def save(
             check_plain(value, f"{name!r}")
 
     _together(mesh, prepare, "saving a model")
-    checkpoint.save(folder, parts.tables, dense, metadata=metadata, group=mesh.group)
+    return dense
 
 
 def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:

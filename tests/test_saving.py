@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from rowmesh import (
 )
 from rowmesh.checkpoint import read_manifest
 from rowmesh.errors import CheckpointError, ConfigurationError
+from rowmesh.faults import arm
 from rowmesh.placement import Plan, RowRange, TablePlan
 from tests.support.ranks import RankPool
 
@@ -442,3 +444,58 @@ def test_distributed_checkpoints_go_from_two_ranks_to_four(ranks: RankPool, tmp_
         assert_same(found, merged)
     for found, part in zip(ranks.run(through_dcp, second, None, "copies"), parts, strict=True):
         assert_same(found, part)
+
+
+# Beside training
+
+
+def save_beside_training(mesh, folder):
+    """Saves at once, and in a thread that ends only after more steps."""
+    job = Job(mesh, tables=STORED).train(2)
+    rowmesh.save(folder / "at_once", job.state)
+    saving = rowmesh.async_save(folder / "beside", job.state)
+    job.train(3)
+    assert saving.wait()
+    second = rowmesh.async_save(folder / "second", job.state)
+    third = rowmesh.async_save(folder / "third", job.state)
+    assert second.is_done
+    third.wait()
+    job.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_saved_beside_training_is_that_of_the_moment(ranks: RankPool, tmp_path: Path, world_size: int):
+    ranks.run(save_beside_training, tmp_path, world_size=world_size)
+    found = {}
+    for name in ("at_once", "beside", "second", "third"):
+        (folder,) = [path for path in (tmp_path / name).iterdir() if path.is_dir()]
+        found[name] = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
+    assert found["beside"] == found["at_once"]
+    assert found["second"] == found["third"] != found["beside"]
+
+
+def fail_beside_training(mesh, folder):
+    job = Job(mesh, tables=STORED).train(1)
+    with arm("checkpoint.write_rows=ENOSPC" if mesh.rank == 1 else ""):
+        saving = rowmesh.async_save(folder / "model", job.state)
+        job.train(1)
+        while not saving.is_done:
+            time.sleep(0.01)
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint .*No space left"):
+        saving.wait()
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint"):  # whoever did not wait learns it
+        rowmesh.async_save(folder / "next", job.state)
+    rowmesh.async_save(folder / "next", job.state).wait()
+    job.close()
+
+
+def test_what_went_wrong_beside_training_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path):
+    ranks.run(fail_beside_training, tmp_path)
+
+
+def test_what_cannot_be_saved_beside_training_is_refused(tmp_path: Path):
+    rules = rowmesh.tables.Dynamic(capacity=10)
+    shape = {"dim": 2, "storage": "dynamic", "dynamic": rules, "initializer": rowmesh.Uniform(bound=0.1)}
+    embeddings = EmbeddingCollection([TableSpec(name="any", **shape)])
+    with pytest.raises(ConfigurationError, match=r"tables any are dynamic, and such cannot be saved while"):
+        rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings})

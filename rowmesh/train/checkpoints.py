@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
-from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
+from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment, why_not_asynchronous
 from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
 from rowmesh.checkpoint.series import BEST, Series, remove
@@ -81,12 +81,12 @@ class Checkpoints:
         self._parent: Parent | None = None
         self._changes: Changes | None = None
         if self._config.is_on and self._config.incremental:
-            if reason := why_not_asynchronous(job):
+            if reason := why_not_asynchronous(job.embeddings):
                 log(f"checkpoints are full, not incremental: {reason}")
             else:
                 self._changes = Changes(job.embeddings)
         self._is_asynchronous = self._config.is_on and self._config.asynchronous
-        if self._is_asynchronous and (reason := why_not_asynchronous(job)):
+        if self._is_asynchronous and (reason := why_not_asynchronous(job.embeddings)):
             self._is_asynchronous = False
             log(f"checkpoints are written between steps, not asynchronously: {reason}")
         if self._is_asynchronous:
@@ -271,17 +271,6 @@ class Checkpoints:
             "config": anchored(job.config).model_dump(exclude_none=True),
             "plan": job.embeddings.plan.to_json(),
         }
-
-
-def why_not_asynchronous(job: Job) -> str:
-    """Why checkpoints of a job cannot be written while it trains; "" where they can."""
-    if job.embeddings.device.type != "cpu" or job.embeddings.engine.options.device is not None:
-        return f"rows are on {job.embeddings.device}"
-    if dynamic := [table.name for table in job.embeddings.tables if table.storage == "dynamic"]:
-        return f"tables {', '.join(dynamic)} are dynamic"
-    if job.config.parallel.synchronization != "exact":
-        return "replicas that are averaged change rows by messages too"
-    return ""
 
 
 def restore_best(run: RunFolder, saved: Path | None) -> None:
