@@ -3,6 +3,7 @@
     python -m benchmarks.checkpoint --megabytes 1000 --folder /tmp
     python -m benchmarks.checkpoint --stall --megabytes 4000   # another case: see checkpoint_stall.py
     python -m benchmarks.checkpoint --increments               # see checkpoint_increments.py
+    python -m benchmarks.checkpoint --layouts                  # see checkpoint_layouts.py
     python -m benchmarks.checkpoint --recover                  # see recovery.py, which has options of its own
 
 One table of rows and row-wise AdaGrad state. `write` includes waiting for the disk (`fsync`), as every model
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks import checkpoint_increments, checkpoint_stall, recovery
+from benchmarks import checkpoint_increments, checkpoint_layouts, checkpoint_stall, recovery
 from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
@@ -106,11 +107,13 @@ def main(arguments: list[str] | None = None) -> None:
         folder="",
         stall=False,
         increments=False,
+        layouts=False,
     )
     folder = Path(tempfile.mkdtemp(prefix="rowmesh-checkpoint-", dir=options.extra["folder"] or None))
     try:
         run = checkpoint_stall.measure if options.extra["stall"] else measure
         run = checkpoint_increments.measure if options.extra["increments"] else run
+        run = checkpoint_layouts.measure if options.extra["layouts"] else run
         run(options, Report("checkpoint", options.output), folder)
     finally:
         shutil.rmtree(folder)
