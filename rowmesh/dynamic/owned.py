@@ -77,16 +77,18 @@ class OwnedTable:
         self._changes.append(
             _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
         )
-        self._count(opened)
+        self._count(opened, counts)
         return opened.frames + self._piece.rows.start
 
-    def _count(self, opened: Opened) -> None:
+    def _count(self, opened: Opened, counts: np.ndarray) -> None:
         counters = self.counters
         counters.steps += 1
         counters.hits += opened.num_hits
         counters.admitted += opened.num_admitted
         counters.evicted += opened.num_evicted
         counters.guests += opened.num_dropped
+        if opened.num_dropped:
+            counters.dropped += int(counts[opened.guest].sum())
 
     def find(self, number: int, ids: np.ndarray, ahead: Container[int]) -> np.ndarray:
         """The rows of ids in evaluation, which changes nothing; unknown ids have rows of their own until it ends.

@@ -90,6 +90,15 @@ class Resolver:
         """Counters of the tables of which this rank has shards."""
         return {name: table.owned.counters for name, table in self.tables.items() if table.owned is not None}
 
+    @property
+    def reported(self) -> dict[str, DynamicCounters]:
+        """What the counters of all ranks add up to: of each table this rank's, or zeros where others have the same."""
+        mine, rank = self.decided, self._mesh.rank
+        return {
+            name: mine[name] if name in mine and table.grid.place(rank)[0] == 0 else DynamicCounters(name)
+            for name, table in self.tables.items()
+        }
+
     def check_idle(self, what: str) -> None:
         """Raises RowmeshError where a pipeline has opened batches before their turn: the index is that after them."""
         if ahead := len(self.leases.ahead):

@@ -82,3 +82,17 @@ def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
             assert_same(seen, at_the_end(expected))
 
     check()
+
+
+@pytest.mark.parametrize("world_size, examples", [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
+def test_exact_replicas_know_the_same(ranks, world_size, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(stream=streams(), pipeline=pipelines(), transport=st.sampled_from(["collective", "auto"]))
+    def check(stream, pipeline, transport):
+        stream = in_parts(stream, pipeline[1])
+        expected = ranks.run(run_oracle, stream, world_size=world_size)
+        assert_same(ranks.run(run_dynamic, stream, transport, 2, world_size=world_size), expected, replicas=2)
+        seen = ranks.run(run_pipeline, stream, transport, *pipeline, 2, world_size=world_size)
+        assert_same(seen, at_the_end(expected), replicas=2)
+
+    check()
