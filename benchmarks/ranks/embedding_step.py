@@ -14,7 +14,6 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.engine import Engine
@@ -24,6 +23,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
+from rowmesh.ops.distinct_ids import DistinctIds
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
@@ -33,7 +33,7 @@ from rowmesh.pooling import Pooling
 PHASES = [
     (Engine, "_route", "route"),
     (Resolver, "__call__", "resolve"),
-    (DynamicTable, "ask", "ask"),
+    (DistinctIds, "__call__", "ask"),
     (OwnedTable, "open", "open"),
     (HostLookUps, "find", "find"),
     (Engine, "_fetch", "fetch"),
