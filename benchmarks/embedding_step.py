@@ -5,6 +5,7 @@
     python -m benchmarks.embedding_step --wire bfloat16 --dim 64,128
     python -m benchmarks.embedding_step --wire bfloat16 --hosts 2x1 --dim 16,64,128 --global-batch 4096
     python -m benchmarks.embedding_step --plan cyclic --dim 16,64 --global-batch 4096,16384
+    python -m benchmarks.embedding_step --storage dynamic --dim 16,64 --global-batch 4096,16384
     python -m benchmarks.embedding_step --plan cyclic --hosts 2x2 --dim 16,64 --global-batch 4096,16384
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
@@ -12,13 +13,14 @@ With `--wire bfloat16` also messages with rounded rows and gradients, over those
 with `--hosts`, these two alone, between two hosts by the speed of their cable (`benchmarks.wire_step`).
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
 this host or, with `--hosts 2xRANKS`, on two that a cable of 1 Gbit/s joins (`benchmarks.hosts`).
+With `--storage dynamic`: the step on dynamic tables over the step on dense ones (`benchmarks.dynamic_step`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import planned_step, wire_step
+from benchmarks import dynamic_step, planned_step, wire_step
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import Answers, contestants, take_turns
 from benchmarks.contestant import Contestant
@@ -126,10 +128,14 @@ def against_floor(contestant: Contestant, rounds: Answers, floor: dict[str, Any]
 def main() -> None:
     """Runs every case asked for."""
     defaults = {"dim": [16, 64, 128], "global_batch": [4096, 16384]}
-    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="", wire="")
+    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="", wire="", storage="dense")
     report = Report("embedding_step", options.output)
     if options.extra["wire"] and options.extra["hosts"]:
         wire_step.run(options, report)
+        report.finish()
+        return
+    if options.extra["storage"] == "dynamic":
+        dynamic_step.run(options, report)
         report.finish()
         return
     if options.extra["plan"] or options.extra["hosts"]:

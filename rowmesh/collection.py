@@ -349,6 +349,11 @@ class EmbeddingCollection(TableModule):
         """Counters of each dynamic table of which this rank has shards, since the start: what its owner decided."""
         return {} if self.engine.resolver is None else self.engine.resolver.decided
 
+    @property
+    def reported_dynamic_counters(self) -> dict[str, DynamicCounters]:
+        """Counters of each dynamic table; those of all ranks add up to what was decided, also with replicas."""
+        return {} if self.engine.resolver is None else self.engine.resolver.reported
+
     def cores(self, table: str) -> Cores:
         """The cores of a tensor-train table and their optimizer state where they are, as views; equal on all ranks.
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from benchmarks import rank as rank_side
 from benchmarks.hardware import CopyFloor, PingPong
 from benchmarks.phases import PhaseClock
-from benchmarks.ranks.setup import output_gradient, serve, sparse_batch, table_specs
+from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.resolver import Resolver
 from rowmesh.engine import Engine
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
@@ -21,6 +23,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
+from rowmesh.ops.distinct_ids import DistinctIds
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
@@ -29,6 +32,9 @@ from rowmesh.pooling import Pooling
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [
     (Engine, "_route", "route"),
+    (Resolver, "__call__", "resolve"),
+    (DistinctIds, "__call__", "ask"),
+    (OwnedTable, "open", "open"),
     (HostLookUps, "find", "find"),
     (Engine, "_fetch", "fetch"),
     (Engine, "_pool", "pool"),
@@ -69,9 +75,10 @@ class SparsePart:
         plan: Plan | None = None,
         scattered: bool = True,
         wire_dtype: torch.dtype | None = None,
+        storage: str = "dense",
     ) -> SparsePart:
         """The workload's; `scattered` as in `benchmarks.workload.Zipf`."""
-        tables = table_specs(workload)
+        tables = dynamic_specs(workload) if storage == "dynamic" else table_specs(workload)
         embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, wire_dtype=wire_dtype)
         batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered)
         gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
@@ -88,10 +95,12 @@ class SparsePart:
 class Commands:
     """What the benchmark may ask for."""
 
-    def __init__(self, workload: Workload, mesh: Mesh, transport: Any, wire_dtype: str = "") -> None:
+    def __init__(
+        self, workload: Workload, mesh: Mesh, transport: Any, wire_dtype: str = "", storage: str = "dense"
+    ) -> None:
         self._workload, self._mesh = workload, mesh
         narrow = getattr(torch, wire_dtype) if wire_dtype else None
-        self._part = SparsePart.of(workload, mesh, transport, wire_dtype=narrow)
+        self._part = SparsePart.of(workload, mesh, transport, wire_dtype=narrow, storage=storage)
         self._part.step(0)  # compiles
         self._floor_bytes = self._count_floor_bytes()
         self._copy = CopyFloor(sum(self._floor_bytes.values()), self._part.embeddings.barrier)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import rank
 from benchmarks.workload import Workload, WorkloadBatch
 from rowmesh import AdaGrad, Mesh, RowWiseAdaGrad, SparseBatch, TableSpec
-from rowmesh.tables import TensorTrain
+from rowmesh.tables import Dynamic, TensorTrain, Uniform
 
 
 def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[TableSpec]:
@@ -29,6 +29,21 @@ def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[
     }
     return [
         TableSpec(name=f"t{i}", num_rows=rows, dim=workload.dim, **(cored if 0 < cored_rows <= rows else dense))
+        for i, rows in enumerate(workload.table_rows)
+    ]
+
+
+def dynamic_specs(workload: Workload) -> list[TableSpec]:
+    """The same tables as dynamic ones, with room for all ids however they fall on shards."""
+    return [
+        TableSpec(
+            name=f"t{i}",
+            dim=workload.dim,
+            optimizer=RowWiseAdaGrad(lr=workload.lr),
+            initializer=Uniform(bound=0.01),  # of all, so that they fuse
+            storage="dynamic",
+            dynamic=Dynamic(capacity=rows + rows // 4 + 64),
+        )
         for i, rows in enumerate(workload.table_rows)
     ]
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from rowmesh.dynamic.hashing import shard_of
+from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.layout import owner_of_shard, rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.mesh.grid import Grid
+from rowmesh.ops.distinct_ids import Distinct, DistinctIds
 from rowmesh.tables import TableSpec
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a rank asks of one table.
-
-    Attributes:
-        ids: int64 `[U]`, distinct; by owner, then ascending.
-        counts: int64 `[U]`.
-        inverse: int64 `[N]`: which of them each id of the batch is.
-        bounds: int64 `[N of the replica group + 1]`: where the ids of each owner begin.
-    """
-
-    ids: np.ndarray
-    counts: np.ndarray
-    inverse: np.ndarray
-    bounds: np.ndarray
 
 
 class DynamicTable:
@@ -38,25 +20,21 @@ class DynamicTable:
         spec: as `framed` gives it.
         grid: the ranks of each replica group.
         owned: what this rank has of it; None where there are more ranks than shards.
+
+    Attributes:
+        ask: finds what is asked, given all ids that a batch has of the table: a part is what goes to one owner.
+        merge: finds the distinct ids of what all ranks ask of this one, with their counts added up.
     """
 
     def __init__(self, spec: TableSpec, grid: Grid, owned: OwnedTable | None) -> None:
         self.spec, self.grid, self.owned = spec, grid, owned
-        self._num_shards = rules_of(spec).num_shards
-        self._owners = owner_of_shard(rules_of(spec), grid.shards)
+        self.ask = DistinctIds(seed_of(spec.name), owner_of_shard(rules_of(spec), grid.shards), grid.shards)
+        self.merge = DistinctIds()
 
-    def ask(self, ids: np.ndarray) -> Asked:
-        """What is asked, given all ids that a batch has of the table."""
-        unique, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        size = self.grid.shards
-        if size == 1:
-            return Asked(unique, counts, inverse, np.array([0, len(unique)]))
-        owners = self._owners[shard_of(self.spec.name, unique, self._num_shards)]
-        order = np.argsort(owners, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        bounds = np.searchsorted(owners[order], np.arange(size + 1))
-        return Asked(unique[order], counts[order], place[inverse], bounds)
+    def part_for(self, asked: Distinct, rank: int) -> slice:
+        """Which of the ids go to a rank, as the owner in its replica group."""
+        member = self.grid.place(rank)[1]
+        return slice(int(asked.bounds[member]), int(asked.bounds[member + 1]))
 
 
 def message_of(array: np.ndarray) -> torch.Tensor:

@@ -16,6 +16,7 @@ class DynamicCounters:
         admitted: ids that entered.
         evicted: ids that left.
         guests: ids that were not admitted: they read their initial row, and their gradients are dropped.
+        dropped: occurrences of these.
         found: in evaluation, ids that it knew.
         missing: in evaluation, ids that it did not know.
     """
@@ -26,6 +27,7 @@ class DynamicCounters:
     admitted: int = 0
     evicted: int = 0
     guests: int = 0
+    dropped: int = 0
     found: int = 0
     missing: int = 0
 

@@ -70,23 +70,27 @@ class OwnedTable:
             NoRoomError: see `DynamicShards.open`.
         """
         opened = self.shards.open(ids, counts, step)
-        self._start(opened.frames[opened.fresh], ids[opened.fresh])
-        freed = np.concatenate([opened.evicted_frames, opened.frames[opened.guest]])
-        none = np.empty(0, np.int64)
-        admitted = ids[opened.fresh & ~opened.guest]
-        self._changes.append(
-            _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
-        )
-        self._count(opened)
+        if opened.num_hits < len(ids):
+            self._start(opened.frames[opened.fresh], ids[opened.fresh])
+        if opened.num_hits < len(ids) or opened.num_evicted:
+            freed = np.concatenate([opened.evicted_frames, opened.frames[opened.guest]])
+            admitted = ids[opened.fresh & ~opened.guest]
+            none = np.empty(0, np.int64)
+            self._changes.append(
+                _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
+            )
+        self._count(opened, counts)
         return opened.frames + self._piece.rows.start
 
-    def _count(self, opened: Opened) -> None:
+    def _count(self, opened: Opened, counts: np.ndarray) -> None:
         counters = self.counters
         counters.steps += 1
         counters.hits += opened.num_hits
         counters.admitted += opened.num_admitted
         counters.evicted += opened.num_evicted
         counters.guests += opened.num_dropped
+        if opened.num_dropped:
+            counters.dropped += int(counts[opened.guest].sum())
 
     def find(self, number: int, ids: np.ndarray, ahead: Container[int]) -> np.ndarray:
         """The rows of ids in evaluation, which changes nothing; unknown ids have rows of their own until it ends.
@@ -135,8 +139,10 @@ class OwnedTable:
         """Batches before number `first` have ended on all ranks: what they freed may be used again."""
         while self._changes and self._changes[0].number < first:
             change = self._changes.pop(0)
-            self.shards.release(change.freed)
-            self._visitors.release(change.visitors)
+            if len(change.freed):
+                self.shards.release(change.freed)
+            if len(change.visitors):
+                self._visitors.release(change.visitors)
 
     # What is saved
 

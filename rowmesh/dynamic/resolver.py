@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rowmesh.counters import CommonCounters
-from rowmesh.dynamic.asked import Asked, DynamicTable, message_of
+from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.leases import Lease, Leases
@@ -29,6 +29,7 @@ from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.ops.distinct_ids import Distinct
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 
@@ -56,6 +57,10 @@ class Resolver:
         self._channel = Channel.between_hosts(self._mesh)
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
+        places = {table.spec.name: [table.grid.place(rank) for rank in range(mesh.world_size)] for table in tables}
+        self._members = {name: [member for _, member in each] for name, each in places.items()}
+        self._is_mine = {name: [group == each[mesh.rank][0] for group, _ in each] for name, each in places.items()}
+        self._is_mine_of = list(zip(*self._is_mine.values(), strict=True))  # by rank, then by table
 
     def __call__(self, batch: SparseBatch, frozen: Mapping[str, bool], *, is_ahead: bool) -> tuple[SparseBatch, Lease]:
         """The batch with frames for ids. Collective.
@@ -90,6 +95,15 @@ class Resolver:
         """Counters of the tables of which this rank has shards."""
         return {name: table.owned.counters for name, table in self.tables.items() if table.owned is not None}
 
+    @property
+    def reported(self) -> dict[str, DynamicCounters]:
+        """What the counters of all ranks add up to: of each table this rank's, or zeros where others have the same."""
+        mine, rank = self.decided, self._mesh.rank
+        return {
+            name: mine[name] if name in mine and table.grid.place(rank)[0] == 0 else DynamicCounters(name)
+            for name, table in self.tables.items()
+        }
+
     def check_idle(self, what: str) -> None:
         """Raises RowmeshError where a pipeline has opened batches before their turn: the index is that after them."""
         if ahead := len(self.leases.ahead):
@@ -113,39 +127,51 @@ class Resolver:
     def _resolve(self, batch: SparseBatch, number: int, opens: Mapping[str, bool]) -> SparseBatch:
         parts = {name: _slices(batch, table.spec) for name, table in self.tables.items()}
         ids = batch.ids.numpy()
-        asked = {
-            name: table.ask(np.concatenate([ids[part] for part in parts[name]])) for name, table in self.tables.items()
-        }
+        asked = {name: table.ask(_joined(ids, parts[name])) for name, table in self.tables.items()}
         rows = self._exchange(asked, number, opens)
         resolved = batch.ids.clone()
         target = resolved.numpy()
         for name, each in asked.items():
-            values = rows[name][each.inverse]
-            ends = list(accumulate((part.stop - part.start for part in parts[name]), initial=0))
-            for part, begin, end in zip(parts[name], ends, ends[1:], strict=False):
-                target[part] = values[begin:end]
+            begin = 0
+            for part in parts[name]:
+                end = begin + part.stop - part.start
+                np.take(rows[name], each.inverse[begin:end], out=target[part], mode="clip")  # which needs no buffer
+                begin = end
         return batch.with_ids(resolved)
 
-    def _exchange(self, asked: Mapping[str, Asked], number: int, opens: Mapping[str, bool]) -> dict[str, np.ndarray]:
+    def _exchange(self, asked: Mapping[str, Distinct], number: int, opens: Mapping[str, bool]) -> dict[str, np.ndarray]:
         """The rows of the ids asked for, of each table."""
-        size = self._mesh.world_size
+        if self._mesh.world_size == 1:
+            return self._decide_alone(asked, number, opens)
         sent = self._announce(asked, any(opens.values()))
-        outgoing = [self._requests(asked, rank) for rank in range(size)]
-        sizes_out, sizes_in = [len(each) for each in outgoing], sent[:, _HEAD:].sum(axis=1).tolist()
-        message = message_of(np.concatenate(outgoing))
+        message, sizes_out = self._requests(asked)
+        sizes_in = sent[:, _HEAD:].sum(axis=1).tolist()
         doing = "resolving ids"
         received = self._channel.post(message, sizes_out, sizes_in, self.counters, doing).wait().numpy()
-        answers, failure = self._answer(received, sent, number, opens)
-        back_in = [1 + sum(self._num_answers(name, each, rank) for name, each in asked.items()) for rank in range(size)]
-        back_out = [len(each) for each in answers]
-        answer = message_of(np.concatenate(answers))
+        answer, back_out, failure = self._answer(received, sent, number, opens)
+        back_in = [1 + self._num_answers(asked, rank) for rank in range(self._mesh.world_size)]
         came = self._channel.post(answer, back_out, back_in, self.counters, doing).wait().numpy()
         starts = list(accumulate(back_in, initial=0))
         if any(came[start] for start in starts[:-1]):
             self._raise(failure)
         return self._sorted(came, starts, asked)
 
-    def _announce(self, asked: Mapping[str, Asked], opens: bool) -> np.ndarray:
+    def _decide_alone(
+        self, asked: Mapping[str, Distinct], number: int, opens: Mapping[str, bool]
+    ) -> dict[str, np.ndarray]:
+        """The same without messages."""
+        self._release(self.leases.first)
+        return {
+            name: self._decide(table, asked[name].ids, asked[name].counts, number, opens=opens[name])
+            for name, table in self.tables.items()
+        }
+
+    def _release(self, first: int) -> None:
+        for table in self.tables.values():
+            if table.owned is not None:
+                table.owned.release(first)
+
+    def _announce(self, asked: Mapping[str, Distinct], opens: bool) -> np.ndarray:
         """Says how many ids go to each rank; releases what batches held that have ended everywhere.
 
         Returns:
@@ -155,8 +181,7 @@ class Resolver:
         header = np.zeros((size, _HEAD + len(asked)), np.int64)
         header[:, _KIND], header[:, _FIRST] = _OPEN if opens else _FIND, self.leases.first
         for column, (name, each) in enumerate(asked.items(), start=_HEAD):
-            members = [self.tables[name].grid.place(rank)[1] for rank in range(size)]
-            header[:, column] = np.diff(each.bounds)[members]
+            header[:, column] = np.diff(each.bounds)[self._members[name]]
         sent = self._channel.exchange_equal(torch.from_numpy(header), self.counters, "resolving ids").numpy()
         if len(set(sent[:, _KIND].tolist())) > 1:
             training = [self._mesh.name(rank) for rank in range(size) if sent[rank, _KIND] == _OPEN]
@@ -164,75 +189,107 @@ class Resolver:
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks {training} look up with gradients, the others "
                 "without; every rank must train and evaluate alike"
             )
-        for table in self.tables.values():
-            if table.owned is not None:
-                table.owned.release(int(sent[:, _FIRST].min()))
+        self._release(int(sent[:, _FIRST].min()))
         return sent
 
-    def _requests(self, asked: Mapping[str, Asked], rank: int) -> np.ndarray:
-        """int64 `[n, 2]`: ids and counts for one rank, table by table."""
-        parts = [np.empty((0, 2), np.int64)]
+    def _requests(self, asked: Mapping[str, Distinct]) -> tuple[torch.Tensor, list[int]]:
+        """int64 `[n, 2]`, ids and counts, rank by rank and table by table; and how many go to each rank."""
+        pieces, sizes = [], []
+        for rank in range(self._mesh.world_size):
+            own = [(each, self.tables[name].part_for(each, rank)) for name, each in asked.items()]
+            pieces += own
+            sizes.append(sum(part.stop - part.start for _, part in own))
+        message = torch.empty((sum(sizes), 2), dtype=torch.int64, device="cpu")
+        columns = message.numpy()
+        np.concatenate([each.ids[part] for each, part in pieces], out=columns[:, 0])
+        np.concatenate([each.counts[part] for each, part in pieces], out=columns[:, 1])
+        return message, sizes
+
+    def _num_answers(self, asked: Mapping[str, Distinct], rank: int) -> int:
+        """Answers that come from a rank: in each replica group one owner answers its own ranks."""
+        num = 0
         for name, each in asked.items():
-            member = self.tables[name].grid.place(rank)[1]
-            own = slice(*each.bounds[member : member + 2])
-            parts.append(np.stack([each.ids[own], each.counts[own]], axis=1))
-        return np.concatenate(parts)
-
-    def _is_mine(self, name: str, rank: int) -> bool:
-        """Whether a rank is in this one's replica group of a table."""
-        grid = self.tables[name].grid
-        return grid.place(rank)[0] == grid.place(self._mesh.rank)[0]
-
-    def _num_answers(self, name: str, asked: Asked, rank: int) -> int:
-        if not self._is_mine(name, rank):
-            return 0
-        member = self.tables[name].grid.place(rank)[1]
-        return int(asked.bounds[member + 1] - asked.bounds[member])
+            if self._is_mine[name][rank]:
+                part = self.tables[name].part_for(each, rank)
+                num += part.stop - part.start
+        return num
 
     def _answer(
         self, received: np.ndarray, sent: np.ndarray, number: int, opens: Mapping[str, bool]
-    ) -> tuple[list[np.ndarray], str]:
-        """For each rank whether this one failed, then the rows that it asked for; and why this one failed."""
-        lengths = sent[:, _HEAD:].ravel()
-        parts = np.split(received, lengths.cumsum()[:-1])  # rank by rank, table by table
-        answers: list[list[np.ndarray]] = [[] for _ in range(self._mesh.world_size)]
-        failure = ""
+    ) -> tuple[torch.Tensor, list[int], str]:
+        """For each rank whether this one failed, then the rows that it asked for; how many; and why this one failed."""
+        ends = sent[:, _HEAD:].cumsum().reshape(len(sent), -1)  # rank by rank, table by table
+        begins = ends - sent[:, _HEAD:]
+        rows, failure = np.empty(len(received), np.int64), ""
         for column, (name, table) in enumerate(self.tables.items()):
-            mine = parts[column :: len(self.tables)]
+            parts = [
+                slice(*bounds) for bounds in zip(begins[:, column].tolist(), ends[:, column].tolist(), strict=True)
+            ]
             try:
-                rows = self._decide(table, np.concatenate(mine), number, opens=opens[name])
+                self._decide_together(table, received, parts, number, rows, opens=opens[name])
             except RowmeshError as error:
                 failure = failure or f"{type(error).__name__}\n{error}"
-                rows = np.zeros(sum(map(len, mine)), np.int64)
-            of_ranks = np.split(rows, np.cumsum([len(each) for each in mine])[:-1])
-            for rank, own in enumerate(of_ranks):
-                if self._is_mine(name, rank):
-                    answers[rank].append(own)
+        answers, sizes = [], []
         status = np.array([bool(failure)], np.int64)
-        return [np.concatenate([status, *each]) for each in answers], failure
+        for rank, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            own = [status]
+            own += [
+                rows[slice(*part)]
+                for part, mine in zip(zip(begin, end, strict=True), self._is_mine_of[rank], strict=True)
+                if mine
+            ]
+            answers += own
+            sizes.append(sum(map(len, own)))
+        message = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")
+        np.concatenate(answers, out=message.numpy())
+        return message, sizes, failure
 
-    def _decide(self, table: DynamicTable, requests: np.ndarray, number: int, *, opens: bool) -> np.ndarray:
+    def _decide_together(
+        self,
+        table: DynamicTable,
+        received: np.ndarray,
+        parts: Sequence[slice],
+        number: int,
+        rows: np.ndarray,
+        *,
+        opens: bool,
+    ) -> None:
+        """Sets the rows of what all ranks ask of a table."""
         if table.owned is None:
-            return np.empty(0, np.int64)
-        ids, inverse = np.unique(requests[:, 0], return_inverse=True)
-        if not opens:
-            return table.owned.find(number, ids, self.leases.ahead)[inverse]
-        counts = np.zeros(len(ids), np.int64)
-        np.add.at(counts, inverse, requests[:, 1])
-        return table.owned.open(number, ids, counts, self.step)[inverse]
+            return
+        requests = np.concatenate([received[part] for part in parts])
+        found = table.merge(requests[:, 0], requests[:, 1])
+        decided = self._decide(table, found.ids, found.counts, number, opens=opens)[found.inverse]
+        begin = 0
+        for part in parts:
+            end = begin + part.stop - part.start
+            rows[part] = decided[begin:end]
+            begin = end
 
-    def _sorted(self, came: np.ndarray, starts: Sequence[int], asked: Mapping[str, Asked]) -> dict[str, np.ndarray]:
+    def _decide(
+        self, table: DynamicTable, ids: np.ndarray, counts: np.ndarray, number: int, *, opens: bool
+    ) -> np.ndarray:
+        """The rows of distinct ids, in any order, which all ranks together have so often."""
+        assert table.owned is not None
+        order = np.argsort(ids)
+        ascending, rows = ids[order], np.empty(len(ids), np.int64)
+        if opens:
+            rows[order] = table.owned.open(number, ascending, counts[order], self.step)
+        else:
+            rows[order] = table.owned.find(number, ascending, self.leases.ahead)
+        return rows
+
+    def _sorted(self, came: np.ndarray, starts: Sequence[int], asked: Mapping[str, Distinct]) -> dict[str, np.ndarray]:
         """The answers of all owners, by table."""
         found = {name: np.empty(len(each.ids), np.int64) for name, each in asked.items()}
         for rank, start in enumerate(starts[:-1]):
             place = start + 1
             for name, each in asked.items():
-                if not self._is_mine(name, rank):
-                    continue
-                member = self.tables[name].grid.place(rank)[1]
-                begin, end = each.bounds[member : member + 2].tolist()
-                found[name][begin:end] = came[place : place + end - begin]
-                place += end - begin
+                if self._is_mine[name][rank]:
+                    part = self.tables[name].part_for(each, rank)
+                    end = place + part.stop - part.start
+                    found[name][part] = came[place:end]
+                    place = end
         return found
 
     def _raise(self, failure: str) -> None:
@@ -245,3 +302,7 @@ class Resolver:
 def _slices(batch: SparseBatch, table: TableSpec) -> list[slice]:
     """Where the ids of each feature of a table are."""
     return [slice(*batch.feature_range(batch.features.index(name))) for name in table.features]
+
+
+def _joined(ids: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
+    return ids[parts[0]] if len(parts) == 1 else np.concatenate([ids[part] for part in parts])

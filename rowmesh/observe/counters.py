@@ -65,10 +65,15 @@ class CounterLog:
         self._rows.append([after - before for before, after in zip(self._last, now, strict=True)])
         self._last = now
 
-    def flush(self) -> None:
-        """Sums the noted steps over ranks and writes them. Collective: every rank calls it."""
+    def flush(self) -> dict[str, dict[str, int]]:
+        """Sums the noted steps over ranks and writes them. Collective: every rank calls it.
+
+        Returns:
+            By source and field: the sum over these steps; empty where there are none.
+        """
+        added: dict[str, dict[str, int]] = {}
         if not self._rows:
-            return
+            return added
         own = torch.tensor(self._rows, dtype=torch.int64, device="cpu")
         counts = own.clone()
         if self._group is not None:
@@ -78,8 +83,12 @@ class CounterLog:
             for source in self._sources:
                 record: dict[str, Any] = {field: next(values) for field in source.fields}
                 self._lines.write(step=step, group=source.name, **record)
+                total = added.setdefault(source.name, dict.fromkeys(source.fields, 0))
+                for field, value in record.items():
+                    total[field] += value
         self._steps.clear()
         self._rows.clear()
+        return added
 
     def _read(self) -> list[int]:
         return [value for source in self._sources for value in source.read()]

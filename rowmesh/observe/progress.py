@@ -129,12 +129,21 @@ class Progress(_Display):
             self._show_step(step)
 
     def update(
-        self, step: int, *, loss: float, samples_per_s: float, memory_bytes: float, exposed_share: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        samples_per_s: float,
+        memory_bytes: float,
+        exposed_share: float | None = None,
+        hit_rate: float | None = None,
     ) -> None:
         """Like `advance`, with new facts about the last interval, which are shown until the next."""
         self._facts = [f"loss {loss:.4f}", f"{samples_per_s:,.0f} samples/s", f"{memory_bytes / 1e9:.2f} GB"]
         if exposed_share is not None:
             self._facts.append(f"{exposed_share:.0%} exposed")
+        if hit_rate is not None:
+            self._facts.append(f"{hit_rate:.1%} of ids known")
         if self._is_live or self._is_due or step == self._total:
             self._show_step(step)
 

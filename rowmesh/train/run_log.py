@@ -28,6 +28,9 @@ PROGRESSIVE = "progressive"
 """In `metrics.jsonl`: of a window of training steps."""
 FAST_MEMORY = "fast memory"
 """And of a tiered group: what batches found there, what was read, and what was written back."""
+DYNAMIC = "dynamic table"
+"""And beside a table's name: how many distinct ids its owners knew, admitted, evicted, or did not admit."""
+_DYNAMIC = ("hits", "admitted", "evicted", "guests", "dropped")
 _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initialized", "rows_written", "bytes_written")
 
 
@@ -63,10 +66,11 @@ class RunLog:
 
         What is a list goes into `metrics.jsonl` alone.
         """
-        self._counters.flush()
+        hit_rate = _hit_rate(self._counters.flush())
         facts = {"loss": loss, "samples_per_s": samples_per_s, "memory_bytes": memory_bytes}
-        self._write("train", step, {**facts, **record})
-        self.progress.update(step, exposed_share=record.get("exposed_share"), **facts)
+        more = {} if hit_rate is None else {"hit_rate": hit_rate}
+        self._write("train", step, {**facts, **record, **more})
+        self.progress.update(step, exposed_share=record.get("exposed_share"), **more, **facts)
 
     def evaluation(self, step: int, split: str, record: dict[str, Any]) -> None:
         """Writes the metrics of a split after `step`, and leaves its look-ups out of the counters."""
@@ -123,5 +127,15 @@ def _sources(embeddings: EmbeddingCollection) -> list[Source]:
     if embeddings.plan.is_replicated:
         pairs = zip(names, counters, strict=True)
         found += [Source(f"{name}, {REPLICAS}", each.synchronization) for name, each in pairs]
+    dynamic = embeddings.reported_dynamic_counters.items()
+    found += [Source(f"{name}, {DYNAMIC}", each, _DYNAMIC) for name, each in dynamic]
     tiers = embeddings.tier_counters.items()
     return found + [Source(f"{name}, {FAST_MEMORY}", each, _TIER) for name, each in tiers]
+
+
+def _hit_rate(added: dict[str, dict[str, int]]) -> float | None:
+    """The share of ids that dynamic tables knew already; None where there are no ids of such."""
+    tables = [fields for name, fields in added.items() if name.endswith(f", {DYNAMIC}")]
+    hits = sum(fields["hits"] for fields in tables)
+    total = hits + sum(fields["admitted"] + fields["guests"] for fields in tables)
+    return hits / total if total else None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
@@ -56,6 +56,7 @@ def at_the_end(seen):
 @settings(max_examples=12, deadline=None)
 @given(stream=streams())
 def test_one_rank_does_as_the_rules_say(stream):
+    assume(stream.fits(1))
     assert_same([run_dynamic(Mesh(), stream)], [run_oracle(Mesh(), stream)])
 
 
@@ -63,6 +64,7 @@ def test_one_rank_does_as_the_rules_say(stream):
 @given(stream=streams(), pipeline=pipelines())
 def test_a_pipeline_on_one_rank_does_as_the_rules_say(stream, pipeline):
     stream = in_parts(stream, pipeline[1])
+    assume(stream.fits(1))
     mine = run_pipeline(Mesh(), stream, "auto", *pipeline)
     assert_same([mine], [run_oracle(Mesh(), stream, every_step=False)])
 
@@ -73,6 +75,7 @@ def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
     @given(stream=streams(), pipeline=pipelines())
     def check(stream, pipeline):
         stream = in_parts(stream, pipeline[1])
+        assume(stream.fits(world_size))
         expected = ranks.run(run_oracle, stream, world_size=world_size)
         for transport in ("collective", "one_sided"):
             seen = ranks.run(run_dynamic, stream, transport, world_size=world_size)
@@ -80,5 +83,20 @@ def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
             assert_same(seen, expected)
             seen = ranks.run(run_pipeline, stream, transport, *pipeline, world_size=world_size)
             assert_same(seen, at_the_end(expected))
+
+    check()
+
+
+@pytest.mark.parametrize("world_size, examples", [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
+def test_exact_replicas_know_the_same(ranks, world_size, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(stream=streams(), pipeline=pipelines(), transport=st.sampled_from(["collective", "auto"]))
+    def check(stream, pipeline, transport):
+        stream = in_parts(stream, pipeline[1])
+        assume(stream.fits(world_size))
+        expected = ranks.run(run_oracle, stream, 2, world_size=world_size)  # which adds gradients up in the same order
+        assert_same(ranks.run(run_dynamic, stream, transport, 2, world_size=world_size), expected, replicas=2)
+        seen = ranks.run(run_pipeline, stream, transport, *pipeline, 2, world_size=world_size)
+        assert_same(seen, at_the_end(expected), replicas=2)
 
     check()
