@@ -72,7 +72,24 @@ def _merge(
     sources: int64 `[sources, 3]`, the addresses of each source's slots, segment offsets and gradients, in its own
     numbering; entries are numbered source by source. A cell of the table is slot << 32 | (merged index + 1), and 0
     where it is free. Returns the number of distinct slots.
+
+    The slots of one source are distinct, so where it is alone there is nothing to look for.
     """
+    if num_sources == 1:
+        slots, offsets, gradients = load_i64(sources), load_i64(sources + 8), load_i64(sources + 16)
+        begin = load_i64(offsets)
+        for s in range(num_segments + 1):
+            store_i64(merged_offsets + 8 * s, load_i64(offsets + 8 * s) - begin)
+        count = load_i64(offsets + 8 * num_segments) - begin
+        for m in range(count):
+            slot = load_u32(slots + 4 * (begin + m))
+            store_u32(merged_slots + 4 * m, slot)
+            if row_bytes <= PREFETCHED_ROW_BYTES:
+                prefetch(arena + slot * row_bytes, 64)
+            store_u32(heads + 4 * m, m)
+            store_u32(nexts + 4 * m, END)
+            store_i64(addresses + 8 * m, gradients + (begin + m) * gradient_bytes)
+        return count
     merged = 0
     for s in range(num_segments):
         store_i64(merged_offsets + 8 * s, merged)
