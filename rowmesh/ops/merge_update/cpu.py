@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
 NUM_WITHOUT_DECAY = 6  # numbers of a rule; one that decays has one more
+_SOURCE = struct.Struct("=3q")  # addresses of slots, offsets and gradients
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -193,7 +195,8 @@ class Merger(HostMerged):
             self._make_room(num_entries)
         if 24 * len(sources) > self._sources.num_bytes:
             self._sources = Buffer(24 * len(sources))
-        self._sources.bytes[: 24 * len(sources)].view(np.int64).reshape(-1, 3)[:] = sources
+        for number, source in enumerate(sources):  # one array of all would cost more than merging a small batch
+            _SOURCE.pack_into(self._sources.bytes, 24 * number, *source)
         self.num_merged = _merge(
             self._num_segments,
             len(sources),
