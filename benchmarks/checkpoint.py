@@ -2,6 +2,8 @@
 
     python -m benchmarks.checkpoint --megabytes 1000 --folder /tmp
     python -m benchmarks.checkpoint --stall --megabytes 4000   # another case: see checkpoint_stall.py
+    python -m benchmarks.checkpoint --increments               # see checkpoint_increments.py
+    python -m benchmarks.checkpoint --recover                  # see recovery.py, which has options of its own
 
 One table of rows and row-wise AdaGrad state. `write` includes waiting for the disk (`fsync`), as every model
 does; `sum` is the same with nothing waited for. `read` is from the page cache, which nothing but verifying slows down.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks import checkpoint_stall
+from benchmarks import checkpoint_increments, checkpoint_stall, recovery
 from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
@@ -90,12 +93,24 @@ def measure(options: Options, report: Report, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--recover" in given:
+        recovery.main([each for each in given if each != "--recover"])
+        return
     options = parse(
-        (__doc__ or "").splitlines()[0], arguments, megabytes=1000, rounds=6, wall=False, folder="", stall=False
+        (__doc__ or "").splitlines()[0],
+        given,
+        megabytes=1000,
+        rounds=6,
+        wall=False,
+        folder="",
+        stall=False,
+        increments=False,
     )
     folder = Path(tempfile.mkdtemp(prefix="rowmesh-checkpoint-", dir=options.extra["folder"] or None))
     try:
         run = checkpoint_stall.measure if options.extra["stall"] else measure
+        run = checkpoint_increments.measure if options.extra["increments"] else run
         run(options, Report("checkpoint", options.output), folder)
     finally:
         shutil.rmtree(folder)

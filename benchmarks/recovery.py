@@ -39,13 +39,15 @@ KILL, POINTS = "loop.step", ("cli.command", "train.built", "resume.loaded", "loo
 def measure(options: Options, report: Report, folder: Path) -> None:
     """Kills and restarts in turns; emits the median of each part."""
     config = _prepare(folder, 20_000 if options.quick else options.extra["rows"])
-    found: dict[str, list[dict[str, float]]] = {"restart": [], "resume": []}
+    ways = ["restart"] if options.quick else ["restart", "resume"]
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(1 if options.quick else options.extra["rounds"]):
         for way, times in found.items():
             times.append(_recover(config, folder / f"{way}{number}", options.ranks, is_restart=way == "restart"))
     for way, times in found.items():
         parts = {name: round(statistics.median(each[name] for each in times), 3) for name in (*PARTS, "total_s")}
         report.line(case=way, ranks=options.ranks, **parts, lost_steps=LOST_STEPS, rounds=len(times))
+        report.ratio(f"{way}: seconds to the next step", parts["total_s"])
     report.finish()
 
 

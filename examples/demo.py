@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.manifest import Manifest
-from rowmesh.checkpoint.read import read_manifest
 from rowmesh.observe.lines import NAME_COLUMNS, fitted
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "demo.toml"

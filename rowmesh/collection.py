@@ -267,6 +267,11 @@ class EmbeddingCollection(TableModule):
         shard_group, exchange, number = self.engine.find_rows(table)
         return [(exchange.arena, shard_group.share(piece)) for piece in exchange.address_map.owned(number)]
 
+    @property
+    def row_epoch(self) -> tuple[int, int]:
+        """Changes where rows changed otherwise than by updates: they were set, or migrated."""
+        return self.engine.num_migrations, self.engine.num_sets
+
     def held_rows(self, table: str) -> list[LocalRows]:
         """All rows of a table that this rank holds, copies of others' included, as views.
 

@@ -95,6 +95,7 @@ class Engine:
         traffic: where requests of batches that train are counted; None where they are not.
         step_count: how many steps were taken.
         num_migrations: how many plans were taken over.
+        num_sets: how often rows were set from outside.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Engine:
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
         self._look_ups = count(1)  # numbers them for messages
-        self.step_count = self.num_migrations = 0
+        self.step_count = self.num_migrations = self.num_sets = 0
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     @property
@@ -413,6 +414,7 @@ class Engine:
             raise self._is_driven("rows are set")
         with self.gate.writing:
             self._num_pushes += 1
+            self.num_sets += 1
             for each in self._all:
                 each.forget()
 

@@ -116,7 +116,7 @@ def _raise(path: str) -> None:
 
 
 def _note(path: Path, point: str) -> None:
-    import psutil  # nobody else needs it here
+    import psutil  # for this action alone
 
     process = psutil.Process()
     times = {"created_s": process.create_time(), "time_s": time.time()}

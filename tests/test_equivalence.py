@@ -153,7 +153,7 @@ def scenarios(draw):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(scenario=scenarios())
 def test_random_configurations(ranks, scenario):
     check(ranks, scenario)

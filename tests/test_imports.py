@@ -14,7 +14,7 @@ LAYERS = [
     {"files", "ops", "counters", "sparse", "models"},
     {"observe"},
     {"tables", "optim", "data"},
-    {"placement", "mesh", "checkpoint", "tensor_train", "layout"},
+    {"placement", "mesh", "checkpoint", "tensor_train", "layout", "dynamic"},
     {"exchange"},
     {
         "linear_layers",

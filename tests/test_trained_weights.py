@@ -45,7 +45,7 @@ def test_equals_plain_torch(ranks, name):
     check(ranks, HARD[name])
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(scenario=scenarios())
 def test_random_configurations(ranks, scenario):
     check(ranks, replace(scenario, trains_weights=True))

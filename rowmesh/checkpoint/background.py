@@ -6,14 +6,47 @@ import io
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.snapshot import Snapshot, Source
-from rowmesh.checkpoint.write import save
+from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
+
+
+class Base(NamedTuple):
+    """Of what a checkpoint is an increment.
+
+    Attributes:
+        parent: the checkpoint that it adds to.
+        changed: which rows were updated since, as `Changes.take` gives it.
+    """
+
+    parent: Parent
+    changed: Mapping[int, npt.NDArray[np.uint8]]
+
+
+def save_increment(
+    folder: Path,
+    embeddings: Source,
+    dense: Mapping[str, Any],
+    base: Base,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes the rows that changed since another checkpoint, and waits for the disk; see `checkpoint.save`."""
+    snapshot = Snapshot(embeddings, 0 if group is None else dist.get_rank(group), base.changed)
+    increment = Increment(base.parent, snapshot.changed_rows)
+    try:
+        save(folder, snapshot, dense, metadata=metadata, group=group, increment=increment)
+    finally:
+        snapshot.close()
 
 
 class BackgroundSave:
@@ -25,6 +58,7 @@ class BackgroundSave:
     Args:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.
         group: a process group that nothing else uses meanwhile; None for a single process.
+        base: of an increment: what it adds to, and what changed since; None: all rows are written.
 
     Raises:
         RuntimeError, OSError: `dense` cannot be copied, or no thread begins.
@@ -38,13 +72,14 @@ class BackgroundSave:
         *,
         metadata: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
+        base: Base | None = None,
     ) -> None:
         rank = 0 if group is None else dist.get_rank(group)
         copied = io.BytesIO()
         if rank == 0:
             torch.save(dict(dense), copied)
-        self._group, self._error = group, None
-        self.snapshot = Snapshot(embeddings, rank)
+        self._group, self._error, self._base = group, None, base
+        self.snapshot = Snapshot(embeddings, rank, None if base is None else base.changed)
         arguments = (folder, copied.getbuffer(), dict(metadata or {}))
         self._thread = threading.Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=True)
         try:
@@ -85,7 +120,8 @@ class BackgroundSave:
 
     def _run(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         try:
-            save(folder, self.snapshot, dense, metadata=metadata, group=self._group)
+            increment = None if self._base is None else Increment(self._base.parent, self.snapshot.changed_rows)
+            save(folder, self.snapshot, dense, metadata=metadata, group=self._group, increment=increment)
         except BaseException as error:  # raised where it is waited for
             self._error = error
         finally:

@@ -59,6 +59,19 @@ class SavedFiles:
             raise CheckpointError(f"{name}: {file.path} cannot be read (it has {file.size_bytes:,} bytes of {size:,})")
         return SavedArray(file, offset, shape, dtype, name)
 
+    def like(self, name: str) -> torch.Tensor:
+        """A tensor without memory, of the shape and dtype that the file `name` has; of bfloat16 numbers the bits.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        file = self._open(name, "a checkpoint")
+        try:
+            _, shape, dtype = _header(file)
+        except Exception as error:  # NumPy raises many kinds on damaged headers
+            raise CheckpointError(f"{file.path} cannot be read ({error})") from None
+        return torch.from_numpy(np.empty(1, dtype)).expand(shape)
+
     def dense(self) -> dict[str, Any]:
         """What was saved as `dense`.
 

@@ -11,6 +11,19 @@
         C1.1.values.npy        …
         C2.0.core1.npy         a core of tensor-train table C2, which rank 0 alone writes
         C2.0.core1.sum.npy     a state of its optimizer
+
+An increment has only the rows that changed since its parent, another checkpoint beside it:
+
+::
+
+    checkpoints/
+      step-000000200/          a full one, or an increment itself
+      step-000000400/          its manifest names step 200, with the folder of its files and the digest of its manifest
+        manifest.json
+        85d2…/
+          dense.pt             whole, as are cores
+          C1.0.rows.npy        which rows of C1, by rank 0
+          C1.0.values.npy      … in this order
 """
 
 from __future__ import annotations
@@ -34,7 +47,8 @@ from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
 
-FORMAT = 1
+FORMAT, INCREMENT_FORMAT = 1, 2
+ROWS = "rows"
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
 FOLDER_PATTERN = "[0-9a-f]{16}"
@@ -69,18 +83,22 @@ class Part:
 
     Attributes:
         rank: the rank that wrote them.
-        ranges: the rows, in file order, one range after the other.
-        files: "values" and the names of optimizer states → file name.
+        ranges: the rows, in file order, one range after the other; none in an increment.
+        files: "values" and the names of optimizer states → file name; in an increment "rows" too.
+        num_changed: in an increment, how many rows are in its files.
+        num_removed: in an increment, how many ids are gone (tombstones): none, as long as tables have rows.
     """
 
     rank: Count
     ranges: tuple[RowRange, ...]
     files: dict[str, str]
+    num_changed: Count = 0
+    num_removed: Count = 0
 
     @property
     def count(self) -> int:
         """How many rows."""
-        return sum(part.count for part in self.ranges)
+        return self.num_changed + sum(part.count for part in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,34 @@ class TableEntry:
         return [name for owner in owners for name in owner.files.values()]
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Which checkpoint it is.
+
+    Attributes:
+        folder: of its files.
+        digest: of its manifest.
+    """
+
+    folder: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What an increment adds to.
+
+    Attributes:
+        step: after which the parent was written; it is beside the increment.
+        identity: of the parent.
+        depth: how many increments there are between it and the full one; 0: it is full.
+    """
+
+    step: Count
+    identity: Identity
+    depth: Count
+
+
 def _checksums(values: Any) -> Checksums:
     """From the values in a manifest; ValueError where they are none."""
     try:
@@ -134,6 +180,9 @@ class Manifest:
         tables: by name.
         metadata: of the caller.
         checksums: by file name; none where an earlier version wrote it.
+        parent: of an increment; None: it is full.
+        replaces: the increment that was made a full one of; those that add to it add to this one.
+        digest: of the text that it was read from; "" where it was not read, or had none.
     """
 
     folder: str
@@ -142,11 +191,25 @@ class Manifest:
     metadata: dict[str, Any]
     checksums: dict[str, Annotated[Checksums, PlainValidator(_checksums)]] = field(default_factory=dict)
     format: int = FORMAT
+    parent: Parent | None = None
+    replaces: Identity | None = None
+    digest: str = field(default="", compare=False)
+
+    @property
+    def identity(self) -> Identity:
+        """By which increments name it."""
+        return Identity(self.folder, self.digest)
+
+    @property
+    def depth(self) -> int:
+        """How many increments there are from the full one to it."""
+        return self.parent.depth + 1 if self.parent else 0
 
     def to_json(self) -> str:
         """The text of `manifest.json`, with a checksum of itself."""
         checksums = {name: each.to_json() for name, each in self.checksums.items()}
         values = {**asdict(self), "checksums": checksums}
+        del values["digest"]
         return json.dumps({**values, OWN_SUM: own_sum(values)}, indent=1)
 
     @classmethod
@@ -159,10 +222,14 @@ class Manifest:
         """
         try:
             values = json.loads(text)
-            if values["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {values['format']!r}; this rowmesh reads {FORMAT}")
-            if values.pop(OWN_SUM, None) not in (None, own_sum(values)):  # earlier versions wrote none
+            if values["format"] not in (FORMAT, INCREMENT_FORMAT):
+                raise CheckpointError(
+                    f"{path} has format {values['format']!r}; this rowmesh reads {FORMAT} and {INCREMENT_FORMAT}"
+                )
+            found = values.pop(OWN_SUM, None)  # earlier versions wrote none
+            if found not in (None, own_sum(values)):
                 raise CheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
+            values["digest"] = found or ""
             manifest = _ADAPTER.validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             detail = error.errors()[0]
@@ -181,13 +248,15 @@ class Manifest:
         """Raises ValueError where it describes what no writer wrote."""
         if not re.fullmatch(FOLDER_PATTERN, self.folder):
             raise ValueError(f"folder {self.folder!r} is no name that rowmesh gives")
+        if (self.format == INCREMENT_FORMAT) != (self.parent is not None):
+            raise ValueError(f"format {self.format} is {'of increments' if self.parent is None else 'of full ones'}")
         for name, table in self.tables.items():
             if strangers := [file for file in table.files if not _is_plain(file)]:
                 raise ValueError(f"table {name!r} has a file {strangers[0]!r}, which is no name of a file beside it")
             if not isinstance(dtype := getattr(torch, table.dtype, None), torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
             if table.cores is None:
-                _check_rows(name, table)
+                (_check_changed if self.parent else _check_rows)(name, table)
         names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
         if twice := [(name, count) for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"{twice[0][0]} is named {twice[0][1]} times, and every file has a use of its own")
@@ -195,9 +264,23 @@ class Manifest:
             raise ValueError(f"there is no checksum of {lacking[0]}")
 
 
+def step_name(step: int) -> str:
+    """The name of the folder of a checkpoint after a step.
+
+    >>> step_name(200)
+    'step-000000200'
+    """
+    return f"step-{step:09}"
+
+
 def file_name(table: str, rank: int, kind: str) -> str:
     """A file name for any table name."""
     return f"{quote(table, safe='')}.{rank}.{kind}.npy"
+
+
+def row_dtype(num_rows: int) -> torch.dtype:
+    """In which an increment says which rows it has."""
+    return torch.int32 if num_rows <= 2**31 else torch.int64
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -220,6 +303,8 @@ def _check_rows(name: str, table: TableEntry) -> None:
     """Raises ValueError where a row is in no file, in two, or past the table."""
     if not all("values" in part.files for part in table.parts):
         raise ValueError(f"table {name!r} has a part without values")
+    if any(part.num_changed or part.num_removed for part in table.parts):
+        raise ValueError(f"table {name!r} has a part of an increment, and the checkpoint is full")
     ranges = [bounds for part in table.parts for bounds in part.ranges]
     if outside := [bounds for bounds in ranges if bounds.stop > table.num_rows]:
         raise ValueError(f"table {name!r} has {table.num_rows} rows, and a file those up to {outside[0].stop - 1}")
@@ -228,6 +313,17 @@ def _check_rows(name: str, table: TableEntry) -> None:
         raise ValueError(
             f"table {name!r}: files hold {found} rows where each of {table.num_rows} must be in exactly one"
         )
+
+
+def _check_changed(name: str, table: TableEntry) -> None:
+    """Raises ValueError where a part is none of an increment; its rows are known when they are read."""
+    for part in table.parts:
+        if part.num_removed:
+            raise ValueError(f"table {name!r} has rows, and {part.num_removed} ids that are gone: it can have none")
+        if part.ranges or not {ROWS, "values"} <= set(part.files):
+            raise ValueError(f"table {name!r} has a part that does not say which rows changed")
+    if (found := sum(part.count for part in table.parts)) > table.num_rows:
+        raise ValueError(f"table {name!r} has {table.num_rows} rows, and {found} that changed")
 
 
 def _are_all_rows(ranges: Sequence[RowRange], num_rows: int) -> bool:

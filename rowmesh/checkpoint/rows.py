@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.files import SavedArray, SavedFiles
+from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
+from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
-from rowmesh.checkpoint.read import fill_piece
 from rowmesh.errors import CheckpointError
 from rowmesh.ops.prefixes import Workspace, sort_ids
 from rowmesh.ops.tensor_train import Lookup
@@ -35,9 +35,10 @@ class SavedRows:
     def __init__(self, folder: Path, manifest: Manifest, table: str, *, verify: bool = True) -> None:
         if table not in manifest.tables:
             raise CheckpointError(f"the model in {folder} has no table {table!r}, only: {', '.join(manifest.tables)}")
-        self._files = SavedFiles(folder, manifest, verify=verify)
-        self._entry, self.table = manifest.tables[table], table
-        self._mapped: list[dict[str, SavedArray]] = [{} for _ in self._entry.parts]
+        chain = (Link(folder, manifest), *read_chain(folder)[1:]) if manifest.parent else (Link(folder, manifest),)
+        files = [SavedFiles(*link, verify=verify) for link in chain]
+        self._files, self._entry, self.table = files[0], manifest.tables[table], table
+        self._saved = SavedTable(table, [link.manifest.tables[table] for link in chain], files)
         self.num_rows, self.dim = self._entry.num_rows, self._entry.dim
         self.dtype: torch.dtype = getattr(torch, self._entry.dtype)
 
@@ -51,21 +52,10 @@ class SavedRows:
         if not len(rows):
             return values
         if self._entry.cores is None:
-            self._copy(rows, values)
+            self._saved.fill(rows, {"values": values})
         else:
             self._compute(rows, values)
         return values
-
-    def _copy(self, rows: range, values: Tensor) -> None:
-        missing = len(rows)
-        for part, mapped in zip(self._entry.parts, self._mapped, strict=True):
-            if "values" not in mapped:
-                mapped["values"] = self._files.array(self.table, "values", part.files, values, (part.count, self.dim))
-            missing -= fill_piece(rows, {"values": values}, part, mapped)
-        if missing:
-            raise CheckpointError(
-                f"table {self.table!r}: {missing} of {len(rows)} rows are in no file of {self._files.folder}"
-            )
 
     def _compute(self, rows: range, values: Tensor) -> None:
         """The bits that a look-up of the same ids gives."""

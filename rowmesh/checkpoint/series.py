@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from rowmesh.checkpoint.chain import read_chain, read_manifest
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.manifest import MANIFEST
-from rowmesh.checkpoint.read import read_manifest
+from rowmesh.checkpoint.manifest import MANIFEST, step_name
 from rowmesh.errors import CheckpointError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_folder
@@ -42,7 +43,7 @@ class Series:
 
     def at(self, step: int) -> Path:
         """The folder of the checkpoint after a step."""
-        return self.folder / f"step-{step:09}"
+        return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
         """After which steps there are whole checkpoints, from the oldest on."""
@@ -51,14 +52,26 @@ class Series:
     def prune(self, keep_last: int, keep_every: int = 0) -> None:
         """Removes all but the newest, those after multiples of `keep_every`, and what interrupted writes left.
 
+        What one that stays adds to stays too.
+
         A checkpoint that is being removed is not whole any more, whatever interrupts that.
         """
         whole = self.steps()
         kept = {*whole[-keep_last:], *(step for step in whole if keep_every and step % keep_every == 0)}
-        for step, path in self._found():
+        for step in sorted(kept, reverse=True):
+            kept.update(self._parents(step))
+        for step, path in sorted(self._found(), reverse=True):  # increments go before what they add to
             if step not in kept:
                 reach("checkpoint.prune", path)
                 remove(path)
+
+    def _parents(self, step: int) -> Iterator[int]:
+        """What a checkpoint adds to, as far as manifests can be read."""
+        with contextlib.suppress(CheckpointError):
+            while parent := read_manifest(self.at(step)).parent:
+                if parent.step >= step:
+                    return
+                yield (step := parent.step)
 
     def clear(self) -> None:
         """Removes all of them."""
@@ -88,13 +101,15 @@ def remove(path: Path) -> None:
 def verify(folder: Path) -> tuple[int, int]:
     """Compares every byte of a checkpoint, and of the best model in it, with its checksums.
 
+    Of what an increment adds to, only the manifests are read.
+
     Returns:
         How many files there are, and of how many bytes.
 
     Raises:
-        CheckpointError: a file is missing or damaged; names it, and the bytes.
+        CheckpointError: a file is missing or damaged, names it, and the bytes; or what it adds to is.
     """
-    manifest = read_manifest(folder)
+    manifest = read_chain(folder)[0].manifest
     if not manifest.checksums:
         raise CheckpointError(f"{folder} has no checksums, since an earlier version wrote it")
     count, num_bytes = SavedFiles(folder, manifest).verify()

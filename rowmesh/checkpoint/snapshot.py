@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SHARD_ROWS = 1 << 14
 """Rows that are read at once, 4 MiB of 64 numbers: from then on their updates cost nothing more."""
 VALUES = "values"
+HOOK = "snapshot"
 
 
 class Source(Protocol):
@@ -37,6 +38,8 @@ class Source(Protocol):
     @property
     def tables(self) -> Sequence[TableSpec]: ...
     def synchronize(self) -> None: ...
+    @property
+    def row_epoch(self) -> tuple[int, int]: ...
     def stored_pieces(self, table: str) -> Sequence[tuple[RowStore, Piece]]: ...
     def cores(self, table: str) -> Any: ...
 
@@ -57,25 +60,37 @@ class Snapshot:
     Args:
         embeddings: whose rows.
         rank: of this process; the first alone writes cores, and copies them at once.
+        changed: which slots of each store are wanted, by `id` of the store, as `Changes.take` gives them; None: all.
 
     Attributes:
         tables: of the collection.
     """
 
-    def __init__(self, embeddings: Source, rank: int = 0) -> None:
+    def __init__(
+        self, embeddings: Source, rank: int = 0, changed: Mapping[int, npt.NDArray[np.uint8]] | None = None
+    ) -> None:
         embeddings.synchronize()
         self.tables = tuple(embeddings.tables)
         self._stores: dict[int, StoreSnapshot] = {}
         self._rows: dict[str, list[FrozenRows]] = {}
+        self._changed: dict[str, list[ChangedRows]] = {}
         self._cores: dict[str, FrozenCores] = {}
         for table in self.tables:
             if table.storage == "tensor_train":
                 self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
                 continue
-            rows = self._rows[table.name] = []
+            rows, some = self._rows.setdefault(table.name, []), self._changed.setdefault(table.name, [])
             for store, piece in embeddings.stored_pieces(table.name):
                 of_store = self._stores.setdefault(id(store), StoreSnapshot(store))
-                rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
+                if changed is None:
+                    rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
+                    continue
+                slots = piece.slots
+                picked = np.flatnonzero(changed[id(store)][slots.start : slots.stop : slots.step])
+                for cut in _cuts(len(picked)):
+                    numbers = piece.rows.start + picked[cut] * piece.rows.step
+                    at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
+                    some.append(ChangedRows(of_store, numbers, at))
         for each in self._stores.values():
             each.open()
         reach("snapshot.taken")
@@ -92,6 +107,10 @@ class Snapshot:
     def held_rows(self, table: str) -> Sequence[FrozenRows]:
         """As `local_rows`: copies of other ranks' rows are not part of it."""
         return self._rows[table]
+
+    def changed_rows(self, table: str) -> Sequence[ChangedRows]:
+        """The wanted rows of a table that this rank owns, shard by shard."""
+        return self._changed[table]
 
     def cores(self, table: str) -> FrozenCores:
         """The cores of a tensor-train table."""
@@ -110,17 +129,11 @@ class Snapshot:
         reach("snapshot.closed")
 
 
-class FrozenRows:
-    """One shard: some rows of a table in consecutive slots.
+class _Frozen:
+    """One shard: values and states of some rows."""
 
-    Attributes:
-        rows: which rows of the table.
-    """
-
-    def __init__(self, store: StoreSnapshot, rows: range, slots: range) -> None:
-        assert slots.step == 1, "pieces are in consecutive slots"
-        self.rows, self._store = rows, store
-        self._shard = store.add(slots)
+    def __init__(self, store: StoreSnapshot, slots: range | npt.NDArray[np.uint32]) -> None:
+        self._store, self._shard = store, store.add(slots)
 
     @property
     def values(self) -> Tensor:
@@ -138,6 +151,30 @@ class FrozenRows:
 
     def forget(self) -> None:
         """No-op: nothing is kept."""
+
+
+class FrozenRows(_Frozen):
+    """One shard of all rows.
+
+    Attributes:
+        rows: which rows of the table.
+    """
+
+    def __init__(self, store: StoreSnapshot, rows: range, slots: range) -> None:
+        super().__init__(store, slots if slots.step == 1 else np.array(slots, np.uint32))
+        self.rows = rows
+
+
+class ChangedRows(_Frozen):
+    """One shard of an increment.
+
+    Attributes:
+        rows: which rows of the table, ascending.
+    """
+
+    def __init__(self, store: StoreSnapshot, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.uint32]) -> None:
+        super().__init__(store, slots)
+        self.rows = rows
 
 
 class _FrozenState(Mapping[str, Tensor]):
@@ -168,7 +205,7 @@ class StoreSnapshot:
     def __init__(self, store: RowStore) -> None:
         self._store, self.states = store, tuple(store.state)
         self._lock = threading.Lock()
-        self._shards: list[range] = []
+        self._shards: list[range | npt.NDArray[np.uint32]] = []
         self._unread: list[set[str]] = []
         self._saved: list[dict[str, npt.NDArray[Any]]] = []
         self._firsts: list[int] = []
@@ -176,23 +213,28 @@ class StoreSnapshot:
         self.num_saved = 0
         self._is_closed = False
 
-    def add(self, slots: range) -> int:
-        """Adds a shard before `open`; returns its number."""
+    def add(self, slots: range | npt.NDArray[np.uint32]) -> int:
+        """Adds a shard before `open`; returns its number. Its slots ascend, and no other shard has any between them."""
         self._shards.append(slots)
         self._unread.append({VALUES, *self.states})
         return len(self._shards) - 1
 
     def open(self) -> None:
         """From now on rows keep what they are."""
-        order = sorted(range(len(self._shards)), key=lambda number: self._shards[number].start)
+        order = sorted(range(len(self._shards)), key=lambda number: self._shards[number][0])
         self._numbers = np.array(order, np.int64)
-        self._starts = np.array([self._shards[number].start for number in order], np.int64)
-        self._stops = np.array([self._shards[number].stop for number in order], np.int64)
+        self._starts = np.array([self._shards[number][0] for number in order], np.int64)
+        self._stops = np.array([int(self._shards[number][-1]) + 1 for number in order], np.int64)
         self._is_unread = np.ones(len(order), bool)
         # One more than the place of a slot's pre-image; the system gives zeros without touching their pages.
         self._places = np.zeros(max(self._stops, default=0), np.uint32)
+        self._is_wanted: npt.NDArray[np.bool_] | None = None
+        if any(isinstance(shard, np.ndarray) for shard in self._shards):
+            self._is_wanted = np.zeros(len(self._places), bool)
+            for shard in self._shards:
+                self._is_wanted[_index(shard)] = True
         if order:
-            self._store.watch(self.preserve)
+            self._store.watch(HOOK, self.preserve)
 
     def preserve(self, slots: npt.NDArray[np.uint32], at: npt.NDArray[np.uint32]) -> None:
         """Saves the rows that are about to be updated; a `Watcher`."""
@@ -202,6 +244,8 @@ class StoreSnapshot:
             shards = np.searchsorted(self._starts, slots, side="right") - 1
             wanted = np.flatnonzero((shards >= 0) & (slots < self._stops[shards]))
             wanted = wanted[self._is_unread[self._numbers[shards[wanted]]]]
+            if self._is_wanted is not None:
+                wanted = wanted[self._is_wanted[slots[wanted]]]
             wanted = wanted[self._places[slots[wanted]] == 0]
             if not len(wanted):
                 return
@@ -237,26 +281,30 @@ class StoreSnapshot:
             if not self._is_closed:
                 self._is_closed = True
                 self._saved, self._firsts, self._room = [], [], {}
-                self._store.watch(None)
+                self._store.watch(HOOK, None)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {VALUES: self._store.rows, **self._store.state}
 
-    def _copy(self, slots: range, kind: str) -> Tensor:
+    def _copy(self, slots: range | npt.NDArray[np.uint32], kind: str) -> Tensor:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
         if self._store.has_views:
-            source = self._tensors()[kind][slots.start : slots.stop]
+            source = self._tensors()[kind]
             if kind not in self._room:  # one for all shards: fresh pages cost the steps time too
                 self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
             copied = self._room[kind][: len(slots)]
-            np.copyto(as_numpy(copied), as_numpy(source))  # in this thread alone, without the interpreter's lock
+            if isinstance(slots, range):
+                part = as_numpy(source[slots.start : slots.stop])
+                np.copyto(as_numpy(copied), part)  # in this thread alone, without the interpreter's lock
+            else:
+                take(source, slots, copied)
             return copied
-        rows, state = self._store.read_rows(np.arange(slots.start, slots.stop, dtype=np.uint32))
+        rows, state = self._store.read_rows(np.array(slots, np.uint32))
         return rows if kind == VALUES else state[kind]
 
-    def _restore(self, slots: range, kind: str, out: npt.NDArray[Any]) -> None:
+    def _restore(self, slots: range | npt.NDArray[np.uint32], kind: str, out: npt.NDArray[Any]) -> None:
         """Puts pre-images over what changed."""
-        places = self._places[slots.start : slots.stop].astype(np.int64)
+        places = self._places[_index(slots)].astype(np.int64)
         changed = np.flatnonzero(places)
         places = places[changed] - 1
         blocks = np.searchsorted(np.array(self._firsts, np.int64), places, side="right") - 1
@@ -269,6 +317,10 @@ def _taken(rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
     """Copies of rows, on huge pages where there are many: to get small ones takes as long as to copy."""
     shape = (len(places), *rows.shape[1:])
     return take(rows, places, Buffer(math.prod(shape) * rows.itemsize).tensor(rows.dtype, *shape))
+
+
+def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint32]:
+    return slice(slots.start, slots.stop) if isinstance(slots, range) else slots
 
 
 def _cuts(count: int) -> list[slice]:

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
@@ -21,15 +21,21 @@ from torch import Tensor
 from rowmesh.checkpoint.manifest import (
     DENSE,
     FOLDER_PATTERN,
+    FORMAT,
+    INCREMENT_FORMAT,
     MANIFEST,
+    ROWS,
     CoresEntry,
+    Identity,
     Manifest,
+    Parent,
     Part,
     RowRange,
     TableEntry,
     as_numpy,
     dtype_name,
     file_name,
+    row_dtype,
 )
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
@@ -78,6 +84,30 @@ class RowHolder(Protocol):
     def cores(self, table: str) -> Cores: ...
 
 
+class ChangedRows(Protocol):
+    """As `LocalRows`, for rows that have no order."""
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def state(self) -> Mapping[str, Tensor]: ...
+    def forget(self) -> None: ...
+
+
+class Increment(NamedTuple):
+    """What is written of rows in place of all.
+
+    Attributes:
+        parent: the checkpoint that it adds to.
+        rows: those of a table that this rank owns and that changed since.
+    """
+
+    parent: Parent
+    rows: Callable[[str], Sequence[ChangedRows]]
+
+
 def save(
     folder: Path,
     embeddings: RowHolder,
@@ -85,6 +115,8 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    increment: Increment | None = None,
+    replaces: Identity | None = None,
 ) -> None:
     """Writes a checkpoint, replacing the one in `folder` only when all of it is on disk.
 
@@ -98,6 +130,8 @@ def save(
         dense: state dictionaries, for `torch.save`, or what it wrote of them; rank 0's are written.
         metadata: JSON values for the manifest.
         group: the process group; None for a single process.
+        increment: which rows to write; default: all, which makes a full checkpoint.
+        replaces: the increment that this one is made of.
 
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
@@ -109,8 +143,10 @@ def save(
     target = folder / token
     try:
         _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, group)
-        written = _together(lambda: _write_rows(target, embeddings, dense, rank), folder, group)
-        manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}))
+        written = _together(lambda: _write_rows(target, embeddings, dense, rank, increment), folder, group)
+        parent = None if increment is None else increment.parent
+        manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}), parent)
+        manifest = replace(manifest, replaces=replaces)
         _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, group)
     except BaseException:
         if rank == 0 and not _is_published(folder, token):
@@ -136,7 +172,13 @@ def _prepare(folder: Path, target: Path) -> None:
     sync_folder(folder)
 
 
-def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any] | memoryview, rank: int) -> _Written:
+def _write_rows(
+    target: Path,
+    embeddings: RowHolder,
+    dense: Mapping[str, Any] | memoryview,
+    rank: int,
+    increment: Increment | None,
+) -> _Written:
     parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "tensor_train":
@@ -145,13 +187,22 @@ def _write_rows(target: Path, embeddings: RowHolder, dense: Mapping[str, Any] | 
                 files = _write_cores(target, table.name, embeddings.cores(table.name), checksums)
             parts[table.name] = Part(rank, (), files)
             continue
-        pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
         files = {}
+        if increment is not None:
+            changed, ranges = increment.rows(table.name), ()
+            pieces, num_changed = changed, sum(len(piece.rows) for piece in changed)
+            if changed:
+                files[ROWS] = file_name(table.name, rank, ROWS)
+                write = partial(_write_numbers, pieces=changed, dtype=row_dtype(table.num_rows))
+                checksums[files[ROWS]] = _write_file(target / files[ROWS], write, "checkpoint.write_rows")
+        else:
+            pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
+            ranges, num_changed = tuple(RowRange.of(piece.rows) for piece in pieces), 0
         for kind in ("values", *pieces[0].state) if pieces else ():
             files[kind] = file_name(table.name, rank, kind)
             write = partial(_write_pieces, pieces=pieces, kind=kind)
             checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
-        parts[table.name] = Part(rank, tuple(RowRange.of(piece.rows) for piece in pieces), files)
+        parts[table.name] = Part(rank, ranges, files, num_changed)
     if rank == 0:
         checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
     reach("checkpoint.sync", target)
@@ -180,7 +231,13 @@ def _write_whole(file: _Output, array: npt.NDArray[Any]) -> None:
     _write_array(file, array)
 
 
-def _write_pieces(file: _Output, pieces: Sequence[LocalRows], kind: str) -> None:
+def _write_numbers(file: _Output, pieces: Sequence[ChangedRows], dtype: torch.dtype) -> None:
+    """Which rows there are in an increment."""
+    numbers = torch.from_numpy(np.concatenate([piece.rows for piece in pieces]))
+    _write_whole(file, as_numpy(numbers.to(dtype)))
+
+
+def _write_pieces(file: _Output, pieces: Sequence[LocalRows] | Sequence[ChangedRows], kind: str) -> None:
     """The values or a state of one piece after the other as one .npy file, without a copy of the whole."""
     for number, piece in enumerate(pieces):
         array = as_numpy(piece.values if kind == "values" else piece.state[kind])
@@ -203,7 +260,11 @@ def _write_array(file: _Output, array: npt.NDArray[Any]) -> None:
 
 
 def _manifest(
-    token: str, tables: Sequence[TableSpec], written: Sequence[_Written], metadata: dict[str, Any]
+    token: str,
+    tables: Sequence[TableSpec],
+    written: Sequence[_Written],
+    metadata: dict[str, Any],
+    parent: Parent | None,
 ) -> Manifest:
     entries, parts = {}, [each.parts for each in written]
     for table in tables:
@@ -215,11 +276,12 @@ def _manifest(
             continue
         own = tuple(by_table[table.name] for by_table in parts if by_table[table.name].count)
         covered = sum(part.count for part in own)
-        if covered != table.num_rows:
+        if covered != table.num_rows and parent is None:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
         entries[table.name] = TableEntry(*facts, own)
     checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
-    return Manifest(token, len(parts), entries, metadata, checksums)
+    number = FORMAT if parent is None else INCREMENT_FORMAT
+    return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
 
 
 def _publish(folder: Path, manifest: Manifest) -> None:
@@ -332,7 +394,7 @@ def _from_plain(values: Any) -> _Written | None:
     parts, checksums = values
     return _Written(
         {
-            table: Part(part["rank"], tuple(RowRange(**rows) for rows in part["ranges"]), part["files"])
+            table: Part(**{**part, "ranges": tuple(RowRange(**rows) for rows in part["ranges"])})
             for table, part in parts.items()
         },
         {name: Checksums.from_json(sums) for name, sums in checksums.items()},

@@ -1,20 +1,23 @@
-"""`rowmesh checkpoint list | verify | show`."""
+"""`rowmesh checkpoint list | verify | show | compact`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
-app = App(name="checkpoint", help="Look at the checkpoints of a run.")
+if TYPE_CHECKING:
+    from rowmesh.checkpoint import Manifest
+
+app = App(name="checkpoint", help="Look at the checkpoints of a run, and compact them.")
 
 
 @app.command(name="list")
 def list_(run: Path, /) -> None:
-    """List the checkpoints of a run, the oldest first: step, when it was written, size and place.
+    """List the checkpoints of a run, the oldest first: step, when it was written, size, what it adds to, and place.
 
     Parameters
     ----------
@@ -26,7 +29,7 @@ def list_(run: Path, /) -> None:
     for folder in _checkpoints(run):
         try:
             step, facts = _facts(folder)
-            print(f"step {step:>12,}  {facts['written']}  {facts['size']:>10}  {folder}")  # noqa: T201
+            print(f"step {step:>12,}  {facts['written']}  {facts['size']:>10}  {facts['kind']:<22}  {folder}")  # noqa: T201
         except CheckpointError as error:
             print(f"damaged: {error}")  # noqa: T201
 
@@ -35,19 +38,20 @@ def list_(run: Path, /) -> None:
 def verify(run: Path, /) -> None:
     """Compare every byte of every checkpoint of a run with its checksums; status 2 where one is damaged.
 
+    An increment is damaged where what it adds to is.
+
     Parameters
     ----------
     run
         The run's folder, that of its checkpoints, or one checkpoint.
     """
     from rowmesh.checkpoint import CheckpointError
-    from rowmesh.checkpoint.series import verify
     from rowmesh.placement.text import bytes_text
 
-    damaged = []
+    damaged, known = [], {}
     for folder in _checkpoints(run):
         try:
-            count, num_bytes = verify(folder)
+            count, num_bytes = _verified(folder, known)
             print(f"whole    {folder}: {count:,} files, {bytes_text(num_bytes)}")  # noqa: T201
         except CheckpointError as error:
             print(f"damaged  {folder}: {error}")  # noqa: T201
@@ -66,6 +70,57 @@ def show(run: Path, /) -> None:
         The run's folder, that of its checkpoints, or one checkpoint.
     """
     print(*_description(_checkpoints(run)[-1]), sep="\n")  # noqa: T201
+
+
+@app.command(name="compact")
+def compact_(run: Path, step: int | None = None, /) -> None:
+    """Make a full checkpoint of an increment and what it adds to, in its place; increments of it add to the full one.
+
+    What it adds to stays until the run's next checkpoint is written, as far as keep_last and keep_every ask for it.
+
+    Parameters
+    ----------
+    run
+        The run's folder, that of its checkpoints, or one checkpoint.
+    step
+        After which step the checkpoint is; default: the newest.
+    """
+    from rowmesh.checkpoint.compact import compact
+    from rowmesh.checkpoint.manifest import step_name
+    from rowmesh.errors import RowmeshError
+
+    found = _checkpoints(run)
+    places = found[-1:] if step is None else [each for each in found if each.absolute().name == step_name(step)]
+    if not places:
+        names = ", ".join(each.absolute().name for each in found)
+        raise RowmeshError(f"{run} has no checkpoint after step {step}, only: {names}")
+    is_new = compact(places[0])
+    print(f"{places[0]} {'is a full checkpoint now' if is_new else 'was a full checkpoint before'}")  # noqa: T201
+
+
+def _verified(folder: Path, known: dict[Path, tuple[int, int] | str]) -> tuple[int, int]:
+    """Files and bytes of a checkpoint, verified once, as those are that it adds to.
+
+    Raises:
+        CheckpointError: it is damaged, or one of those.
+    """
+    from rowmesh.checkpoint import CheckpointError
+    from rowmesh.checkpoint.chain import read_chain
+    from rowmesh.checkpoint.series import verify
+
+    for place in reversed([link.folder.absolute() for link in read_chain(folder)]):
+        if place not in known:
+            try:
+                known[place] = verify(place)
+            except CheckpointError as error:
+                known[place] = str(error)
+        outcome = known[place]
+        if isinstance(outcome, str):
+            is_own = place == folder.absolute()
+            raise CheckpointError(outcome if is_own else f"it adds to {place.name}, which is damaged: {outcome}")
+    outcome = known[folder.absolute()]
+    assert not isinstance(outcome, str)
+    return outcome
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -95,12 +150,15 @@ def _facts(folder: Path) -> tuple[int, dict[str, Any]]:
     manifest = read_manifest(folder)
     num_bytes = sum(each.size_bytes for each in manifest.checksums.values())
     written = manifest.metadata.get("written", "")
-    return int(manifest.metadata.get("steps", 0)), {"written": written, "size": bytes_text(num_bytes)}
+    parent = manifest.parent
+    kind = "full" if parent is None else f"adds to {parent.step:,}"
+    return int(manifest.metadata.get("steps", 0)), {"written": written, "size": bytes_text(num_bytes), "kind": kind}
 
 
 def _description(folder: Path) -> Iterator[str]:
     from rowmesh.checkpoint import read_manifest
     from rowmesh.checkpoint.files import SavedFiles
+    from rowmesh.checkpoint.manifest import ROWS
     from rowmesh.checkpoint.series import BEST
 
     manifest, (step, facts) = read_manifest(folder), _facts(folder)
@@ -109,12 +167,29 @@ def _description(folder: Path) -> Iterator[str]:
     position = progress.get("loader", {})
     yield f"checkpoint  {folder}"
     yield f"step        {step:,}, written {facts['written']} by {manifest.world_size} rank(s), {facts['size']}"
+    yield from _chain_text(folder, manifest)
     yield f"data        {manifest.metadata.get('data')}: epoch {position.get('epoch')}, batch {position.get('batch')}"
     for name, table in manifest.tables.items():
         kind = f"cores of ranks {table.cores.ranks}" if table.cores else "rows"
-        state = sorted({kind for part in table.parts for kind in part.files} - {"values"})
+        state = sorted({kind for part in table.parts for kind in part.files} - {"values", ROWS})
         more = f" with {', '.join(state)}" if state else ""
+        if manifest.parent is not None and not table.cores:
+            more += f", {sum(part.count for part in table.parts):,} of them changed"
         yield f"table       {name}: {table.num_rows:,} × {table.dim} {table.dtype}, {table.optimizer}, {kind}{more}"
     yield f"beside      {', '.join(sorted(dense))}"
     if (folder / BEST).exists():
         yield f"best        the best model so far, of step {progress.get('best_step'):,}"
+
+
+def _chain_text(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What an increment adds to, and whether all of that is there."""
+    from rowmesh.checkpoint import CheckpointError
+    from rowmesh.checkpoint.chain import read_chain
+
+    if manifest.parent is None:
+        return
+    try:
+        steps = [link.manifest.parent.step for link in read_chain(folder) if link.manifest.parent is not None]
+        yield f"adds to     {', '.join(f'{step:,}' for step in steps)}, which is full"
+    except CheckpointError as error:
+        yield f"adds to     {manifest.parent.step:,}, and cannot be read: {error}"

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from rowmesh.data.events import EventSchema, find_event_schema, prepare_events
+from rowmesh.data.events.prepare import event_request
+from rowmesh.data.events.sequences import SEQUENCES
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig
 from rowmesh.data.prepare import prepare as prepare_data
@@ -21,7 +24,7 @@ from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
 from rowmesh.observe import PartsProgress
-from rowmesh.report.data_text import is_current, print_drawn, print_prepared, print_reordered
+from rowmesh.report.data_text import is_current, print_drawn, print_prepared, print_reordered, print_sequences
 from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
@@ -122,7 +125,8 @@ def prepare(
     out
         Folder to write; it appears whole or not at all.
     schema
-        criteo, avazu, or a TOML file that names the columns.
+        criteo, avazu, or a TOML file that names the columns; for sequences of events movielens-100k, movielens-1m,
+        movielens-csv, amazon-2014, amazon-2018, kuairand, or a TOML file with user, item and time.
     validation
         Files of the validation split.
     test
@@ -144,6 +148,15 @@ def prepare(
     reuse
         Keep a folder that was written from the same files with the same options; replace another.
     """
+    if (of_events := find_event_schema(schema)) is not None:
+        splitter = Splitter(validation=validation_share, test=test_share, how=split_by, seed=seed)
+        if validation or test or splitter != Splitter() or min_count != 2:
+            raise ConfigurationError(
+                "the schema of an event table says what is held out and left out (split, k_core): leave out "
+                "--validation, --test, --validation-share, --test-share, --split-by, --seed and --min-count"
+            )
+        _prepare_events(inputs, out, of_events, max_bad_rows, overwrite, reuse)
+        return
     source = DataSource.find(inputs, schema, validation=validation or (), test=test or ())
     splitter = Splitter(validation=validation_share, test=test_share, how=split_by, seed=seed)
     if len(source.files) > 1:
@@ -234,6 +247,20 @@ def reorder(
             progress=show,
         )
     print_reordered(console, reordered)
+
+
+def _prepare_events(
+    files: list[Path], out: Path, schema: EventSchema, max_bad_rows: int, overwrite: bool, reuse: bool
+) -> None:
+    """Prepares sequences, unless they are there and may be reused."""
+    console = Console()
+    if reuse and is_current(console, out, SEQUENCES, event_request(files, schema, max_bad_rows)):
+        return
+    with PartsProgress(console) as show:
+        sequences = prepare_events(
+            files, out, schema, max_bad_rows=max_bad_rows, overwrite=overwrite or reuse, progress=show
+        )
+    print_sequences(console, sequences)
 
 
 def _check_unused(splitter: Splitter, source: DataSource) -> None:

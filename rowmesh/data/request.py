@@ -29,7 +29,7 @@ def preparation_request(
     """What the output of `prepare` depends on; the arguments are those of `prepare`."""
     return {
         "format_version": FORMAT_VERSION,
-        "files": {split: [_stamp(path) for path in paths] for split, paths in files.items()},
+        "files": {split: [stamp(path) for path in paths] for split, paths in files.items()},
         "schema": schema.model_dump(mode="json", exclude_defaults=True) | {"dense_transform": schema.dense_transform},
         "split": "by files" if splitter is None else asdict(splitter),
         "min_count": min_count,
@@ -49,7 +49,7 @@ def drawing_request(samples: Mapping[str, int], config: PlantedConfig, file_form
     }
 
 
-def _stamp(path: Path) -> str:
+def stamp(path: Path) -> str:
     """Which file, how large, and of when."""
     status = path.stat()
     modified = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC).isoformat(sep=" ")

@@ -31,20 +31,25 @@ def read_text(path: Path, schema: Schema, quarantine: BadRows) -> Iterator[RawTa
     Raises:
         DataError: the file cannot be decompressed, its header lacks a column, or a line never ends.
     """
+    for names, block, line, position in row_blocks(path, schema):
+        yield from BlockParser(path, schema, names, quarantine, position).parse(block, line)
+
+
+def row_blocks(path: Path, schema: Schema) -> Iterator[tuple[tuple[str, ...], bytes, int, int]]:
+    """The columns, a block of whole lines without the header, the number of its first line, and as `_line_blocks`."""
     names, line = schema.columns, 1
-    for block, position in line_blocks(path):
+    for block, position in _line_blocks(path):
         if line == 1:
             block = block.removeprefix(BYTE_ORDER_MARK)
-            check_line_ends(path, block)
+            _check_line_ends(path, block)
         if not names:
             header, _, block = block.partition(b"\n")
-            names, line = header_names(path, header, schema), 2
-        parser = BlockParser(path, schema, names, quarantine, position)
-        yield from parser.parse(block, line)
+            names, line = _header(path, header, schema), 2
+        yield names, block, line, position
         line += block.count(b"\n")
 
 
-def line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Blocks that end with a line break, and how many bytes of the (compressed) file were read."""
     try:
         with open_stream(path) as (stream, raw):
@@ -64,12 +69,7 @@ def line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 
-def header_names(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
-    """The columns that the first line of a file names.
-
-    Raises:
-        DataError: it is no line of text, or lacks a column.
-    """
+def _header(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
     text = header.decode("utf-8", "backslashreplace").rstrip("\r")
     if "\0" in text:
         raise DataError(f"{path}: the header holds bytes of value 0; is this a text file?")
@@ -81,7 +81,7 @@ def header_names(path: Path, header: bytes, schema: Schema) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_line_ends(path: Path, block: bytes) -> None:
+def _check_line_ends(path: Path, block: bytes) -> None:
     """Raises DataError where the first block of a file ends its lines in a way that is not read."""
     if block.count(b"\n") == 1 and block.rstrip(b"\r\n").count(b"\r"):  # the one that was added at the end
         raise DataError(

@@ -63,6 +63,7 @@ class _Gathering(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        mesh, total = ctx.mesh, gradients[0].clone()
+        mesh = ctx.mesh
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # ranks add what is at the same address
         complete(mesh, lambda: dist.all_reduce(total, group=mesh.group, async_op=True), _DOING)
         return total[ctx.begins[mesh.rank] : ctx.begins[mesh.rank + 1]], None, None

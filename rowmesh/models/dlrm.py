@@ -99,10 +99,11 @@ class ProjectedDLRM(nn.Module):
         num_dense: number of dense features, 0 or more.
         labels: names of the labels, each of which gets a logit.
         width: of the projected vectors; default: the largest D.
-        bottom, top: as for `DLRM`.
+        bottom: as for `DLRM`.
+        top: as for `DLRM`.
 
     Raises:
-        ConfigurationError: a size is not positive.
+        ConfigurationError: a size is not positive, or there is no feature.
 
     Example:
         >>> from rowmesh.embeddings import Embeddings

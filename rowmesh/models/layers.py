@@ -27,9 +27,11 @@ def mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
 
 
 def check_positive(model: str, **sizes: int | Sequence[int]) -> None:
-    """Raises ConfigurationError where a size, or one of several, is not positive; names it."""
+    """Raises ConfigurationError where a size, or one of several, is no whole number or not positive; names it."""
     for name, given in sizes.items():
-        values = [given] if isinstance(given, int) else list(given)
+        values = list(given) if isinstance(given, Sequence) else [given]
+        if not all(isinstance(size, int) for size in values):
+            raise ConfigurationError(f"{model}: {name} must be whole numbers, got {given!r}")
         if any(size < 1 for size in values):
             raise ConfigurationError(f"{model}: {name} must be positive, got {given}")
 
@@ -70,6 +72,9 @@ class Projection(nn.Module):
         dims: D of the vector of every feature.
         width: of what comes out; default: the largest D.
 
+    Raises:
+        ConfigurationError: there is no feature, or the width is not positive.
+
     Example:
         >>> from rowmesh.embeddings import Embeddings
         >>> vectors = Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})
@@ -82,7 +87,9 @@ class Projection(nn.Module):
 
     def __init__(self, dims: Mapping[str, int], width: int | None = None) -> None:
         super().__init__()
-        self.dims, self.width = tuple(dims.values()), width or max(dims.values())
+        check_inputs("projection", dims, 0)
+        self.dims, self.width = tuple(dims.values()), max(dims.values()) if width is None else width
+        check_positive("projection", width=self.width)
         self.matrices = nn.ModuleList(
             nn.Identity() if dim == self.width else nn.Linear(dim, self.width, bias=False) for dim in self.dims
         )

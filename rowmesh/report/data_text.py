@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rowmesh.data.events import Sequences
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
@@ -53,6 +54,28 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
     show(console, _tables(prepared))
     where = f", kept in {prepared.folder / 'quarantine.jsonl'}" if prepared.bad_rows else ""
     write(console, f"bad rows: {prepared.bad_rows}{where}")
+
+
+def print_sequences(console: Console, sequences: Sequences) -> None:
+    """What was kept and left out of event tables, and what each split predicts."""
+    counts, schema = sequences.counts, sequences.schema
+    write(console, f"prepared {sequences.folder}")
+    table = table_of_numbers("users", "items", "events", "not positive", "outside the core", "bad rows")
+    kept = (counts.num_users, counts.num_items, counts.num_events)
+    left_out = (counts.num_negative, counts.num_outside_core, counts.bad_rows)
+    table.add_row(*(f"{number:,}" for number in (*kept, *left_out)))
+    show(console, table)
+    splits = table_of_numbers("split", "users")
+    for split in SPLITS:
+        splits.add_row(split, f"{len(sequences.users(split)):,}")
+    show(console, splits)
+    share = counts.num_tied_last / counts.num_users
+    rule = "files" if schema.ties == "file" else "frequency of items"
+    write(
+        console,
+        f"{share:.1%} of users have their last two events at one time; the order of the {rule} decides which is the "
+        "last (ties in the schema)",
+    )
 
 
 def print_reordered(console: Console, reordered: Prepared) -> None:

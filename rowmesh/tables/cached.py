@@ -466,10 +466,10 @@ class CachedArena:
             self._cache.flush()
             self.store.flush()
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def watch(self, name: str, watcher: Watcher | None) -> None:
         """Has a function called before every update of pinned rows; see `RowStore`."""
         slots, arena = self._cache.table.slots, self.memory.arena
-        arena.watch(None if watcher is None else lambda places, _: watcher(slots[places], places))
+        arena.watch(name, None if watcher is None else lambda places, _: watcher(slots[places], places))
 
     def close(self) -> None:
         """Stops the thread and closes the store, without writing what is left; may be called again.

@@ -70,7 +70,7 @@ class DenseArena:
             if initial := optimizer.initial_state[name]:
                 state.fill_(initial)
         self.address: int = self.rows.data_ptr()  # of slot 0, for kernels of the host
-        self._watcher: Watcher | None = None
+        self._watchers: dict[str, Watcher | None] = {}
 
     def _room(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """Zeros; of the host's memory no page is touched."""
@@ -94,9 +94,10 @@ class DenseArena:
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
-        if self._watcher is not None and isinstance(merged, HostMerged):
-            slots = merged.slots[slice(*(part or (None,)))]
-            self._watcher(slots, slots)
+        for watcher in filter(None, tuple(self._watchers.values())):
+            if isinstance(merged, HostMerged):
+                slots = merged.slots[slice(*(part or (None,)))]
+                watcher(slots, slots)
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)
 
@@ -115,9 +116,9 @@ class DenseArena:
     def _index(self, slots: np.ndarray) -> Tensor:
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def watch(self, name: str, watcher: Watcher | None) -> None:
         """Has a function called before every update; see `RowStore`."""
-        self._watcher = watcher
+        self._watchers[name] = watcher
 
     def close(self) -> None:
         """No-op: memory is freed with the last tensor that refers to it."""

@@ -87,10 +87,8 @@ class RowStore(Protocol):
         """
         ...
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Has a function called before every update in the host's memory; None: no more."""
-        ...
+    def watch(self, name: str, watcher: Watcher | None) -> None:
+        """Has a function called before every update in the host's memory, one of each name; None: no more."""
 
     def close(self) -> None:
         """Stops threads and closes files, without writing what is left; may be called again."""
-        ...

@@ -19,6 +19,8 @@ class CheckpointConfig(Section):
         keep_every: those after a multiple of so many steps stay besides; 0: none does.
         asynchronous: whether training goes on while one is written, where rows are in the host's memory and replicas do
             not differ; else it waits.
+        incremental: after a full one, so many that have only the rows that changed since the one before; 0: all are
+            full.
         folder: where they are; empty: `checkpoints` in the run's folder.
         on_failure: what a checkpoint that cannot be written does: a line, and training goes on (continue), or the run
             ends (stop).
@@ -30,6 +32,7 @@ class CheckpointConfig(Section):
     keep_last: Positive = 2
     keep_every: Count = 0
     asynchronous: bool = False
+    incremental: Count = 0
     folder: Folder = ""
     on_failure: Literal["continue", "stop"] = "continue"
     grace_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 25.0

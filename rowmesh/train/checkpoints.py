@@ -12,14 +12,16 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint import CheckpointWriteError
-from rowmesh.checkpoint.background import BackgroundSave
-from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
+from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
+from rowmesh.checkpoint.changes import Changes
+from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
 from rowmesh.checkpoint.series import BEST, Series, remove
 from rowmesh.errors import PeerError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.train.config import Config
 from rowmesh.train.job import Job
@@ -76,6 +78,13 @@ class Checkpoints:
         self.series = series_of(job.config, run)
         self._under_way: _UnderWay | None = None
         self._group: Any = None
+        self._parent: Parent | None = None
+        self._changes: Changes | None = None
+        if self._config.is_on and self._config.incremental:
+            if reason := why_not_asynchronous(job):
+                log(f"checkpoints are full, not incremental: {reason}")
+            else:
+                self._changes = Changes(job.embeddings)
         self._is_asynchronous = self._config.is_on and self._config.asynchronous
         if self._is_asynchronous and (reason := why_not_asynchronous(job)):
             self._is_asynchronous = False
@@ -88,6 +97,8 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Where training failed, one under way has `grace_s` to get on disk: its rows are still those of its step."""
+        if self._changes is not None:
+            self._changes.close()
         if self._under_way is None:
             return
         is_lost = isinstance(error, PeerError | Terminated) or bool(self._job.mesh.dead_ranks())
@@ -138,11 +149,15 @@ class Checkpoints:
         self._tried = step
         try:
             on_rank_0(mesh, WRITING, lambda: self._begin(place, has_best))
+            base = self._base()
             if self._is_asynchronous:
-                save = BackgroundSave(place, embeddings, state, metadata=metadata, group=self._group)
+                save = BackgroundSave(place, embeddings, state, metadata=metadata, group=self._group, base=base)
                 self._under_way = _UnderWay(step, place, started_s, save)
                 return
-            checkpoint.save(place, embeddings, state, metadata=metadata, group=mesh.group)
+            if base is None:
+                checkpoint.save(place, embeddings, state, metadata=metadata, group=mesh.group)
+            else:
+                save_increment(place, embeddings, state, base, metadata=metadata, group=mesh.group)
         except (OSError, CheckpointWriteError) as error:
             self._fail(step, place, error)
         else:
@@ -199,9 +214,35 @@ class Checkpoints:
             place.mkdir(parents=True)
             link_tree(self._run.best, place / BEST)
 
+    def _base(self) -> Base | None:
+        """Of what the next one is an increment; None: it is full. Collective.
+
+        It is full where the one before cannot be added to (there is none that this process wrote, it failed, or as
+        many increments as there may be came before), and where rows of any rank changed otherwise than by updates.
+        """
+        if self._changes is None:
+            return None
+        changed, parent, self._parent = self._changes.take(), self._parent, None
+        own = None if parent is None else [parent.step, parent.identity.folder, parent.identity.digest, parent.depth]
+        everyone = gather_objects(self._job.mesh, [changed is not None, own], WRITING)
+        of_rank_0 = everyone[0][1]  # which alone knows the digest
+        if changed is None or of_rank_0 is None or not all(is_known for is_known, _ in everyone):
+            return None
+        step, folder, digest, depth = of_rank_0
+        return Base(Parent(step, Identity(folder, digest), depth), changed)
+
+    def _note_parent(self, step: int, place: Path) -> None:
+        """The next one adds to this one, where there is an increment left. On rank 0."""
+        with contextlib.suppress(CheckpointError):  # the next one is full
+            manifest = checkpoint.read_manifest(place)
+            if manifest.depth < self._config.incremental:
+                self._parent = Parent(step, manifest.identity, manifest.depth)
+
     def _finish(self, step: int, place: Path, started_s: float) -> None:
         """One is on disk: older ones go."""
         self.last = step
+        if self._changes is not None and self._job.mesh.rank == 0:
+            self._note_parent(step, place)
         if self._job.mesh.rank == 0:
             with contextlib.suppress(OSError):  # the next one removes what stays
                 self.series.prune(self._config.keep_last, self._config.keep_every)

@@ -172,7 +172,7 @@ class TrainConfig(Section):
         eval_every: steps between evaluations on the validation split; 0 means none; auto: twice an epoch with
             patience, else none.
         progressive_every: steps of a window whose samples have metrics of their own, predicted before they are trained
-            on; 0: none.
+            on; those after the last whole window have none; 0: none.
         log_every: steps between lines of `metrics.jsonl`.
         clip_grad_norm: what the norm of all gradients of a step, those of rows too, may be; 0: any.
     """

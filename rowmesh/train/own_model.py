@@ -200,6 +200,8 @@ def make_own(
     if clash := sorted(config.options.keys() & arguments.keys()):
         raise ModelError(f"model.options.{clash[0]}: rowmesh gives {clash[0]} itself; name the option otherwise")
     arguments |= {"bottom": config.bottom, "top": config.top} if config.is_dlrm else config.options
+    if not config.is_own:
+        _check_options(config.name, kind, arguments)
     _check_calls(config.name, kind, arguments)
     try:
         network = kind(**arguments).to(dtype)
@@ -218,6 +220,19 @@ def make_own(
     if not list(network.parameters()):
         raise ModelError(f"model.name = {config.name!r} has no parameters; give it at least one, such as a bias")
     return own
+
+
+def _check_options(name: str, kind: type[nn.Module], arguments: Mapping[str, object]) -> None:
+    """Raises ModelError where a model of rowmesh's gets an option that it has not, or lacks one that it needs."""
+    options = dict(inspect.signature(kind).parameters)
+    for given in ("dims", "num_dense", "labels"):
+        options.pop(given, None)
+    known = f"it has {', '.join(options)}; docs/models.md says what they are"
+    for key in arguments.keys() - {"dims", "num_dense", "labels"} - options.keys():
+        raise ModelError(f"model.options.{key}: {name} has no such option{hint(key, options)}; {known}")
+    for key, option in options.items():
+        if option.default is option.empty and key not in arguments:
+            raise ModelError(f"model.name = {name!r} needs model.options.{key}; {known}")
 
 
 def _check_calls(name: str, kind: type[nn.Module], arguments: Mapping[str, object]) -> None:

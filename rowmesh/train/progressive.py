@@ -77,7 +77,7 @@ class Progressive:
         num_labels = len(self._job.targets)
         shape = (-1, num_labels) if num_labels > 1 else (-1,)
         outputs, labels = (state[name].view(shape)[own] for name in ("outputs", "labels"))
-        if len(labels):
+        if self._every and len(labels):
             self._parts = [(outputs, labels, state["weights"][own] if len(state["weights"]) else None)]
 
 

@@ -18,13 +18,16 @@ from rowmesh.train.mistakes import explain
 def resolve(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, changed by overrides such as `train.epochs=2`.
 
+    Where an override names another model than the file, what the file says of its own is left out.
+
     Raises:
         ConfigurationError: the file cannot be read, a key is unknown (with the nearest known one), or a
             value does not fit its key.
     """
     values = read_toml(path)
-    for override in overrides:
-        key, value = parse_override(override)
+    changes = [parse_override(override) for override in overrides]
+    _forget_other_model(values, dict(changes).get(("model", "name")))
+    for key, value in changes:
         _assign(values, key, value)
     folder = values.setdefault("run", {})
     if isinstance(folder, dict) and not folder.get("folder"):
@@ -89,6 +92,14 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         return path, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return path, value.strip()
+
+
+def _forget_other_model(values: dict[str, Any], name: object) -> None:
+    """Takes out what a file says of a model in whose place an override puts another: its keys would mean nothing."""
+    section = values.get("model")
+    if name is not None and isinstance(section, dict) and section.get("name", "dlrm") != name:
+        for key in ("bottom", "top", "options"):
+            section.pop(key, None)
 
 
 def _assign(values: dict[str, Any], key: tuple[str, ...], value: Any) -> None:

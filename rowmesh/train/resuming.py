@@ -164,7 +164,7 @@ def _go_back(run: RunFolder, series: Series, step: int, *, has_best: bool) -> No
         reach("resume.cut", path)
         cut_after(path, step)
     restore_best(run, series.at(step) / BEST if has_best else None)
-    for newer in [each for each in series.steps() if each > step]:
+    for newer in [each for each in reversed(series.steps()) if each > step]:  # before what they add to
         remove(series.at(newer))
 
 

@@ -119,7 +119,7 @@ class Survivors:
         except (OSError, CheckpointError, PeerError) as error:
             text = str(error)
         except RuntimeError as error:  # of torch.distributed
-            text = f"the ranks of this replica group did not meet: {str(error).splitlines()[0]}"
+            text = f"the ranks of this replica group did not meet: {(str(error) or repr(error)).splitlines()[0]}"
         if not text:
             step = standing.step
             text = f"checkpoint after step {step:,} by ranks {list(self._members)}, which are all of a replica group"
@@ -156,7 +156,7 @@ class Survivors:
         if not all(each.rows_after(standing.step) for each in self._job.embeddings.engine.shard_groups.stored):
             return "is amid an update of rows"
         if random_states(self._job.embeddings.device) != self._own_state:
-            return "draws random numbers, and nobody knows those of a lost rank"
+            return "draws random numbers, and those of a lost rank are not known"
         if standing.lines and self._job.mesh.rank == self._members[0] and last_step(self._run.metrics) < standing.lines:
             return f"does not find the line of step {standing.lines:,} in {self._run.metrics.name}"
         return ""
@@ -205,13 +205,16 @@ class Survivors:
     def _begin(self, place: Path, claim: Path, has_best: bool) -> None:
         place.parent.mkdir(exist_ok=True)
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
-        if (place / MANIFEST).exists():
+        try:
+            if (place / MANIFEST).exists():
+                raise FileExistsError(str(place))
+            remove(place)
+            if has_best:
+                place.mkdir()
+                link_tree(self._run.best, place / BEST)
+        except BaseException:
             claim.unlink()
-            raise FileExistsError(str(place))
-        remove(place)
-        if has_best:
-            place.mkdir()
-            link_tree(self._run.best, place / BEST)
+            raise
 
 
 class _RowsOfGroup:

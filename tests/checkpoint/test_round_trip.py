@@ -108,14 +108,14 @@ def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
 
 
 def test_chunks_do_not_change_what_is_read(saved, monkeypatch):
-    monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 5)
+    monkeypatch.setattr("rowmesh.checkpoint.chain.CHUNK_ROWS", 5)
     actual = Cyclic(TABLES, 1, 2)
     load(saved, actual)
     assert actual.equals(Cyclic(TABLES, 1, 2).fill())
 
 
 def test_reading_needs_no_memory_for_the_whole_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("rowmesh.checkpoint.read.CHUNK_ROWS", 10_000)
+    monkeypatch.setattr("rowmesh.checkpoint.chain.CHUNK_ROWS", 10_000)
     table = TableSpec(name="large", num_rows=1_000_000, dim=1, optimizer=SGD())
     save(tmp_path, Cyclic([table]), {})
     target = Cyclic([table])

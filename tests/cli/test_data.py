@@ -136,3 +136,18 @@ def test_reorder_takes_the_defaults_of_the_library(tmp_path, capsys):
     options = Prepared.open(tmp_path / "out").reordering["options"]
     assert ReorderOptions(**options) == ReorderOptions()
     assert "item stay in order of frequency: fewer than 40 batches, too few" in capsys.readouterr().out
+
+
+def test_event_tables_become_sequences(tmp_path, capsys):
+    (tmp_path / "u.data").write_text("".join(f"{n % 6}\t{n % 5}\t4\t{n}\n" for n in range(60)))
+    command = ("prepare", tmp_path / "u.data", "--schema", "movielens-100k", "--out", tmp_path / "out")
+    run(*command)
+    summary = capsys.readouterr().out
+    for text in ("users", "60", "0.0% of users have their last two events at one time"):
+        assert text in summary
+    run(*command, "--reuse")
+    assert "reused" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="leave out --validation"):
+        run(*command, "--min-count", 3)
+    with pytest.raises(DataError, match="name files of events"):
+        run("prepare", tmp_path, *command[2:], "--overwrite")

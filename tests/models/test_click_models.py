@@ -166,6 +166,8 @@ def test_gradients_reach_everything(name, num_dense):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        (ProjectedDLRM, {"width": 0}, "projection: width must be positive, got 0"),
+        (ProjectedDLRM, {"dims": {}}, "projection: there are no features with embeddings"),
         (DCNv2, {"num_cross": 0}, "dcn_v2: num_cross must be positive, got 0"),
         (DCNv2, {"rank": 15}, r"dcn_v2: rank must be 0 \(full\) to 14, below the 15 inputs; got 15"),
         (DCNv2, {"structure": "deep"}, "dcn_v2: structure must be 'stacked' or 'parallel', got 'deep'"),

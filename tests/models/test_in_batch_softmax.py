@@ -84,6 +84,19 @@ def test_ranks_compare_with_the_items_of_all(ranks):
             torch.testing.assert_close(torch.cat([part[step][number] for part in parts]), tensor)
 
 
+def column_by_column(mesh, sizes):
+    rows = torch.ones(sizes[mesh.rank], 2, requires_grad=True)
+    gathered, _ = RowsOfAllRanks(mesh)(rows)
+    grad = torch.arange(2.0 * sum(sizes)).view(sum(sizes), 2)
+    gathered.backward(grad if mesh.rank else grad.T.contiguous().T)
+    return rows.grad
+
+
+def test_gradients_that_lie_otherwise_in_memory_are_added_alike(ranks):
+    found = torch.cat(ranks.run(column_by_column, [1, 2], world_size=2))
+    assert torch.equal(found, 2 * torch.arange(6.0).view(3, 2))
+
+
 def test_shapes_are_checked():
     u, v, ids = batch(0)
     with pytest.raises(DataError, match=r"takes queries \[B, W\], items \[B, W\] and item_ids \[B\], got \[9, 6\]"):

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.tables import TableSpec
 from rowmesh.train.commands import run_evaluation, run_training
+from rowmesh.train.config import ModelConfig
 from rowmesh.train.export import export
 from rowmesh.train.graphs import check_graphs
-from rowmesh.train.own_model import ModelError, find_class
+from rowmesh.train.own_model import ModelError, find_class, make_own
 from rowmesh.train.resolve import resolve, validate
 from tests.support.clicks import write_config
 
@@ -149,6 +151,25 @@ def test_the_page_runs_as_it_stands(own_file, tmp_path, monkeypatch):
     assert run_evaluation(tmp_path / "run") == metrics
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "dcn_v2",
+            {"num_crosses": 2},
+            r"model\.options\.num_crosses: dcn_v2 has no such option; did you mean 'num_cross'",
+        ),
+        ("two_tower", {}, r"two_tower' needs model\.options\.item"),
+        ("dcn_v2", {"deep": "512"}, "dcn_v2: deep must be whole numbers, got '512'"),
+        ("mmoe", {"num_experts": 2.5}, "mmoe: num_experts must be whole numbers, got 2.5"),
+    ],
+)
+def test_options_of_named_models_are_checked(name, options, message):
+    tables = [TableSpec(name="user", num_rows=5, dim=4)]
+    with pytest.raises(ModelError, match=message):
+        make_own(ModelConfig(name=name, options=options), tables, 2, torch.float32)
+
+
 @pytest.mark.parametrize("name", ["dcn_v2", "deep_fm", "mmoe", "shared_bottom", "two_tower", "wide_and_deep"])
 def test_named_models_learn(own_file, name):
     options = ['model.options.item=["C2", "C3"]'] if name == "two_tower" else []
@@ -159,12 +180,12 @@ def test_named_models_learn(own_file, name):
 
 def test_dlrm_projects_vectors_of_other_dims(own_file, tmp_path, command):
     more = ["tables.C1.dim=8", "tables.dtype=float64", "train.steps=0", "model.bottom=[8]", "model.top=[16]"]
-    found = {}
-    for ranks in (1, 2):
-        run = tmp_path / f"ranks{ranks}"
-        done = command(["train", str(own_file), f"run.folder={run}", *more], ranks=ranks)
-        assert done.status == 0, done.err
-        assert re.search(r"^network   dlrm: vectors projected to 8, bottom 13→8→8, top ", done.out, re.M)
-        found[ranks] = json.loads((run / "evaluation" / "test.json").read_text())
-    assert found[2]["log_loss"] == pytest.approx(found[1]["log_loss"], abs=1e-9)
-    assert run_evaluation(tmp_path / "ranks1").log_loss == pytest.approx(found[1]["log_loss"], abs=1e-9)
+    run = tmp_path / "two"
+    done = command(["train", str(own_file), f"run.folder={run}", *more], ranks=2)
+    assert done.status == 0, done.err
+    assert re.search(r"^network   dlrm: vectors projected to 8, bottom 13→8→8, top ", done.out, re.M)
+    two = json.loads((run / "evaluation" / "test.json").read_text())
+    one = run_training(resolve(own_file, [f"run.folder={tmp_path / 'one'}", *more]))
+    assert one is not None
+    assert two["log_loss"] == pytest.approx(one.log_loss, abs=1e-9)
+    assert run_evaluation(tmp_path / "one").log_loss == pytest.approx(one.log_loss, abs=1e-9)

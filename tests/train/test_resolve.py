@@ -141,3 +141,13 @@ def test_files_that_cannot_be_read(write, tmp_path):
 def test_override_values_are_toml(value):
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     assert parse_override(f"a.b={text}") == (("a", "b"), value)
+
+
+def test_another_model_takes_none_of_the_keys_of_the_one_in_the_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('data.folder = "clicks"\n[model]\nbottom = [8]\ntop = [4]\n')
+    config = resolve(path, ["model.name=dcn_v2", "model.options.rank=3"])
+    assert (config.model.name, config.model.options) == ("dcn_v2", {"rank": 3})
+    assert resolve(path, ["model.name=dlrm"]).model.bottom == [8]
+    with pytest.raises(ConfigurationError, match="model: top: of dlrm alone"):
+        resolve(path, ["model.name=dcn_v2", "model.top=[3]"])

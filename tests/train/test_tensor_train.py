@@ -110,8 +110,9 @@ def test_cores_have_no_replicas(config_file, clicks):
 
 @pytest.mark.parametrize("storage", ["all", "some"])
 def test_one_rank_trains_and_evaluates(config_file, storage, capsys):
-    rows = 1 if storage == "all" else 100
-    overrides = [f"tables.tensor_train.min_rows={rows}", ADAGRAD, 'placement.drift.enabled="on"']
+    ranks = ["tables.tensor_train.rank=2", "tables.C5.tensor_train.rank=1"]  # tables of one shape share their kernels
+    rows, ranks = (1, ranks) if storage == "all" else (100, [])
+    overrides = [f"tables.tensor_train.min_rows={rows}", *ranks, ADAGRAD, 'placement.drift.enabled="on"']
     config = resolve(config_file, overrides)
     trained = run_training(config)
     out = capsys.readouterr().out
@@ -123,7 +124,7 @@ def test_one_rank_trains_and_evaluates(config_file, storage, capsys):
 @pytest.mark.parametrize("pipeline", [[], ["pipeline.depth=2", "pipeline.micro_batches=2"]], ids=["loop", "pipeline"])
 def test_two_ranks_train_and_one_evaluates(config_file, command, pipeline):
     run = config_file.parent / "run"
-    overrides = ["tables.tensor_train.min_rows=40", ADAGRAD]
+    overrides = ["tables.tensor_train.min_rows=40", "tables.tensor_train.rank=2", ADAGRAD]
     done = command(["train", str(config_file), *overrides, *pipeline], ranks=2)
     assert done.status == 0, done.err
     assert "group     dim4_adagrad_tensor_train" in done.out

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +17,7 @@ from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable
-from rowmesh.data.text import BYTE_ORDER_MARK, BlockParser, check_line_ends, header_names, line_blocks
+from rowmesh.data.text import BlockParser, row_blocks
 from rowmesh.errors import ConfigurationError, DataError
 
 END_FILE = "_END"
@@ -28,8 +31,9 @@ class FileSource:
 
     With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
     appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
-    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part
-    or .partial, are not read.
+    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part,
+    .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists
+    it by itself.
 
     Args:
         paths: files; or one folder.
@@ -37,7 +41,7 @@ class FileSource:
         follow: whether to wait for more files.
 
     Raises:
-        ConfigurationError: there is no such file, or files are to be followed that are no folder.
+        ConfigurationError: there is no such file, one is given twice, or files are to be followed that are no folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False) -> None:
@@ -53,6 +57,9 @@ class FileSource:
             )
         if self._folder is None and (missing := [path for path in self._files if not path.is_file()]):
             raise ConfigurationError(f"{missing[0]} is no file; give files, or one folder")
+        if twice := [path for path, count in Counter(self._files).items() if count > 1]:
+            raise ConfigurationError(f"{twice[0]} is given twice; give each file once")
+        self._base = self._folder or Path(os.path.commonpath([path.absolute().parent for path in self._files]))
 
     @property
     def files(self) -> list[Path]:
@@ -66,7 +73,7 @@ class FileSource:
         done: list[Path] = []
         resumed = None if position is None else str(position["file"])
         if resumed is not None:
-            names = [path.name for path in self.files]
+            names = [self._name(path) for path in self.files]
             if resumed not in names:
                 raise DataError(
                     f"the position is in {resumed}, row {position['row'] if position else 0:,}, and there is no such "
@@ -78,12 +85,16 @@ class FileSource:
             files = self.files  # listed after the end was looked for, so that none before the end is missed
             self._check_order(files, done)
             for path in files[len(done) :]:
-                skip = int(position["row"]) if position is not None and path.name == resumed else 0
+                skip = int(position["row"]) if position is not None and self._name(path) == resumed else 0
                 yield from self._chunks_of(path, skip)
                 done.append(path)
             if is_last:
                 return
             yield None
+
+    def _name(self, path: Path) -> str:
+        """A file in positions: below the folder that all have in common, which may move."""
+        return path.absolute().relative_to(self._base.absolute()).as_posix()
 
     def _check_order(self, files: Sequence[Path], done: Sequence[Path]) -> None:
         if late := [path for path in files[: len(done)] if path not in done]:
@@ -95,7 +106,8 @@ class FileSource:
             raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
 
     def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:
-        chunks = _text_chunks(path, self.schema) if self.schema.format == "text" else _table_chunks(path, self.schema)
+        chunks_of = _text_chunks if self.schema.format == "text" else _table_chunks
+        chunks = chunks_of(_File(path, self._name(path)), self.schema)
         row = 0
         for chunk in chunks:
             row += len(chunk)
@@ -106,6 +118,13 @@ class FileSource:
                 f"{path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that was "
                 "read; put that back, or start without the position"
             )
+
+
+class _File(NamedTuple):
+    """A file, and what positions name it."""
+
+    path: Path
+    name: str
 
 
 class _Rest:
@@ -129,8 +148,8 @@ class _Rest:
 class _TextChunk:
     """Whole lines."""
 
-    def __init__(self, path: Path, schema: Schema, names: tuple[str, ...], block: bytes, line: int, row: int) -> None:
-        self.name, self._path, self._schema, self._names = str(path), path, schema, names
+    def __init__(self, file: _File, schema: Schema, names: tuple[str, ...], block: bytes, line: int, row: int) -> None:
+        self.name, self._file, self._schema, self._names = str(file.path), file, schema, names
         self._block, self._line, self._row = block, line, row
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE) + 1
         self._bounds = np.concatenate([np.zeros(1, np.int64), ends])
@@ -141,19 +160,19 @@ class _TextChunk:
     def tables(self, first: int, end: int, quarantine: BadRows) -> Iterator[RawTable]:
         """See `Chunk`."""
         part = self._block[self._bounds[first] : self._bounds[end]]
-        parser = BlockParser(self._path, self._schema, self._names, quarantine, 0)
+        parser = BlockParser(self._file.path, self._schema, self._names, quarantine, 0)
         return parser.parse(part, self._line + first)
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._path.name, "row": self._row + rows}
+        return {"file": self._file.name, "row": self._row + rows}
 
 
 class _TableChunk:
     """Rows of a Parquet file."""
 
-    def __init__(self, path: Path, table: pa.Table, row: int) -> None:
-        self.name, self._path, self._table, self._row = str(path), path, table, row
+    def __init__(self, file: _File, table: pa.Table, row: int) -> None:
+        self.name, self._file, self._table, self._row = str(file.path), file, table, row
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -166,32 +185,26 @@ class _TableChunk:
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._path.name, "row": self._row + rows}
+        return {"file": self._file.name, "row": self._row + rows}
 
 
-def _text_chunks(path: Path, schema: Schema) -> Iterator[_TextChunk]:
-    names, line, row = schema.columns, 1, 0
-    for block, _ in line_blocks(path):
-        if line == 1:
-            block = block.removeprefix(BYTE_ORDER_MARK)
-            check_line_ends(path, block)
-        if not names:
-            header, _, block = block.partition(b"\n")
-            names, line = header_names(path, header, schema), 2
-        chunk = _TextChunk(path, schema, names, block, line, row)
+def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
+    row = 0
+    for names, block, line, _ in row_blocks(file.path, schema):
+        chunk = _TextChunk(file, schema, names, block, line, row)
         if len(chunk):
             yield chunk
-        line, row = line + len(chunk), row + len(chunk)
+        row += len(chunk)
 
 
-def _table_chunks(path: Path, schema: Schema) -> Iterator[_TableChunk]:
-    row = 0
+def _table_chunks(file: _File, schema: Schema) -> Iterator[_TableChunk]:
+    path, row = file.path, 0
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
-            column_forms(path, schema, file.schema_arrow)
-            for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
+        with pq.ParquetFile(path, memory_map=True) as opened:
+            column_forms(path, schema, opened.schema_arrow)
+            for batch in opened.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
                 if batch.num_rows:
-                    yield _TableChunk(path, pa.Table.from_batches([batch]), row)
+                    yield _TableChunk(file, pa.Table.from_batches([batch]), row)
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error

@@ -57,11 +57,11 @@ class RawLoader:
         multi_hot: by categorical feature: whether rows have lists of ids; default: those with a separator.
         quarantine: where rows go that cannot be used.
         prefetch: how many batches a thread makes ahead; 0 for none.
-        wait: called while a source has no rows yet; it sleeps, or raises to end the run.
+        wait: called while a source has no rows yet, by the thread that iterates; it sleeps, or raises to end the run.
 
     Raises:
-        ConfigurationError: sizes that cannot work, or dense columns that are to be standardized, whose means nobody
-            knows before the data are read.
+        ConfigurationError: sizes that cannot work, or dense columns that are to be standardized, whose means are
+            not known before the data are read.
     """
 
     def __init__(
@@ -90,6 +90,11 @@ class RawLoader:
         self.schema, self.batch_size, self.rank, self.world_size = schema, batch_size, rank, world_size
         self.seed, self.prefetch, self.waited_s = seed, prefetch, 0.0
         self.multi_hot = tuple(multi_hot or (feature.separator is not None for feature in schema.categorical))
+        if len(self.multi_hot) != len(schema.categorical):
+            raise ConfigurationError(
+                f"multi_hot must say of each of the {len(schema.categorical)} categorical features whether it has "
+                f"lists, got {len(self.multi_hot)} values"
+            )
         self._source, self._quarantine, self._wait = source, quarantine, wait
         self._position: Position | None = None
         self.batches = 0
@@ -100,9 +105,7 @@ class RawLoader:
         made = run_ahead(self._make(self._position), self.prefetch)
         try:
             while True:
-                start = time.perf_counter()
-                item = next(made, None)
-                self.waited_s += time.perf_counter() - start
+                item = self._await(made)
                 if item is None:
                     return
                 self._position, self.batches = item.position, self.batches + 1
@@ -140,12 +143,24 @@ class RawLoader:
         self._position, self.batches = state["position"], int(state["batches"])
         self._positions = deque([(self.batches, self._position)], _KEPT_POSITIONS)
 
-    def _make(self, position: Position | None) -> Iterator[Made]:
-        """Every global batch's part of this rank."""
+    def _await(self, made: Iterator[Made | None]) -> Made | None:
+        """The next batch, once its rows are there; None at the end."""
+        start = time.perf_counter()
+        try:
+            while (item := next(made)) is None:  # waited for here: a thread that did so could not be ended
+                self._wait()
+            return item
+        except StopIteration:
+            return None
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def _make(self, position: Position | None) -> Iterator[Made | None]:
+        """Every global batch's part of this rank; None while a source has no rows yet."""
         held: list[tuple[Chunk, int]] = []  # chunks, and how many of their rows are used up
         for chunk in self._source.chunks(position):
             if chunk is None:
-                self._wait()
+                yield None
                 continue
             held.append((chunk, 0))
             while sum(len(each) - first for each, first in held) >= self.batch_size:

@@ -14,7 +14,7 @@ from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable
-from rowmesh.errors import DataError
+from rowmesh.errors import ConfigurationError, DataError
 
 CHUNK_ENTRIES = 4096
 _START = "0-0"
@@ -25,7 +25,8 @@ class RedisStream:
     empty.
 
     Entries stay in the stream: every rank reads them, and a run that is resumed does so again. Trim it (`XTRIM`) no
-    further than the oldest position that is to be resumed from; that is checked.
+    further than the oldest position that is to be resumed from or that a rank has read up to; that is checked. Without
+    `follow` nothing may be added meanwhile: the end is where each rank finds it.
 
     Args:
         url: of the server, `redis://[user:password@]host:port/database`, or `rediss://` for TLS.
@@ -34,7 +35,7 @@ class RedisStream:
         follow: whether to wait for more entries at its end.
 
     Raises:
-        ConfigurationError: the package redis is not installed.
+        ConfigurationError: the package redis is not installed, or the URL cannot be used.
 
     Example (not run)::
 
@@ -44,19 +45,17 @@ class RedisStream:
     def __init__(self, url: str, key: str, schema: Schema, *, follow: bool = False) -> None:
         redis = extras.load("redis", "redis", "streams are read")
         self._errors: tuple[type[Exception], ...] = (redis.RedisError,)
-        self._client: Any = redis.Redis.from_url(url)
+        try:
+            self._client: Any = redis.Redis.from_url(url)
+        except ValueError as error:
+            raise ConfigurationError(f"the URL of stream {key!r} cannot be used: {error}") from error
         self.key, self.schema, self.follow = key, schema, follow
 
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
         """Chunks of entries; see `Source.chunks`."""
         last, row = (_START, 0) if position is None else (str(position["entry"]), int(position["row"]))
-        if position is not None and not self._call("xrange", self.key, last, last):
-            raise DataError(
-                f"the position is after entry {last} of stream {self.key!r}, which is not there any more: entries that "
-                "follow it may be gone too. Start without the position, and trim streams later"
-            )
         while True:
-            entries = self._call("xrange", self.key, f"({last}", "+", CHUNK_ENTRIES)
+            entries = self._after(last)
             if entries:
                 chunk = _Entries(self.key, self.schema, entries, row)
                 last, row = entries[-1][0].decode(), row + len(entries)
@@ -65,6 +64,18 @@ class RedisStream:
                 yield None
             else:
                 return
+
+    def _after(self, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Entries after the last that was read, which is read again: where it is gone, so may be some after it."""
+        if last == _START:
+            return self._call("xrange", self.key, "-", "+", CHUNK_ENTRIES)
+        found = self._call("xrange", self.key, last, "+", CHUNK_ENTRIES + 1)
+        if not found or found[0][0].decode() != last:
+            raise DataError(
+                f"the position is after entry {last} of stream {self.key!r}, which is not there any more: entries that "
+                "follow it may be gone too. Start without the position, and trim streams later"
+            )
+        return found[1:]
 
     def close(self) -> None:
         """Closes the connection."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.models.sequence.block import Block, BlockForm, BlockSizes, Clock
-from rowmesh.ops.sequence_attention import Layout, TimeForm
+from rowmesh.ops.sequence_attention import Layout, TimeForm, check_offsets, check_times
 
 Kind = Literal["sasrec", "hstu", "fuxi_alpha", "fuxi_beta"]
 Scale = Literal["longest", "actual"]
@@ -55,10 +55,10 @@ class SequenceEncoder(nn.Module):
             events of the user ("actual"). Published results differ by it.
         request_time: whether durations end when the next event is asked for, `s_i − t_j`, as in HSTU's implementation;
             else at the event itself, `t_i − t_j`.
-        ffn_dim: width of feed-forward layers; default D of `sasrec`, 2 D of FuXi.
+        ffn_dim: width of feed-forward layers, which `hstu` has none of; default D of `sasrec`, 2 D of FuXi.
         time: of `fuxi_beta`, the function; "power" or "exponential".
-        time_unit: what Δt is counted in, in the unit of `times`; default 1 of "power", a day of "exponential". Buckets
-            have no unit.
+        time_unit: of `fuxi_beta`, what Δt is counted in, in the unit of `times`; default 1 of "power", a day of
+            "exponential". Buckets have no unit.
         learned_positions: whether a learned vector of each position is added; default of `sasrec` alone.
         eps: of norms.
 
@@ -130,7 +130,7 @@ class SequenceEncoder(nn.Module):
         Raises:
             ValueError: shapes do not fit, times are missing, or a user has more than `max_length` events.
         """
-        self._check_batch(vectors, offsets, times)
+        self._check_batch(vectors, offsets, times, request_times)
         x = vectors
         if self.positions is not None:
             x = x + self.positions[_places(offsets, x.shape[0])]
@@ -148,11 +148,15 @@ class SequenceEncoder(nn.Module):
             return Clock(times)
         return Clock(times, _next_times(times, offsets) if request_times is None else request_times)
 
-    def _check_batch(self, vectors: Tensor, offsets: Tensor, times: Tensor | None) -> None:
+    def _check_batch(
+        self, vectors: Tensor, offsets: Tensor, times: Tensor | None, request_times: Tensor | None
+    ) -> None:
         if vectors.dim() != 2 or vectors.shape[1] != self.dim:
             raise ValueError(f"vectors must be [T, {self.dim}], got {list(vectors.shape)}")
         if self.form.time is not None and times is None:
             raise ValueError(f"{self.kind} weighs events by time: give times, int64 [{vectors.shape[0]}]")
+        check_offsets(vectors.shape[0], offsets)
+        check_times(vectors.shape[0], times=times, request_times=request_times)
         if offsets.is_cpu and offsets.numel() > 1 and (longest := int(offsets.diff().max())) > self.max_length:
             raise ValueError(
                 f"a user has {longest} events, more than max_length {self.max_length}: cut them at the old end, or "
@@ -207,3 +211,7 @@ def _check(
         raise ConfigurationError(f"{kind}: time is an option of fuxi_beta alone, 'power' or 'exponential': {time!r}")
     if time_unit is not None and time_unit <= 0:
         raise ConfigurationError(f"{kind}: time_unit must be positive, got {time_unit}")
+    if time_unit is not None and kind != "fuxi_beta":
+        raise ConfigurationError(f"{kind}: time_unit is of functions of time, of fuxi_beta alone; leave it out")
+    if ffn_dim is not None and kind == "hstu":
+        raise ConfigurationError("hstu: ffn_dim is of feed-forward layers, and hstu has none; leave it out")

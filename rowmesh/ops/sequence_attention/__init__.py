@@ -27,6 +27,8 @@ __all__ = [
     "attend",
     "bucket_starts",
     "buckets",
+    "check_offsets",
+    "check_times",
     "num_channels",
 ]
 Activation = Literal["silu", "softmax"]
@@ -188,22 +190,25 @@ def _check(
     if queries is not None and keys is not None and queries.shape != keys.shape:
         raise ValueError(f"queries and keys must have one shape, got {list(queries.shape)} and {list(keys.shape)}")
     _check_bias(values.shape[0], bias)
-    _check_offsets(values.shape[0], offsets, bias)
+    check_offsets(values.shape[0], offsets)
+    if bias.positions is not None and offsets.is_cpu:
+        longest = int(offsets.diff().max()) if offsets.numel() > 1 else 0
+        most = (bias.positions.shape[0] + 1) // 2
+        if longest > most:
+            raise ValueError(
+                f"a sequence has {longest} events, more than the {most} that positions have weights for; cut it at its "
+                "old end"
+            )
 
 
-def _check_offsets(num_events: int, offsets: Tensor, bias: Bias) -> None:
+def check_offsets(num_events: int, offsets: Tensor) -> None:
+    """Raises ValueError where offsets do not cut so many events into sequences; a GPU's are not read."""
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype != torch.int64:
         raise ValueError(f"offsets must be int64 [B + 1], got {list(offsets.shape)} of {offsets.dtype}")
     if not offsets.is_cpu:
         return  # reading them would wait for the device
-    lengths = offsets.diff()
-    if offsets[0] != 0 or offsets[-1] != num_events or (lengths < 0).any():
+    if offsets[0] != 0 or offsets[-1] != num_events or (offsets.diff() < 0).any():
         raise ValueError(f"offsets must ascend from 0 to the {num_events} events, got {offsets.tolist()[:8]}…")
-    if bias.positions is not None and lengths.numel() and lengths.max() > (bias.positions.shape[0] + 1) // 2:
-        raise ValueError(
-            f"a sequence has {int(lengths.max())} events, more than the {(bias.positions.shape[0] + 1) // 2} that "
-            "positions have weights for; cut it at its old end"
-        )
 
 
 def _check_bias(num_events: int, bias: Bias) -> None:
@@ -218,6 +223,11 @@ def _check_bias(num_events: int, bias: Bias) -> None:
         raise ValueError(f"weights of time, as {bias.form}, must be [{wanted}], got {list(bias.time.shape)}")
     if bias.times is None:
         raise ValueError("weights of time need the times of events: give times")
-    for name, each in (("times", bias.times), ("query_times", bias.query_times)):
+    check_times(num_events, times=bias.times, query_times=bias.query_times)
+
+
+def check_times(num_events: int, **times: Tensor | None) -> None:
+    """Raises ValueError where times, by name, are not those of so many events."""
+    for name, each in times.items():
         if each is not None and (each.dtype != torch.int64 or each.shape != (num_events,)):
             raise ValueError(f"{name} must be int64 [{num_events}], got {list(each.shape)} of {each.dtype}")

@@ -228,6 +228,20 @@ def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
         next(batches)
 
 
+def test_a_loader_of_a_source_without_more_rows_can_be_closed(tmp_path):
+    folder = folder_of(tmp_path, [5], "text")
+    source, waits = FileSource([folder], SCHEMA, follow=True), []
+    batches = iter(
+        RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), wait=lambda: waits.append(1), prefetch=2)
+    )
+    next(batches)
+    closing = threading.Thread(target=batches.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive()
+    assert not waits
+
+
 def test_changed_files_are_named(tmp_path):
     folder = folder_of(tmp_path, [5, 5], "text")
     first = loader(folder)
@@ -242,6 +256,25 @@ def test_changed_files_are_named(tmp_path):
         list(second)
 
 
+def test_files_of_one_name_in_several_folders_are_told_apart(tmp_path):
+    files = [tmp_path / day / "part.csv" for day in ("1", "2", "3")]
+    for number, path in enumerate(files):
+        path.parent.mkdir()
+        write_text(path, rows_of(4 * number, 4))
+
+    def made():
+        source = FileSource(files, SCHEMA)
+        return RawLoader(source, SCHEMA, batch_size=3, quarantine=NoBadRows(), multi_hot=(False, True), prefetch=0)
+
+    first = made()
+    batches = iter(first)
+    for done in range(4):
+        second = made()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert joined(second) == expected_rows(3 * done, 12 - 3 * done)
+        next(batches)
+
+
 def test_what_cannot_work_is_named(tmp_path):
     folder = folder_of(tmp_path, [5], "text")
     standard = SCHEMA.model_copy(update={"dense_transform": "standardize"})
@@ -253,6 +286,8 @@ def test_what_cannot_work_is_named(tmp_path):
         FileSource([folder / "000.csv"], SCHEMA, follow=True)
     with pytest.raises(ConfigurationError, match=r"nothing.csv is no file"):
         FileSource([folder / "nothing.csv"], SCHEMA)
+    with pytest.raises(ConfigurationError, match=r"000.csv is given twice"):
+        FileSource([folder / "000.csv", folder / "000.csv"], SCHEMA)
     state = {**loader(folder).state_dict(), "seed": 3}
     with pytest.raises(ConfigurationError, match="saved with seed = 3, this run has 0"):
         loader(folder).load_state_dict(state)

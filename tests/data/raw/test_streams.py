@@ -7,7 +7,7 @@ import pytest
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import RawLoader, RedisStream
 from rowmesh.data.schema import Schema
-from rowmesh.errors import DataError
+from rowmesh.errors import ConfigurationError, DataError
 from tests.support.redis_server import redis_server as redis_server
 
 SCHEMA = Schema(label="click", dense=("price",), dense_transform="none", categorical=["user"])
@@ -65,6 +65,23 @@ def test_a_stream_is_followed(redis_server):
     with pytest.raises(OverError):
         read()
     assert found == [0, 1, 2, 3]
+
+
+def test_entries_that_are_trimmed_while_a_stream_is_read_are_missed(redis_server):
+    add(redis_server, 0, 4)
+    batches = iter(loader(redis_server, follow=True))
+    next(batches)
+    add(redis_server, 4, 8)
+    with redis_server.client() as client:
+        client.xtrim(KEY, maxlen=4, approximate=False)
+    with pytest.raises(DataError, match=r"is after entry \d+-\d+ of stream 'clicks', which is not there any more"):
+        next(batches)
+
+
+def test_urls_are_checked():
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    with pytest.raises(ConfigurationError, match=r"the URL of stream 'clicks' cannot be used: .*redis://"):
+        RedisStream("localhost:6379", KEY, SCHEMA)
 
 
 def test_what_is_wrong_is_named(redis_server):

@@ -210,6 +210,8 @@ def test_dropout_is_drawn_in_training_alone():
         ({"scale": "mean"}, "scale must be 'longest' or 'actual'"),
         ({"time": "power"}, "fuxi_beta alone"),
         ({"time_unit": 0.0}, "time_unit must be positive"),
+        ({"time_unit": 60.0}, "hstu: time_unit is of functions of time, of fuxi_beta alone"),
+        ({"ffn_dim": 16}, "hstu: ffn_dim is of feed-forward layers, and hstu has none"),
     ],
 )
 def test_options_that_cannot_work(wrong, says):
@@ -227,3 +229,14 @@ def test_batches_that_cannot_work():
         encoder(vectors[:3], torch.tensor([0, 3]))
     with pytest.raises(ValueError, match=r"vectors must be \[T, 8\], got \[3, 4\]"):
         encoder(vectors[:3, :4], torch.tensor([0, 3]), times[:3])
+    with pytest.raises(ValueError, match=r"times must be int64 \[3\], got \[2\] of torch.int64"):
+        encoder(vectors[:3], torch.tensor([0, 3]), times[:2])
+    with pytest.raises(ValueError, match=r"request_times must be int64 \[3\], got \[3\] of torch.float32"):
+        encoder(vectors[:3], torch.tensor([0, 3]), times[:3], times[:3].float())
+    for kind in KINDS:
+        encoder = SequenceEncoder(kind, DIM, 1, HEADS, LONGEST).double()
+        for offsets in (torch.tensor([0, 2]), torch.tensor([0, 4]), torch.tensor([0, 2, 1, 3])):
+            with pytest.raises(ValueError, match="offsets must ascend from 0 to the 3 events, got"):
+                encoder(vectors[:3], offsets, times[:3])
+        with pytest.raises(ValueError, match=r"offsets must be int64 \[B \+ 1\], got \[2\] of torch.int32"):
+            encoder(vectors[:3], torch.tensor([0, 3], dtype=torch.int32), times[:3])

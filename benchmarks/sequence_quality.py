@@ -1,0 +1,157 @@
+"""HR@10 and NDCG@10 of sequence models on Amazon Beauty, leave one out, beside popularity; one rank, full softmax.
+
+    python -m benchmarks.sequence_quality --data ../shared/data/sequences
+    python -m benchmarks.sequence_quality --data ../shared/data/sequences --quick     one seed, 3 epochs, SASRec
+
+The items are an `nn.Embedding` and the optimizer is Adam: what is measured is data, encoder, loss and ranking, not the
+tables. All items are ranked but those that the user has seen; tied items stand before the target. The epoch that is
+best on the validation is tested, and no other looks at the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare_events
+from rowmesh.data.events.sequences import SplitName
+from rowmesh.mesh import Mesh
+from rowmesh.models.sequence import KINDS, Kind, SequenceEncoder
+from rowmesh.models.sequence.losses import full_softmax
+from rowmesh.train.sequence.ranking import Seen, rank_targets
+from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
+
+FILE = "beauty_timed.tsv.gz"
+SCHEMA = EventSchema(user="user_id", item="item_id", time="timestamp", delimiter="\t", k_core=5)
+DIM, BLOCKS, LENGTH, BATCH = 64, 2, 50, 256
+
+
+class Recommender(nn.Module):
+    """An encoder and the items that it reads and is compared with."""
+
+    def __init__(self, kind: Kind, num_items: int, dropout: float) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, DIM)
+        nn.init.normal_(self.items.weight, std=0.02)
+        self.encoder = SequenceEncoder(
+            kind, dim=DIM, num_blocks=BLOCKS, num_heads=2, max_length=LENGTH, dropout=dropout
+        )
+
+    def forward(self, items: Tensor, offsets: Tensor, times: Tensor, request_times: Tensor) -> Tensor:
+        """What the encoder gives after each event, `[N, D]`."""
+        return self.encoder(self.items(items), offsets, times, request_times)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints a JSON line for popularity, one a run, and one a model over its seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {FILE}")
+    parser.add_argument("--models", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--patience", type=int, default=10, help="epochs without a better validation before the end")
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.models, options.seeds, options.epochs = ["sasrec"], 1, 3
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = prepare_events([options.data / FILE], Path(folder) / "beauty", SCHEMA)
+        floor = popularity(data)
+        write({"model": "popularity", **shown(floor)})
+        for kind in cast(list[Kind], options.models):
+            runs = [train(kind, data, seed, options) for seed in range(options.seeds)]
+            write({"model": kind, "seeds": options.seeds, **over_seeds(runs)})
+
+
+def popularity(data: Sequences) -> dict[str, Mean]:
+    """The test's scores of a ranking by counts."""
+    counts = torch.from_numpy(data.popularity("test"))[:, None].float()
+    metrics = RankingMetrics()
+    for batch in SequenceLoader(data, "test", batch_size=4096, max_length=int(1e9)):
+        targets = batch.targets[batch.targets >= 0]
+        queries = torch.ones(len(targets), 1)
+        metrics.add(rank_targets(Mesh(), queries, targets, counts, seen=Seen(batch.offsets, batch.items)))
+    return metrics.compute(Mesh())
+
+
+def train(kind: Kind, data: Sequences, seed: int, options: argparse.Namespace) -> dict[str, Mean]:
+    """The test's scores of the epoch that is best on the validation."""
+    torch.manual_seed(seed)
+    model = Recommender(kind, data.num_items, options.dropout)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    loader = SequenceLoader(data, "train", batch_size=BATCH, max_length=LENGTH, shuffle=True, seed=seed)
+    best, best_epoch, state, began_s = -1.0, 0, {}, time.monotonic()
+    for epoch in range(1, options.epochs + 1):
+        model.train()
+        for batch in loader:
+            queries = model(batch.items, batch.offsets, batch.times, batch.request_times)
+            loss = full_softmax(queries, batch.targets, model.items.weight).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found = evaluate(model, data, "validation")["ndcg@10"].value
+        if found > best:
+            best, best_epoch, state = found, epoch, copy.deepcopy(model.state_dict())
+        elif epoch - best_epoch >= options.patience:
+            break
+    model.load_state_dict(state)
+    result = evaluate(model, data, "test")
+    about = {"model": kind, "seed": seed, "epoch": best_epoch, "validation_ndcg@10": round(best, 5)}
+    write({**about, **shown(result), "elapsed_s": round(time.monotonic() - began_s, 1)})
+    return result
+
+
+@torch.no_grad()
+def evaluate(model: Recommender, data: Sequences, split: SplitName) -> dict[str, Mean]:
+    """A split's scores. What a user saw before the events that the model reads is removed too."""
+    model.eval()
+    metrics = RankingMetrics()
+    whole = SequenceLoader(data, split, batch_size=2048, max_length=int(1e9))
+    for batch, history in zip(SequenceLoader(data, split, batch_size=2048, max_length=LENGTH), whole, strict=True):
+        last = batch.offsets[1:] - 1
+        queries = model(batch.items, batch.offsets, batch.times, batch.request_times)[last]
+        assert torch.equal(batch.users, history.users)
+        seen = Seen(history.offsets, history.items)
+        metrics.add(rank_targets(Mesh(), queries, batch.targets[last], model.items.weight, seen=seen))
+    return metrics.compute(Mesh())
+
+
+def shown(metrics: dict[str, Mean]) -> dict[str, Any]:
+    """What is printed of a run: values, 95 % intervals over users, and the share of ties."""
+    lines: dict[str, Any] = {"tied": round(metrics["tied"].value, 5)}
+    for name in ("hr@10", "ndcg@10"):
+        lines[name] = round(metrics[name].value, 5)
+        lines[f"{name}_interval"] = [round(bound, 5) for bound in metrics[name].interval]
+    return lines
+
+
+def over_seeds(runs: list[dict[str, Mean]]) -> dict[str, Any]:
+    """Means over seeds, and their standard errors where there are several."""
+    lines: dict[str, Any] = {}
+    for name in ("hr@10", "ndcg@10"):
+        values = torch.tensor([run[name].value for run in runs], dtype=torch.float64)
+        lines[name] = round(float(values.mean()), 5)
+        if len(runs) > 1:
+            lines[f"{name}_error_over_seeds"] = round(float(values.std()) / math.sqrt(len(runs)), 5)
+    return lines
+
+
+def write(line: dict[str, Any]) -> None:
+    """Prints a result."""
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Changes: which rows were updated since the last checkpoint, one byte a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rowmesh.checkpoint.snapshot import Source
+
+if TYPE_CHECKING:
+    from rowmesh.tables import RowStore
+
+HOOK = "changes"
+
+
+class Changes:
+    """Notes which slots are updated. A store calls it before every update in the host's memory.
+
+    Rows that change otherwise are not noted: those that are set (a checkpoint that is read, averages in the place of
+    rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next checkpoint is
+    to be a full one. Not for rows on a device, and not for averaged replicas, whose rows change by messages.
+
+    Args:
+        embeddings: whose rows.
+    """
+
+    def __init__(self, embeddings: Source) -> None:
+        self._embeddings = embeddings
+        self._stores: dict[int, RowStore] = {}
+        self._marks: dict[int, npt.NDArray[np.uint8]] = {}
+        self._epoch: tuple[int, int] | None = None
+
+    def take(self) -> Mapping[int, npt.NDArray[np.uint8]] | None:
+        """What was updated since the last call, and notes anew; to be called between two steps.
+
+        Returns:
+            By `id` of a store, a byte for each slot: 0 where it was not updated. None where that is not known: the
+            first time, and where rows changed otherwise.
+        """
+        self._embeddings.synchronize()
+        found = self._marks if self._epoch == self._embeddings.row_epoch else None
+        self._epoch, self._marks, stores = self._embeddings.row_epoch, {}, {}
+        for table in self._embeddings.tables:
+            if table.storage == "tensor_train":
+                continue
+            for store, piece in self._embeddings.stored_pieces(table.name):
+                stores[id(store)] = store
+                before = self._marks.get(id(store))
+                if before is None or len(before) < piece.slots.stop:
+                    # The system gives zeros without touching their pages.
+                    self._marks[id(store)] = np.zeros(piece.slots.stop, np.uint8)
+        for number, store in self._stores.items():
+            if number not in stores:
+                store.watch(HOOK, None)
+        for number, store in stores.items():
+            store.watch(HOOK, _noting(self._marks[number]))
+        self._stores = stores
+        return found
+
+    def close(self) -> None:
+        """Updates cost nothing more; may be called again."""
+        for store in self._stores.values():
+            store.watch(HOOK, None)
+        self._stores, self._marks, self._epoch = {}, {}, None
+
+
+def _noting(marks: npt.NDArray[np.uint8]) -> Callable[[np.ndarray, np.ndarray], None]:
+    def note(slots: np.ndarray, _: np.ndarray) -> None:
+        marks[slots if not len(slots) or slots.max() < len(marks) else slots[slots < len(marks)]] = 1
+
+    return note

@@ -1,0 +1,166 @@
+"""SequenceLoader: the batches of one rank, in a reproducible order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rowmesh.data.events.balance import balance
+from rowmesh.data.events.batch import SequenceBatch, spans
+from rowmesh.data.events.sequences import Sequences, SplitName
+from rowmesh.data.prefetch import prefetch as run_ahead
+from rowmesh.errors import ConfigurationError, DataError
+
+
+class SequenceLoader:
+    """Iterates over the users of one split.
+
+    A global batch is `batch_size` users; which, depends on the seed and the epoch alone. Its users are shared out over
+    ranks so that all have about as many ids (`balance`), which changes with the world size: what does not is the batch.
+    The last batch may be smaller and leave ranks without users (B = 0).
+
+    Iterating yields what is left of the epoch; the next iteration is the next epoch. Leaving a loop early keeps the
+    position.
+
+    Args:
+        sequences: what `prepare_events` wrote.
+        split: "train" predicts the item after every training event but the last; "validation" and "test" the first
+            held-out item, from all events before it.
+        batch_size: users, over all ranks.
+        max_length: events of a user; older ones are cut off (see `num_cut_events`).
+        rank: which part of each batch to yield.
+        world_size: over how many ranks each batch is shared out.
+        shuffle: whether epochs permute the users.
+        seed: of the permutations.
+        prefetch: how many batches a thread makes ahead; 0 for none.
+
+    Raises:
+        ConfigurationError: sizes that cannot work.
+        DataError: the split predicts nothing.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        split: SplitName,
+        *,
+        batch_size: int,
+        max_length: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        if batch_size < 1 or max_length < 1 or prefetch < 0:
+            raise ConfigurationError(
+                "batch_size and max_length must be 1 or more and prefetch 0 or more, got "
+                f"{batch_size}, {max_length} and {prefetch}"
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank {rank} is not below world size {world_size}")
+        self.sequences, self.split = sequences, split
+        self.batch_size, self.max_length = batch_size, max_length
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed, self.prefetch = shuffle, seed, prefetch
+        self._users = sequences.users(split)
+        if not len(self._users):
+            raise DataError(
+                f"{sequences.folder}: split {split!r} predicts nothing (split by {sequences.schema.split.by!r}); "
+                "prepare the data with another split"
+            )
+        self._ends = (sequences.train_ends - 1 if split == "train" else sequences.targets(split))[self._users]
+        whole = sequences.offsets[self._users]
+        self._starts = np.maximum(whole, self._ends - max_length)
+        self.num_cut_events = int((self._starts - whole).sum())
+        """Events of an epoch that are not read, because their users have more than `max_length`."""
+        self.epoch, self._next_batch = 0, 0
+
+    @property
+    def num_users(self) -> int:
+        """Users of an epoch, over all ranks."""
+        return len(self._users)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches an epoch, the same on every rank."""
+        return -(-self.num_users // self.batch_size)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        if self._next_batch >= self.num_batches:
+            self.epoch, self._next_batch = self.epoch + 1, 0
+        batches = run_ahead(self._make(self.epoch, self._next_batch), self.prefetch)
+        try:
+            for batch in batches:
+                self._next_batch += 1  # before the yield: the loop's body has this batch
+                yield batch
+            self.epoch, self._next_batch = self.epoch + 1, 0
+        finally:
+            batches.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded, and what it means; equal on all ranks."""
+        return self.state_after(self.epoch * self.num_batches + self._next_batch)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """As `state_dict`, of a loader that has yielded so many batches since the start of its first epoch."""
+        epoch, batch = divmod(batches, self.num_batches)
+        return {"epoch": epoch, "batch": batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a position, also one saved under another world size.
+
+        Raises:
+            ConfigurationError: the position was saved for another order of batches.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ConfigurationError(
+                    f"the loader's position was saved with {name} = {state.get(name)!r}, this run has {value!r}; "
+                    "batches would be others. Use the same value, or start without the position"
+                )
+        self.epoch, self._next_batch = int(state["epoch"]), int(state["batch"])
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the global batches depend on."""
+        return {
+            "split": self.split,
+            "num_users": self.num_users,
+            "batch_size": self.batch_size,
+            "max_length": self.max_length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def _make(self, epoch: int, first_batch: int) -> Iterator[SequenceBatch]:
+        order = np.arange(self.num_users)
+        if self.shuffle:
+            np.random.default_rng([self.seed, epoch]).shuffle(order)
+        for start in range(first_batch * self.batch_size, self.num_users, self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            lengths = self._ends[chosen] - self._starts[chosen]
+            yield self._gather(chosen[balance(lengths, self.world_size)[self.rank]])
+
+    def _gather(self, chosen: NDArray[np.int64]) -> SequenceBatch:
+        data = self.sequences
+        events, offsets = spans(self._starts[chosen], self._ends[chosen])
+        targets = data.items[events + 1].astype(np.int64)
+        if self.split != "train":
+            is_last = np.zeros(len(events), np.bool_)
+            is_last[offsets[1:] - 1] = True
+            targets[~is_last] = -1
+        return SequenceBatch(
+            users=torch.from_numpy(self._users[chosen]),
+            offsets=torch.from_numpy(offsets),
+            items=torch.from_numpy(data.items[events].astype(np.int64)),
+            times=torch.from_numpy(data.times[events]),
+            request_times=torch.from_numpy(data.times[events + 1]),
+            targets=torch.from_numpy(targets),
+        )

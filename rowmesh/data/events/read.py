@@ -1,0 +1,137 @@
+"""The first step: event tables to coded events on disk, one after the other."""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow.compute makes its functions when it is imported)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from rowmesh.data.events.schema import EventSchema
+from rowmesh.data.progress import Progress
+from rowmesh.data.quarantine import BadRows
+from rowmesh.data.reader import read_blocks, total_size
+from rowmesh.data.vocabulary import Vocabulary
+
+EVENT = np.dtype([("user", np.int32), ("item", np.int32), ("time", np.int64)])
+"""A coded event; the time is in microseconds."""
+
+BLOCK_EVENTS = 1 << 18
+_MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1}
+_LATEST = 2**53  # whole numbers beyond it are not exact as float64: in microseconds, the year 2255
+
+
+@dataclass
+class CodedEvents:
+    """Events on disk whose users and items are codes, in the order of the files.
+
+    Attributes:
+        path: an array of EVENT.
+        users, items: what the codes stand for.
+        num_events: that are there.
+        num_negative: events that the schema does not count, which were left out.
+    """
+
+    path: Path
+    users: Vocabulary = field(default_factory=lambda: Vocabulary("user"))
+    items: Vocabulary = field(default_factory=lambda: Vocabulary("item"))
+    num_events: int = 0
+    num_negative: int = 0
+
+    def blocks(self) -> Iterator[NDArray[np.void]]:
+        """The events, `BLOCK_EVENTS` at a time."""
+        with self.path.open("rb") as file:
+            while data := file.read(BLOCK_EVENTS * EVENT.itemsize):
+                yield np.frombuffer(data, EVENT)
+
+
+def read_events(
+    files: Sequence[Path], path: Path, schema: EventSchema, quarantine: BadRows, progress: Progress
+) -> CodedEvents:
+    """Reads files in order; rows without a user, an item or a time go to the quarantine.
+
+    Raises:
+        DataError: a file cannot be read, lacks a column, or has too many bad rows.
+    """
+    events, reading = CodedEvents(path), schema.reading()
+    with path.open("wb") as out:
+        for source in files:
+            size = max(total_size(source, reading), 1)
+            for block in read_blocks(source, reading, quarantine):
+                columns = dict(zip(reading.copied_columns, block.copied, strict=True))
+                users, items = block.categorical
+                times, has_time = _times(columns[schema.time], schema)
+                good = has_time & _is_there(users) & _is_there(items)
+                counts = np.ones(len(good), np.bool_)
+                if schema.positive is not None:
+                    values, is_number = _numbers(columns[schema.positive.column])
+                    good &= is_number
+                    counts = values >= schema.positive.minimum
+                for row in np.flatnonzero(~good).tolist():
+                    text = f"{users[row]}, {items[row]}, {columns[schema.time][row]}"
+                    quarantine.add(source, int(block.lines[row]), _reason(schema), text)
+                kept = np.flatnonzero(good & counts)
+                coded = np.empty(len(kept), EVENT)
+                coded["user"], coded["item"] = _codes(events.users, users, kept), _codes(events.items, items, kept)
+                coded["time"] = times[kept]
+                out.write(coded.tobytes())
+                events.num_events += len(kept)
+                events.num_negative += int((good & ~counts).sum())
+                progress(f"read {source.name}", block.position / size)
+    return events
+
+
+def _reason(schema: EventSchema) -> str:
+    number = f", or {schema.positive.column!r} is no number" if schema.positive else ""
+    return f"user or item is missing, or the time is not of format {schema.time_format!r}{number}"
+
+
+def _codes(vocabulary: Vocabulary, values: pa.Array, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    return vocabulary.encode(values.take(pa.array(rows)))
+
+
+def _is_there(values: pa.Array) -> NDArray[np.bool_]:
+    valid = values.is_valid()
+    if not pa.types.is_integer(values.type) and not pa.types.is_null(values.type):
+        valid = pc.and_(valid, pc.greater(pc.binary_length(values), 0).fill_null(False))
+    return valid.to_numpy(zero_copy_only=False)
+
+
+def _times(column: pa.Array, schema: EventSchema) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Microseconds since 1970, and which of them are known."""
+    if pa.types.is_timestamp(column.type):
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+        return column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).fill_null(0).to_numpy(), valid
+    if schema.time_format != "unix":
+        text = column.cast(pa.string())
+        parsed = pc.strptime(text, format=schema.time_format, unit="us", error_is_null=True)
+        valid = parsed.is_valid().to_numpy(zero_copy_only=False)
+        return parsed.cast(pa.int64()).fill_null(0).to_numpy(), valid
+    values, valid = _numbers(column)
+    scaled = values * _MICROSECONDS[schema.time_unit]
+    valid &= np.abs(scaled) < _LATEST
+    return np.where(valid, scaled, 0).astype(np.int64), valid
+
+
+def _numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """A column as numbers, 0 where it holds none, and where it holds one."""
+    if pa.types.is_binary(column.type) or pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        values = np.array([_number(value) for value in column.to_pylist()], np.float64)
+    else:
+        values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0.0), finite
+
+
+def _number(value: bytes | str | None) -> float:
+    try:
+        return float(value) if value is not None else np.nan
+    except ValueError:
+        return np.nan

@@ -1,0 +1,81 @@
+"""Which frames of a rank are free, taken by ids, or leased to batches under way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rowmesh.errors import DataError, NoRoomError
+
+_FREE, _TAKEN, _LEASED = 0, 1, 2
+
+
+class FrameList:
+    """The frames of one table on one rank, for all its shards."""
+
+    def __init__(self, table: str, num_frames: int) -> None:
+        self._table = table
+        self._state = np.zeros(num_frames, np.uint8)
+        self._stack = np.empty(0, np.int64)  # free ones below `_unused`; the last is taken first
+        self._unused = 0  # from here on all are free
+        self._stale = False
+
+    @property
+    def num_used(self) -> int:
+        """Frames from here on were never taken."""
+        return self._unused
+
+    def check(self, count: int) -> None:
+        """Raises where fewer frames are free."""
+        self._refresh()
+        free = len(self._stack) + len(self._state) - self._unused
+        if count > free:
+            leased = int((self._state == _LEASED).sum())
+            raise NoRoomError(
+                f"dynamic table {self._table!r} needs {count} frames, and {free} of {len(self._state)} are free: "
+                f"leases of batches under way hold {leased}; give it more frames, or look fewer batches ahead"
+            )
+
+    def take(self, count: int) -> np.ndarray:
+        """Takes free frames, which `check` found."""
+        again = min(count, len(self._stack))
+        fresh = np.arange(self._unused, self._unused + count - again)
+        frames = np.concatenate([self._stack[len(self._stack) - again :], fresh])
+        self._stack = self._stack[: len(self._stack) - again]
+        self._unused += count - again
+        self._state[frames] = _TAKEN
+        return frames
+
+    def lease(self, frames: np.ndarray) -> None:
+        """Frames that no id has any more; they are free after `release`."""
+        self._state[frames] = _LEASED
+
+    def release(self, frames: np.ndarray) -> None:
+        """Frees leased frames."""
+        self._refresh()
+        inside = (frames >= 0) & (frames < len(self._state))
+        if not inside.all() or (self._state[frames] != _LEASED).any() or _repeats(frames):
+            raise DataError(f"frames to release of dynamic table {self._table!r} must be leased ones, each once")
+        self._state[frames] = _FREE
+        self._stack = np.concatenate([self._stack, frames])
+
+    def exchange(self, old: np.ndarray, new: np.ndarray) -> None:
+        """Frees a shard's frames, and takes given ones for it."""
+        self._state[old] = _FREE
+        inside = (new >= 0) & (new < len(self._state))
+        if not inside.all() or self._state[new].any() or _repeats(new):
+            self._state[old] = _TAKEN
+            raise DataError(f"frames for a shard of dynamic table {self._table!r} must be free ones, each once")
+        self._state[new] = _TAKEN
+        self._stale = True
+
+    def _refresh(self) -> None:
+        if self._stale:
+            taken = np.flatnonzero(self._state)
+            self._unused = int(taken[-1]) + 1 if len(taken) else 0
+            self._stack = np.flatnonzero(self._state[: self._unused] == _FREE)[::-1].copy()
+            self._stale = False
+
+
+def _repeats(frames: np.ndarray) -> bool:
+    ordered = np.sort(frames)
+    return bool((ordered[1:] == ordered[:-1]).any())

@@ -1,0 +1,288 @@
+"""DynamicShards: index, rules and statistics of some shards of one dynamic table; the rows are elsewhere.
+
+The rules are written out in `rowmesh.dynamic.reference`, which decides the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.dynamic.candidates import Candidates, ExactCandidates, Located, SketchCandidates
+from rowmesh.dynamic.expiry import Expiry
+from rowmesh.dynamic.frames import FrameList
+from rowmesh.dynamic.hashing import seed_of
+from rowmesh.dynamic.state import Opened, ShardState, Statistics, check_batch, check_step
+from rowmesh.errors import ConfigurationError, DataError, NoRoomError
+from rowmesh.ops.dynamic_index import Index, victims
+from rowmesh.ops.dynamic_index.cpu import COUNT, ID, SCORE, SEEN, USED
+from rowmesh.tables.dynamic import Dynamic
+
+_KINDS = {
+    "lru": victims.RECENCY,
+    "ttl": victims.RECENCY,
+    "lfu": victims.FREQUENCY,
+    "lru_lfu": victims.BOTH,
+    "score": victims.GIVEN,
+}
+_MAX_FRAMES = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What a step will change: positions in the batch, and numbers by shard."""
+
+    unknown: np.ndarray
+    totals: np.ndarray
+    admitted: np.ndarray  # a mask of `unknown`
+    expired: np.ndarray  # frames
+    missing: np.ndarray
+    touched: np.ndarray
+    window: int
+
+
+class DynamicShards:
+    """The shards `[first, last)` of one table.
+
+    Args:
+        table: its name, which seeds the hash.
+        rules: of the whole table.
+        shards: those that are here.
+        num_frames: frames that ids, guests and leases share; more than the capacity of the shards.
+
+    Example:
+        >>> rules = Dynamic(capacity=2, shards=1)
+        >>> shards = DynamicShards("user", rules, range(1), num_frames=4)
+        >>> shards.open(np.array([-1, 7]), np.array([1, 3]), step=0).fresh.tolist()
+        [True, True]
+        >>> shards.open(np.array([7, 9]), np.array([1, 1]), step=1).evicted_ids.tolist()
+        [-1]
+    """
+
+    def __init__(self, table: str, rules: Dynamic, shards: range, num_frames: int) -> None:
+        if shards.step != 1 or not 0 <= shards.start <= shards.stop <= rules.num_shards:
+            raise ConfigurationError(f"dynamic table {table!r} has shards 0 to {rules.num_shards - 1}, not {shards}")
+        if not 0 <= num_frames <= _MAX_FRAMES:
+            raise ConfigurationError(f"num_frames of dynamic table {table!r} must be 0 to 2^32 − 1, got {num_frames}")
+        self.table, self.rules, self.shards = table, rules, shards
+        self._kind, seed = _KINDS[rules.eviction], seed_of(table)
+        self._capacities = np.array([rules.shard_capacity(shard) for shard in shards], np.int64)
+        initial = -(-(rules.initial_capacity or 1) // rules.num_shards)
+        shape = (seed, rules.num_shards, shards.start)
+        num_columns = 3 if self._kind == victims.RECENCY else 4
+        self._index = Index(self._capacities, *shape, max(1, num_frames), num_columns, initial)
+        self._frames = FrameList(table, num_frames)
+        self._expiry = Expiry(rules.ttl_steps)
+        self._candidates: Candidates | None = None
+        if rules.admit_after > 1:
+            sketched = rules.sketch_width > 0
+            self._candidates = (
+                SketchCandidates(len(shards), rules) if sketched else ExactCandidates(len(shards), *shape)
+            )
+        self._make_room()
+        self._step, self._window, self._loaded = -1, 0, False
+
+    def _make_room(self) -> None:
+        largest = int(self._capacities.max(initial=0))
+        self._selected = max(8, largest // 16)
+        self._heaps = np.zeros((len(self.shards), 2 * self._selected, 4), np.int64)
+        self._slots, self._rows = np.empty(largest, np.int64), np.empty((largest, 4), np.int64)
+        self._kept = np.empty((max(largest, 2 * self._selected), 4), np.int64)
+
+    def open(self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None) -> Opened:
+        """Takes a step's decisions. Every step is opened, also without ids.
+
+        Args:
+            ids: int64 `[N]`, distinct and ascending, of these shards.
+            counts: int64 `[N]`, occurrences in the global batch.
+            step: above that of the last call.
+            scores: int64 `[N]`, the caller's, where eviction is "score".
+
+        Raises:
+            NoRoomError: a shard cannot hold the batch's ids, or leases hold the frames; nothing has changed then.
+        """
+        check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
+        check_step(self.table, step, self._step)
+        batch = self._locate(ids)
+        frames = self._index.find(ids, batch.hashes, batch.shards)
+        decision = self._decide(batch, counts, frames, step)
+        return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
+
+    def _locate(self, ids: np.ndarray) -> Located:
+        ids = np.ascontiguousarray(ids, np.int64)
+        hashes, shards = self._index.locate(ids)
+        strange = (shards < 0) | (shards >= len(self.shards))
+        if strange.any():
+            raise DataError(
+                f"id {ids[strange][0]} of dynamic table {self.table!r} belongs to shard "
+                f"{shards[strange][0] + self.shards.start}, and here are {self.shards}"
+            )
+        return Located(ids, hashes, shards)
+
+    def _decide(self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int) -> _Decision:
+        unknown = np.flatnonzero(frames < 0)
+        window = step // self.rules.window_steps if self.rules.window_steps else 0
+        totals = counts[unknown]
+        if self._candidates is not None:
+            totals = self._candidates.judge(batch.at(unknown), totals, window != self._window)
+        admitted = totals >= self.rules.admit_after
+        try:
+            touched = self._by_shard(batch.shards[frames >= 0])
+            entering = self._by_shard(batch.shards[unknown[admitted]])
+            self._check_fits(touched + entering)
+            expired = self._find_expired(frames, step)
+            leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
+            missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
+            self._check_expired(missing)
+            self._frames.check(len(unknown))
+        except NoRoomError:
+            if self._candidates is not None:
+                self._candidates.undo()
+            raise
+        return _Decision(unknown, totals, admitted, expired, missing, touched, window)
+
+    def _by_shard(self, shards: np.ndarray) -> np.ndarray:
+        return np.bincount(shards, minlength=len(self.shards))
+
+    def _check_fits(self, wanted: np.ndarray) -> None:
+        over = np.flatnonzero(wanted > self._capacities)
+        if len(over):
+            shard = int(over[np.argmax(wanted[over])])
+            raise NoRoomError(
+                f"a batch has {wanted[shard]} distinct ids of shard {shard + self.shards.start} of dynamic table "
+                f"{self.table!r}, which holds {self._capacities[shard]}; raise capacity from {self.rules.capacity} to "
+                f"{int(wanted[shard]) * self.rules.num_shards} or more, or take smaller batches"
+            )
+
+    def _check_expired(self, missing: np.ndarray) -> None:
+        if self.rules.eviction == "ttl" and missing.any():
+            shard = int(missing.argmax())
+            wanted = int(self._capacities[shard] + missing[shard])
+            raise NoRoomError(
+                f"shard {shard + self.shards.start} of dynamic table {self.table!r} is full, and too few ids are past "
+                f"their time to live, {self.rules.ttl_steps} steps; raise capacity from {self.rules.capacity} to "
+                f"{wanted * self.rules.num_shards} or more, or lower ttl_steps"
+            )
+
+    def _find_expired(self, frames: np.ndarray, step: int) -> np.ndarray:
+        if not self.rules.ttl_steps:
+            return np.empty(0, np.int64)
+        if self._loaded:
+            self._expiry.rebuild(self._index.records)
+            self._loaded = False
+        due = self._expiry.due(step, self._index.records)
+        return due[~np.isin(due, frames)] if len(due) else due
+
+    def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
+        index, unknown, admitted = self._index, decision.unknown, decision.admitted
+        if self._candidates is not None:
+            self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
+        decay = self.rules.decay_steps
+        at = (index.records, index.records.ctypes.data, self._heaps, self._kind, decay, step)
+        victims.touch(index.headers, *at, frames, batch.shards, counts, given)
+        num_hits = len(frames) - len(unknown)
+        evicted = self._evict(at, decision)
+        evicted_ids = index.records[evicted, ID]
+        frames[unknown] = self._frames.take(len(unknown))
+        guest = np.zeros(len(frames), bool)
+        guest[unknown[~admitted]] = True
+        self._frames.lease(frames[guest])
+        self._frames.lease(evicted)
+        entering = unknown[admitted]
+        new, slots = batch.at(entering), frames[entering]
+        index.insert(new.ids, new.hashes, new.shards, slots)
+        headers = (index.headers, index.records, self._heaps, self._kind, decay, step)
+        victims.fill(*headers, slots, new.shards, decision.totals[admitted], given[entering])
+        if self.rules.ttl_steps:
+            self._expiry.add(step, frames[~guest], index.records)
+        self._step, self._window = step, decision.window
+        fresh = np.zeros(len(frames), bool)
+        fresh[unknown] = True
+        num_guests = len(unknown) - len(entering)
+        return Opened(frames, fresh, guest, evicted_ids, evicted, len(entering), len(evicted), num_hits, num_guests)
+
+    def _evict(self, at, decision: _Decision) -> np.ndarray:
+        old = self._locate(self._index.records[decision.expired, ID])
+        self._index.erase(old.ids, old.hashes, old.shards)
+        chosen = np.empty(int(decision.missing.sum()), np.int64)
+        if len(chosen):
+            scratch = (self._slots, self._rows, self._kept)
+            how = (self._index.seed, decision.missing, decision.touched, self._selected)
+            victims.evict(self._index.headers, *at, *how, *scratch, chosen)
+        return np.concatenate([decision.expired, chosen])
+
+    def release(self, frames: np.ndarray) -> None:
+        """Frees frames of guests and victims whose leases ended."""
+        self._frames.release(frames)
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """The frame of each id, −1 where it is unknown; changes nothing. Ids are in any order."""
+        batch = self._locate(ids)
+        return self._index.find(batch.ids, batch.hashes, batch.shards)
+
+    def statistics(self, ids: np.ndarray) -> Statistics:
+        """Counts, last steps and scores of ids, in any order; changes nothing."""
+        frames = self.find(ids)
+        known = frames >= 0
+        records = np.where(known[:, None], self._index.records[frames], 0)
+        last = np.where(known, records[:, SEEN] - 1, 0)
+        if self._kind == victims.RECENCY:
+            score = last
+        else:
+            score = records[:, SCORE]
+            if self.rules.decay_steps:
+                halvings = max(self._step, 0) // self.rules.decay_steps - last // self.rules.decay_steps
+                score = score >> np.minimum(halvings, 63)
+        return Statistics(known, records[:, COUNT], last, score)
+
+    def state_of(self, shard: int) -> ShardState:
+        """All of one shard, as arrays of its own."""
+        local = self._local(shard)
+        frames = self._index.slots_in(local)
+        frames = frames[np.argsort(self._index.records[frames, ID])]
+        records = self._index.records[frames]
+        last = records[:, SEEN] - 1
+        none = np.zeros(0, np.int64)
+        sketch, ids, counts = np.zeros((0, self.rules.sketch_width), np.int64), none, none
+        if self._candidates is not None:
+            sketch, ids, counts = self._candidates.state_of(local)
+        return ShardState(
+            ids=records[:, ID].copy(),
+            frames=frames,
+            counts=records[:, COUNT].copy(),
+            last_steps=last,
+            scores=last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy(),
+            sketch=sketch,
+            candidate_ids=ids,
+            candidate_counts=counts,
+            step=self._step,
+            window=self._window,
+        )
+
+    def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
+        """Replaces one shard by a state, whose ids get the given free frames."""
+        local = self._local(shard)
+        known, candidates = self._locate(state.ids), self._locate(state.candidate_ids)
+        if len(state.ids) > self._capacities[local] or len(frames) != len(state.ids):
+            raise DataError(
+                f"shard {shard} of dynamic table {self.table!r} holds {self._capacities[local]} ids, and the state "
+                f"has {len(state.ids)}, for {len(frames)} frames"
+            )
+        if (known.shards != local).any() or (candidates.shards != local).any():
+            raise DataError(f"the state of shard {shard} of dynamic table {self.table!r} has ids of another shard")
+        self._frames.exchange(self._index.slots_in(local), frames)
+        self._index.clear(local)
+        self._index.insert(known.ids, known.hashes, known.shards, frames)
+        records = self._index.records
+        records[frames, SEEN], records[frames, COUNT] = state.last_steps + 1, state.counts
+        if self._kind != victims.RECENCY:
+            records[frames, SCORE] = state.scores
+        if self._candidates is not None:
+            self._candidates.load(local, state, candidates)
+        self._step, self._window, self._loaded = state.step, state.window, True
+
+    def _local(self, shard: int) -> int:
+        if shard not in self.shards:
+            raise DataError(f"shard {shard} of dynamic table {self.table!r} is not here; here are {self.shards}")
+        return shard - self.shards.start

@@ -1,0 +1,102 @@
+"""What dynamic shards answer and store, as plain arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.errors import DataError
+
+MAX = 2**63 - 1  # counts and frequencies stay there
+FRACTION_BITS = 16  # of a frequency: a sighting adds 1 << 16
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What became of a step's ids. Numbers are of distinct ids, not of occurrences.
+
+    Attributes:
+        frames: int64 `[N]`, where the row of each id is.
+        fresh: bool `[N]`; the frame must be initialized before it is read.
+        guest: bool `[N]`; not admitted: its frame is for this batch alone, and its gradient is dropped.
+        evicted_ids: int64 `[E]`, in no particular order; they have left the index.
+        evicted_frames: int64 `[E]`; free only after `release`.
+        num_admitted: ids that entered the index.
+        num_evicted: ids that left it.
+        num_hits: ids that it knew before.
+        num_dropped: guests.
+    """
+
+    frames: np.ndarray
+    fresh: np.ndarray
+    guest: np.ndarray
+    evicted_ids: np.ndarray
+    evicted_frames: np.ndarray
+    num_admitted: int
+    num_evicted: int
+    num_hits: int
+    num_dropped: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of ids; zeros where `known` is false.
+
+    Attributes:
+        known: bool `[N]`.
+        count: int64 `[N]`, occurrences since the first of those that led to admission.
+        last_step: int64 `[N]`, of the last sighting.
+        score: int64 `[N]`: the last step (LRU, time to live), the decayed frequency as of the last opened step, in
+            units of 2^−16 (LFU, both), or the caller's.
+    """
+
+    known: np.ndarray
+    count: np.ndarray
+    last_step: np.ndarray
+    score: np.ndarray
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """One shard, complete: the same arrays whatever the number of ranks. Ids ascend.
+
+    `scores` are frequencies as of `last_steps` (not decayed since), the caller's scores, or the last steps.
+    `frames` mean something only where they were taken; `load` gets new ones. `window` is that of the candidates,
+    ids with sightings that are not admitted yet.
+    """
+
+    ids: np.ndarray
+    frames: np.ndarray
+    counts: np.ndarray
+    last_steps: np.ndarray
+    scores: np.ndarray
+    sketch: np.ndarray
+    candidate_ids: np.ndarray
+    candidate_counts: np.ndarray
+    step: int
+    window: int
+
+
+def check_batch(table: str, ids: np.ndarray, counts: np.ndarray, scores: np.ndarray | None, scored: bool) -> None:
+    """Raises where a step's arrays are not what `open` takes."""
+    arrays = {"ids": ids, "counts": counts} | ({} if scores is None else {"scores": scores})
+    for name, array in arrays.items():
+        if array.dtype != np.int64 or array.shape != ids.shape or array.ndim != 1:
+            raise DataError(
+                f"{name} of dynamic table {table!r} must be int64 [N] like ids, got {array.dtype} {list(array.shape)}"
+            )
+    if (ids[1:] <= ids[:-1]).any():
+        raise DataError(f"ids of dynamic table {table!r} must be distinct and ascending")
+    if len(counts) and counts.min() < 1:
+        raise DataError(f"counts of dynamic table {table!r} must be 1 or more, got {counts.min()}")
+    if scored != (scores is not None):
+        raise DataError(
+            f'dynamic table {table!r} {"needs" if scored else "takes no"} scores: eviction "score" alone uses them'
+        )
+
+
+def check_step(table: str, step: int, last: int) -> None:
+    """Raises where steps do not ascend."""
+    if not last < step < MAX:
+        raise DataError(f"step of dynamic table {table!r} must be above {last}, the last one opened, got {step}")

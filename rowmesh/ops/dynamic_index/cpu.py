@@ -1,0 +1,203 @@
+"""The index of dynamic tables on a CPU: groups of 16 digests and slots; the ids stand in the records of the slots.
+
+A shard's buffer holds, for G groups, 16 G digests, G numbers of overflow (uint32), and 16 G slots (uint32). A digest of
+zero is an empty place; others have their highest bit set, so no id is reserved. An id stands in the first group with a
+place from its own group on; each full group that it passed counts it as overflow. A search ends at a group that nothing
+passed, and an erased id leaves no trace: there are no tombstones, and a table may be full and change for ever.
+
+A slot's record is a row of int64: the id first. The slot is the row's frame and never changes while the id is known;
+what moves when a shard grows is digests and slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from rowmesh.ops.simd import inlined, kernel, load_i64, load_u32, prefetch, store_i64, store_u32
+
+ADDRESS, GROUPS, USED, HEAP_SIZE, LIMIT, EPOCH, COLUMNS = 0, 1, 2, 3, 4, 7, 8  # of a shard's header; LIMIT has three
+ID, SEEN, COUNT, SCORE = 0, 1, 2, 3  # of a record; SEEN is the last step + 1, and 0 where nothing is
+GROUP = 16
+GROUP_BYTES = GROUP + 4 + 4 * GROUP
+_ONES, _HIGHS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+_AHEAD = 12
+_BLOCK = 32
+_intrinsic: Any = intrinsic
+
+
+@_intrinsic
+def _first_bit(typing: Any, word: Any) -> Any:
+    """The number of the lowest set bit of a uint64 that is not zero, int64."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@inlined
+def mix(value):
+    """The finalizer of splitmix64, of a uint64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@inlined
+def _group_of(hashed, groups):
+    return np.int64(((hashed >> np.uint64(32)) * np.uint64(groups)) >> np.uint64(32))
+
+
+@inlined
+def _digest_of(hashed):
+    return ((hashed >> np.uint64(25)) & np.uint64(0x7F)) | np.uint64(0x80)
+
+
+@inlined
+def _matches(word, digest):
+    """The high bits of the bytes that equal a digest; above a true one there may be false ones."""
+    word = word ^ (digest * _ONES)
+    return (word - _ONES) & ~word & _HIGHS
+
+
+@inlined
+def place_of(address, groups, hashed, id, records):
+    """The place of an id in its shard, or −1."""
+    group, digest = _group_of(hashed, groups), _digest_of(hashed)
+    overflow, slots = address + 16 * groups, address + 20 * groups
+    found, searched = -1, 0
+    while found < 0 and searched < groups:
+        for half in range(2):
+            match = _matches(np.uint64(load_i64(address + 16 * group + 8 * half)), digest)
+            while match != np.uint64(0) and found < 0:
+                place = 16 * group + 8 * half + (_first_bit(match) >> 3)
+                if records[load_u32(slots + 4 * place), 0] == id:
+                    found = place
+                match &= match - np.uint64(1)
+        if found < 0 and load_u32(overflow + 4 * group) == 0:
+            break
+        searched += 1
+        group = group + 1 if group + 1 < groups else 0
+    return found
+
+
+@inlined
+def put(address, groups, hashed, slot):
+    """Stores a slot in the first group with an empty place; there must be one."""
+    group = _group_of(hashed, groups)
+    overflow, slots = address + 16 * groups, address + 20 * groups
+    done = False
+    while not done:
+        for half in range(2):
+            line = address + 16 * group + 8 * half
+            word = np.uint64(load_i64(line))
+            empty = ~word & _HIGHS
+            if not done and empty != np.uint64(0):
+                byte = _first_bit(empty) >> 3
+                store_i64(line, np.int64(word | (_digest_of(hashed) << np.uint64(8 * byte))))
+                store_u32(slots + 4 * (16 * group + 8 * half + byte), slot)
+                done = True
+        if not done:
+            store_u32(overflow + 4 * group, load_u32(overflow + 4 * group) + 1)
+            group = group + 1 if group + 1 < groups else 0
+
+
+@inlined
+def take_out(address, groups, hashed, place):
+    """Empties a place, and the overflow that its id caused."""
+    line = address + (place >> 3) * 8
+    word = np.uint64(load_i64(line))
+    store_i64(line, np.int64(word & ~(np.uint64(0xFF) << np.uint64(8 * (place & 7)))))
+    overflow, group = address + 16 * groups, _group_of(hashed, groups)
+    while group != place >> 4:
+        store_u32(overflow + 4 * group, load_u32(overflow + 4 * group) - 1)
+        group = group + 1 if group + 1 < groups else 0
+
+
+@kernel
+def locate(ids, seed, num_shards, first_shard, hashes, shards):
+    """Hash and local shard of each id."""
+    for i in range(len(ids)):
+        hashes[i] = mix(np.uint64(ids[i]) ^ seed)
+        shards[i] = np.int64(hashes[i] % num_shards) - first_shard
+
+
+@kernel
+def find(headers, records, records_address, ids, hashes, shards, slots):
+    """The slot of each id, or −1. In blocks: first all groups are asked for, then all records, then both compared."""
+    for start in range(0, len(ids), _BLOCK):
+        end = min(start + _BLOCK, len(ids))
+        for i in range(start, end):
+            address, groups = headers[shards[i], ADDRESS], headers[shards[i], GROUPS]
+            group = _group_of(hashes[i], groups)
+            prefetch(address + 16 * group, 8)
+            prefetch(address + 20 * groups + 64 * group, 8)
+            prefetch(address + 20 * groups + 64 * group + 60, 8)
+        for i in range(start, end):
+            address, groups = headers[shards[i], ADDRESS], headers[shards[i], GROUPS]
+            group, digest = _group_of(hashes[i], groups), _digest_of(hashes[i])
+            for half in range(2):
+                match = _matches(np.uint64(load_i64(address + 16 * group + 8 * half)), digest)
+                if match != np.uint64(0):
+                    place = 16 * group + 8 * half + (_first_bit(match) >> 3)
+                    slot = np.int64(load_u32(address + 20 * groups + 4 * place))
+                    prefetch(records_address + 8 * records.shape[1] * slot, 8)
+        for i in range(start, end):
+            address, groups = headers[shards[i], ADDRESS], headers[shards[i], GROUPS]
+            place = place_of(address, groups, hashes[i], ids[i], records)
+            slots[i] = np.int64(load_u32(address + 20 * groups + 4 * place)) if place >= 0 else -1
+
+
+@kernel
+def insert(headers, records, ids, hashes, shards, slots):
+    """Adds ids that are not there, and writes them into their records. There must be room."""
+    for i in range(len(ids)):
+        ahead = min(i + _AHEAD, len(ids) - 1)
+        groups = headers[shards[ahead], GROUPS]
+        group = _group_of(hashes[ahead], groups)
+        prefetch(headers[shards[ahead], ADDRESS] + 16 * group, 8)
+        prefetch(headers[shards[ahead], ADDRESS] + 20 * groups + 64 * group, 8)
+        shard = shards[i]
+        put(headers[shard, ADDRESS], headers[shard, GROUPS], hashes[i], slots[i])
+        headers[shard, USED] += 1
+        records[slots[i], ID] = ids[i]
+
+
+@kernel
+def erase(headers, records, ids, hashes, shards, slots):
+    """Removes ids that are there; writes what their slots were."""
+    for i in range(len(ids)):
+        shard = shards[i]
+        address, groups = headers[shard, ADDRESS], headers[shard, GROUPS]
+        place = place_of(address, groups, hashes[i], ids[i], records)
+        slots[i] = np.int64(load_u32(address + 20 * groups + 4 * place))
+        take_out(address, groups, hashes[i], place)
+        headers[shard, USED] -= 1
+        records[slots[i], SEEN] = 0
+
+
+@kernel
+def rehash(old, old_groups, new, new_groups, records, seed):
+    """Moves all digests and slots into another buffer; slots and records stay."""
+    for place in range(16 * old_groups):
+        word = np.uint64(load_i64(old + (place >> 3) * 8))
+        if (word >> np.uint64(8 * (place & 7))) & np.uint64(0x80) != np.uint64(0):
+            slot = np.int64(load_u32(old + 20 * old_groups + 4 * place))
+            put(new, new_groups, mix(np.uint64(records[slot, 0]) ^ seed), slot)
+
+
+@kernel
+def slots_in(address, groups, out):
+    """All slots of a shard, in the order of their places; returns how many."""
+    count = 0
+    for place in range(16 * groups):
+        word = np.uint64(load_i64(address + (place >> 3) * 8))
+        if (word >> np.uint64(8 * (place & 7))) & np.uint64(0x80) != np.uint64(0):
+            out[count] = np.int64(load_u32(address + 20 * groups + 4 * place))
+            count += 1
+    return count

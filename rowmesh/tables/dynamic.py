@@ -1,0 +1,121 @@
+"""Dynamic: what a table of any 64-bit ids may hold, whom it admits and whom it evicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rowmesh.errors import ConfigurationError
+
+Eviction = Literal["lru", "lfu", "lru_lfu", "ttl", "score"]
+Missing = Literal["initial", "zero", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """How a dynamic table knows ids.
+
+    Attributes:
+        capacity: ids that it holds at most, over all ranks.
+        initial_capacity: ids that the index has room for at the start; it grows without a stop. Default: a small one.
+        shards: P, logical shards; part of what the model is, and stored in checkpoints. Default: 1,024, fewer for small
+            tables, so that each has about 1,000 ids or more.
+        admit_after: sightings, counted over all ranks, at which an id is admitted; 1: at the first.
+        sketch_width: counters a row of a count-min sketch by shard, in place of exact counts of ids that are not
+            admitted yet; 0: exact counts.
+        sketch_depth: rows of the sketch.
+        window_steps: steps after which the counts of ids that are not admitted start anew; 0: never.
+        eviction: which id goes first where a shard is full: least recently seen, least frequently seen (decayed), by
+            frequency and then recency, none before its time to live and then the oldest, or the smallest score that the
+            caller gave.
+        decay_steps: steps in which a frequency halves; 0: never.
+        ttl_steps: steps without a sighting after which an id goes even where there is room; 0: never.
+        mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote", not
+            there yet).
+        missing: what an unknown id reads in evaluation.
+
+    Example:
+        >>> Dynamic(capacity=100_000).num_shards
+        64
+    """
+
+    capacity: int
+    initial_capacity: int | None = None
+    shards: int | None = None
+    admit_after: int = 1
+    sketch_width: int = 0
+    sketch_depth: int = 4
+    window_steps: int = 0
+    eviction: Eviction = "lru"
+    decay_steps: int = 0
+    ttl_steps: int = 0
+    mode: Literal["drop", "demote"] = "drop"
+    missing: Missing = "initial"
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choice("eviction", self.eviction, get_args(Eviction))
+        self._check_choice("missing", self.missing, get_args(Missing))
+        self._check_choice("mode", self.mode, ("drop", "demote"))
+        if self.mode == "demote":
+            raise ConfigurationError(
+                'mode = "demote" needs a slower tier, which dynamic tables do not have yet; take mode = "drop"'
+            )
+        if self.num_shards > self.capacity:
+            raise ConfigurationError(
+                f"a dynamic table of capacity {self.capacity} cannot have {self.num_shards} shards: each holds at "
+                "least one id; lower shards or raise capacity"
+            )
+        if self.initial_capacity is not None and self.initial_capacity > self.capacity:
+            raise ConfigurationError(
+                f"initial_capacity {self.initial_capacity} of a dynamic table is above its capacity {self.capacity}"
+            )
+        if self.admit_after == 1 and (self.sketch_width or self.window_steps):
+            raise ConfigurationError(
+                "sketch_width and window_steps count ids that are not admitted yet, and admit_after = 1 admits every "
+                "id at once; raise admit_after or leave them out"
+            )
+        if self.decay_steps and self.eviction not in ("lfu", "lru_lfu"):
+            raise ConfigurationError(
+                f"decay_steps is about frequencies, which eviction = {self.eviction!r} does not use; "
+                'leave it out, or take "lfu" or "lru_lfu"'
+            )
+        if self.eviction == "ttl" and not self.ttl_steps:
+            raise ConfigurationError('eviction = "ttl" needs ttl_steps, the steps after which an unseen id goes')
+
+    def _check_numbers(self) -> None:
+        lowest = {
+            "capacity": 1,
+            "initial_capacity": 1,
+            "shards": 1,
+            "admit_after": 1,
+            "sketch_width": 0,
+            "sketch_depth": 1,
+            "window_steps": 0,
+            "decay_steps": 0,
+            "ttl_steps": 0,
+        }
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if value is None and name in ("initial_capacity", "shards"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+                raise ConfigurationError(
+                    f"{name} of a dynamic table must be a whole number from {least}, got {value!r}"
+                )
+
+    @staticmethod
+    def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise ConfigurationError(f"{name} of a dynamic table must be one of {', '.join(choices)}, got {value!r}")
+
+    def shard_capacity(self, shard: int) -> int:
+        """Ids that a shard holds at most: capacity split evenly, the first shards one more."""
+        return self.capacity // self.num_shards + (shard < self.capacity % self.num_shards)
+
+    @property
+    def num_shards(self) -> int:
+        """P: a power of two, at most 1,024, with 1,000 ids a shard or more."""
+        if self.shards is not None:
+            return self.shards
+        return min(1024, 1 << max(0, (self.capacity // 1000).bit_length() - 1))

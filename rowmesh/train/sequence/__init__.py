@@ -1,0 +1,1 @@
+"""Training and evaluation of sequence models over several ranks."""

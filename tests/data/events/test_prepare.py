@@ -1,0 +1,166 @@
+"""Sequences hold what a plain sort and a plain k-core give, whatever the size of the parts."""
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from rowmesh.data.events import EventSchema, Sequences, prepare_events
+from rowmesh.data.events.prepare import _ends, _moment, _parts
+from rowmesh.data.events.schema import LAYOUTS, EventSplit
+from rowmesh.errors import ConfigurationError, DataError
+
+SCHEMA = EventSchema(user="u", item="i", time="t")
+REAL = Path(__file__).parents[3] / ".." / "shared" / "data"
+
+
+def written(path, events, header="u,i,t"):
+    path.write_text("\n".join([header, *(",".join(map(str, event)) for event in events)]) + "\n")
+    return path
+
+
+def prepared(tmp_path, events, schema=SCHEMA, **options):
+    return prepare_events([written(tmp_path / "events.csv", events)], tmp_path / "out", schema, **options)
+
+
+def histories(data):
+    users, items = data.user_values().to_pylist(), data.item_values().to_pylist()
+    return {
+        users[u]: [(items[data.items[e]], int(data.times[e])) for e in range(data.offsets[u], data.offsets[u + 1])]
+        for u in range(len(users))
+    }
+
+
+def expected(events, k):
+    """The k-core, and each user's events by time; ties as they came."""
+    while True:
+        users, items = Counter(u for u, _, _ in events), Counter(i for _, i, _ in events)
+        kept = [e for e in events if users[e[0]] >= k and items[e[1]] >= k]
+        if kept == events:
+            break
+        events = kept
+    out = {}
+    for user, item, time in events:
+        out.setdefault(user, []).append((item, time))
+    return {user: sorted(history, key=lambda e: e[1]) for user, history in out.items()}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("part_events", [1, 7, 1 << 20])
+def test_events_are_those_of_the_core_in_order(tmp_path, k, part_events):
+    generator = np.random.default_rng(k)
+    events = [
+        (f"u{generator.zipf(1.5) % 20}", f"i{generator.zipf(1.6) % 15}", int(generator.integers(30)))
+        for _ in range(200)
+    ]
+    data = prepared(tmp_path, events, SCHEMA.model_copy(update={"k_core": k}), part_events=part_events)
+    wanted = expected(events, k)
+    assert histories(data) == wanted
+    assert list(histories(data)) == list(dict.fromkeys(u for u, _, _ in events if u in wanted))
+    counts = np.bincount(data.items)
+    assert (np.diff(counts) <= 0).all()
+    ties = sum(len(h) > 1 and h[-1][1] == h[-2][1] for h in wanted.values())
+    assert data.counts.num_tied_last == ties
+    assert data.counts.num_outside_core == 200 - len(data.items)
+
+
+def test_the_more_frequent_item_comes_first_where_the_schema_says_so(tmp_path):
+    events = [("a", "rare", 5), ("a", "often", 5), ("b", "often", 1)]
+    assert histories(prepared(tmp_path, events))["a"] == [("rare", 5), ("often", 5)]
+    schema = SCHEMA.model_copy(update={"ties": "item"})
+    assert histories(prepared(tmp_path, events, schema, overwrite=True))["a"] == [("often", 5), ("rare", 5)]
+
+
+def test_only_positive_events_count(tmp_path):
+    path = written(tmp_path / "e.csv", [("a", "x", 1, 5), ("a", "y", 2, 3), ("a", "z", 3, 4)], "u,i,t,rating")
+    schema = EventSchema.parse({"user": "u", "item": "i", "time": "t", "positive": {"column": "rating", "minimum": 4}})
+    data = prepare_events([path], tmp_path / "out", schema)
+    assert histories(data) == {"a": [("x", 1), ("z", 3)]}
+    assert data.counts.num_negative == 1
+
+
+def test_times_are_read_as_the_schema_says_and_bad_ones_are_kept_apart(tmp_path):
+    events = [("a", "x", "2022-04-10 08:59:09"), ("a", "y", "yesterday"), ("", "z", "2022-04-10 08:59:09")]
+    schema = SCHEMA.model_copy(update={"time_format": "%Y-%m-%d %H:%M:%S"})
+    data = prepared(tmp_path, events, schema)
+    assert histories(data) == {"a": [("x", 1649581149)]}
+    assert data.counts.bad_rows == 2
+    milliseconds = SCHEMA.model_copy(update={"time_unit": "ms"})
+    ordered = prepared(tmp_path, [("a", "x", 1999), ("a", "y", 1001)], milliseconds, overwrite=True)
+    assert histories(ordered) == {"a": [("y", 1), ("x", 1)]}
+
+
+def test_the_last_two_events_are_held_out(tmp_path):
+    data = prepared(tmp_path, [("a", f"i{n}", n) for n in range(4)] + [("b", "i0", 0), ("b", "i1", 1)])
+    assert data.train_ends.tolist() == [2, 6]
+    assert data.validation_ends.tolist() == [3, 6]
+    assert data.users("train").tolist() == [0, 1]
+    assert data.users("test").tolist() == data.users("validation").tolist() == [0]
+    np.testing.assert_array_equal(data.popularity("train"), [2, 2, 0, 0])
+    np.testing.assert_array_equal(data.popularity("test"), [2, 2, 1, 0])
+
+
+@hypothesis.given(times=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9).map(sorted), min_size=1))
+def test_one_moment_divides_all_users(times):
+    flat = np.concatenate(times)
+    offsets = np.concatenate([[0], np.cumsum([len(each) for each in times])])
+    split = EventSplit(by="time", validation=0.2, test=0.3)
+    train, validation = _ends(flat, offsets, split)
+    moments = [_moment(flat, 0.5), _moment(flat, 0.7)]
+    for ends, moment in zip((train, validation), moments, strict=True):
+        for user, end in enumerate(ends):
+            assert (flat[offsets[user] : end] < moment).all()
+            assert (flat[end : offsets[user + 1]] >= moment).all()
+
+
+def test_parts_hold_all_users_once():
+    offsets = np.array([0, 5, 6, 20, 21])
+    assert list(_parts(offsets, 6)) == [(0, 2), (2, 3), (3, 4)]
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(DataError, match="no event is left of 1"):
+        prepared(tmp_path, [("a", "x", 1)], SCHEMA.model_copy(update={"k_core": 2}))
+    with pytest.raises(DataError, match="column 'i' is missing"):
+        prepare_events([written(tmp_path / "e.csv", [("a", 1)], "u,t")], tmp_path / "out", SCHEMA)
+    with pytest.raises(ConfigurationError, match="unknown key 'usr'"):
+        EventSchema.parse({"usr": "u", "user": "u", "item": "i", "time": "t"})
+    with pytest.raises(ConfigurationError, match="movielens-1m"):
+        EventSchema.load("movielens1m")
+    with pytest.raises(DataError, match="run rowmesh data prepare"):
+        Sequences.open(tmp_path)
+
+
+def test_a_folder_that_was_changed_is_refused(tmp_path):
+    data = prepared(tmp_path, [("a", "x", 1), ("a", "y", 2)])
+    path = data.folder / "items.npy"
+    path.write_bytes(path.read_bytes()[:-4] + b"\xff\xff\xff\x7f")
+    with pytest.raises(DataError):
+        Sequences.open(data.folder)
+    with pytest.raises(DataError, match="items that do not exist"):
+        Sequences.open(data.folder, verify=False)
+
+
+def test_ratings_of_movielens_1m_are_read(tmp_path):
+    path = tmp_path / "ratings.dat"
+    path.write_text("1::1193::5::978300760\n1::661::3::978302109\n")
+    schema = LAYOUTS["movielens-1m"].model_copy(update={"k_core": 1})
+    assert histories(prepare_events([path], tmp_path / "out", schema)) == {
+        "1": [("1193", 978300760), ("661", 978302109)]
+    }
+
+
+@pytest.mark.skipif(not (REAL / "sequences").is_dir(), reason="needs the real event tables")
+def test_beauty_has_the_published_numbers(tmp_path):
+    schema = EventSchema(user="user_id", item="item_id", time="timestamp", delimiter="\t", k_core=5)
+    data = prepare_events([REAL / "sequences" / "beauty_timed.tsv.gz"], tmp_path / "out", schema)
+    counts = data.counts
+    assert (counts.num_users, counts.num_items, counts.num_events) == (22_363, 12_101, 198_502)
+    assert counts.num_tied_last / counts.num_users == pytest.approx(0.435, abs=5e-4)
+    with gzip.open(REAL / "sequences" / "beauty_timed.tsv.gz", "rt") as file:
+        first = [line.split() for line in file if line.startswith("1\t")]
+    assert [item for item, _ in histories(data)["1"]] == [item for _, item, _ in first]
