@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.ops.memory import Buffer, Scratch, round_up
-from rowmesh.ops.merge_update.handles import HostMerged
+from rowmesh.ops.merge_update.handles import HostMerged, Unsummed
+from rowmesh.ops.pool.cpu import add_cells, first_cell
 from rowmesh.ops.route.cpu import PREFETCHED_ROW_BYTES
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
@@ -44,6 +45,7 @@ from rowmesh.ops.simd import (
 )
 
 AHEAD = 16
+UNSUMMED_AHEAD = 32
 GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
@@ -196,7 +198,7 @@ class Merger(HostMerged):
         if 24 * len(sources) > self._sources.num_bytes:
             self._sources = Buffer(24 * len(sources))
         for number, source in enumerate(sources):  # one array of all would cost more than merging a small batch
-            _SOURCE.pack_into(self._sources.bytes, 24 * number, *source)
+            _SOURCE.pack_into(self._sources.bytes.data, 24 * number, *source)
         self.num_merged = _merge(
             self._num_segments,
             len(sources),
@@ -383,7 +385,63 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
                 STATE_BYTES,
             )
 
-    return SimpleNamespace(update_merged=update_merged)
+    @kernel
+    def update_unsummed(
+        grad,
+        pointers,
+        cells,
+        weights,
+        uniques,
+        slots,
+        count,
+        arena,
+        state1,
+        state2,
+        lr_,
+        scaling_,
+        eps_,
+        beta1_,
+        beta2_,
+        correction_,
+        decay_,
+    ):
+        """Sums the output gradients in the cells of each slot, in order, and updates its row."""
+        lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
+        rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
+        scaling, correction, decay, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(decay_), SCALAR(DIM)
+        last = load_u32(pointers + 4 * count) - 1
+        for m in range(count):
+            ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
+            _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
+            u = load_u32(uniques + 4 * m)
+            j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
+            total = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
+            total = add_cells(total, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
+            change_row(
+                scale(scaling, total),
+                load_u32(slots + 4 * m),
+                arena,
+                state1,
+                state2,
+                lr,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                decay,
+                size,
+                DIM,
+                STORAGE,
+                OUT,
+                RULE,
+                DECAYS,
+                ROW_BYTES,
+                STATE_BYTES,
+            )
+
+    return SimpleNamespace(update_merged=update_merged, update_unsummed=update_unsummed)
 
 
 def update(
@@ -401,7 +459,16 @@ def update(
     state1 = state[0].data_ptr() if state else 0
     state2 = state[1].data_ptr() if len(state) > 1 else 0
     decays = len(numbers) > NUM_WITHOUT_DECAY
-    update_kernels(rows.shape[1], STORAGE[rows.dtype], rule, decays).update_merged(
+    numbers = numbers if decays else (*numbers, 0.0)
+    kernels = update_kernels(rows.shape[1], STORAGE[rows.dtype], rule, decays)
+    if isinstance(merged, Unsummed):
+        if part is not None:
+            raise ValueError(f"slots whose gradients are not summed are updated all at once, not the part {part}")
+        grad, slots = merged.gradient.data_ptr(), merged.merged_slots
+        cells = grad, merged.pointers, merged.cells, merged.weights, merged.uniques, slots, merged.num_merged
+        kernels.update_unsummed(*cells, rows.data_ptr(), state1, state2, *numbers)
+        return
+    kernels.update_merged(
         merged.merged_slots,
         merged.heads,
         merged.nexts,
@@ -413,7 +480,7 @@ def update(
         rows.data_ptr(),
         state1,
         state2,
-        *(numbers if decays else (*numbers, 0.0)),
+        *numbers,
     )
 
 
@@ -450,6 +517,8 @@ def merge(merger: Merger, slots: Sequence[Tensor], gradients: Sequence[Tensor]) 
 
 def sum_merged(merged: HostMerged, out: Tensor, row: int, part: tuple[int, int] | None) -> None:
     """Sums gradients; see `rowmesh.ops.merge_update.sum_merged`."""
+    if isinstance(merged, Unsummed):
+        raise TypeError("gradients that the update sums are nowhere else; sum the look-up first")
     dim, (first, end) = out.shape[1], part or (0, merged.num_merged)
     chains, nodes = (merged.heads, merged.nexts, merged.addresses), (merged.node_ends, merged.num_nodes)
     of_row = sum_kernels(dim, STORAGE[out.dtype])
