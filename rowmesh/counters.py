@@ -102,9 +102,12 @@ class GroupCounters:
 
         Segments are tables, once for each kind of rows.
         """
-        num_tables = len(self.tables)
-        self._accesses += accesses.reshape(-1, num_tables).sum(0)
-        self._distinct += (offsets[1:] - offsets[:-1]).reshape(-1, num_tables).sum(0)
+        num_tables, distinct = len(self.tables), offsets[1:] - offsets[:-1]
+        if len(accesses) != num_tables:  # else as they are: a sum costs more than what follows
+            accesses = accesses.reshape(-1, num_tables).sum(0)
+            distinct = distinct.reshape(-1, num_tables).sum(0)
+        self._accesses += accesses
+        self._distinct += distinct
 
     def add_accesses(self, accesses: np.ndarray) -> None:
         """Adds ids that were requested from this rank, by segment."""

@@ -259,7 +259,9 @@ class Engine:
         """Sums the gradients of equal ids; the route then waits for push."""
         if route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
-        self.outputs.pooling.backward(route.groups, gradients)
+        # Peers read sums before the update; and several look-ups would each keep the gradient of its output.
+        may_wait = self.mesh.world_size == 1 and not self.pending
+        self.outputs.pooling.backward(route.groups, gradients, may_wait=may_wait)
         route.has_gradients = True
         self.pending.add(route)
 

@@ -86,10 +86,10 @@ def _all_to_all(mesh: Mesh, into: Tensor, out: Tensor, sizes_in: list[int] | Non
 
 def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Tensor]]:
     """What finds the numbers of rows that a look-up asked for, int64 `[U]`, and their gradients, `[U, D]`."""
-    rows, dim, dtype = _RowNumbers(exchange), exchange.group.dim, compute_dtype(exchange.group.dtype)
+    rows = _RowNumbers(exchange)
 
     def find(look_up: HostLookUp) -> tuple[Tensor, Tensor]:
-        return rows(look_up), look_up.send.gradients.tensor(dtype, look_up.num_unique, dim)
+        return rows(look_up), look_up.summed
 
     return find
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import AnyRouteGroup
+from rowmesh.ops.sole import are_sole
 from rowmesh.ops.tensor_pool import TensorPool
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
@@ -60,10 +61,21 @@ class Pooling:
             group.look_up.pool(group.layout, batch.weights, outputs[-1 if is_sequence else 0])
         return tuple(outputs)
 
-    def backward(self, groups: Sequence[AnyRouteGroup], gradients: Sequence[Tensor]) -> None:
-        """Sums the gradients of equal ids, for push to send."""
+    def backward(self, groups: Sequence[AnyRouteGroup], gradients: Sequence[Tensor], *, may_wait: bool = False) -> None:
+        """Sums the gradients of equal ids, for push to send.
+
+        Args:
+            groups: what was looked up.
+            gradients: of the outputs.
+            may_wait: whether sums may be left to the update, where nothing else can change the gradients until then.
+        """
+        may_wait = may_wait and self.device is None and are_sole(gradients)
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
-            if group.exchange.sums_gradients:
+            if not group.exchange.sums_gradients:
+                continue
+            if may_wait:
+                group.look_up.leave_backward(group.layout, grad)
+            else:
                 group.look_up.backward(group.layout, grad)
 
     def is_finite(self, groups: Sequence[AnyRouteGroup]) -> bool:

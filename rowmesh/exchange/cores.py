@@ -110,9 +110,8 @@ class CoreGroup:
     def _row_gradients(self, group: AnyRouteGroup, table: int, lookup: Lookup) -> Tensor:
         if self.exchange.device is not None:
             return group.look_up.summed  # of all tables: the look-up knows where its own are
-        send = group.look_up.send
-        offset = int(send.segment_offsets[0, table]) * group.exchange.gradient_bytes
-        return send.gradients.tensor(self.group.dtype, lookup.num_unique, self.group.dim, offset=offset)
+        first = int(group.look_up.send.segment_offsets[0, table])
+        return group.look_up.summed[first : first + lookup.num_unique]
 
     def finish(self, groups: Sequence[AnyRouteGroup]) -> None:
         """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""

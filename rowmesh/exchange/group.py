@@ -392,10 +392,13 @@ class GroupExchange:
         """Lists of requests to be merged on the host, by default by the group's merger."""
         return Sources(merger or self.merger, self.gradient_bytes, self.num_segments)
 
-    def add_own(self, sources: Sources, group: HostRouteGroup) -> None:
-        """Adds the requests that this rank makes of itself."""
+    def add_own(self, sources: Sources, group: HostRouteGroup, *, with_copies: bool = False) -> None:
+        """Adds the requests that this rank makes of itself, and those of others about rows that have a copy here."""
         send, rank = group.look_up.send, self.rank
         sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
+        if with_copies:
+            where = send.slots_address, send.segment_offsets, send.gradients.address
+            sources.add_copied(*where, self.copies.start, rank)
 
     def update(self, sources: Sources, update: Update, num_segments: int | None = None) -> None:
         """Updates merged rows, of the first segments where a number is given."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.route import HostRouteGroup, Routed
+from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
@@ -60,7 +60,9 @@ class OneSidedTransport(Transport):
 
     def allocate(self, num_bytes: int) -> SharedBuffer:
         """Shared memory."""
-        return _shared(num_bytes)
+        buffer = SharedBuffer.create(num_bytes)
+        buffer.use_huge_pages()
+        return buffer
 
     def connect(self, exchanges: Sequence[GroupExchange]) -> None:
         """Maps every rank's arenas and board; collective."""
@@ -114,9 +116,7 @@ class OneSidedTransport(Transport):
             for rank in range(self._mesh.world_size):
                 if rank == self._mesh.rank:
                     for route in routes:
-                        exchange.add_own(sources, route.groups[index])
-                        if exchange.copies:
-                            self._add_own_copies(sources, route.groups[index])
+                        exchange.add_own(sources, route.groups[index], with_copies=bool(exchange.copies))
                 else:
                     self._add_peer(sources, rank, index)
             if sources.num_entries:
@@ -159,11 +159,6 @@ class OneSidedTransport(Transport):
                 f"{names} forward passes; every rank must call forward and step equally often and in the same order"
             )
 
-    def _add_own_copies(self, sources: Sources, group: HostRouteGroup) -> None:
-        send, exchange = group.look_up.send, group.exchange
-        where = send.slots_address, send.segment_offsets, send.gradients.address
-        sources.add_copied(*where, exchange.copies.start, exchange.rank)
-
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
         announced = self._announced[rank][index]
         exchange = self._exchanges[index]
@@ -186,14 +181,13 @@ class OneSidedTransport(Transport):
         self, rank: int, num_segments: int, memory: Sequence[int]
     ) -> tuple[_Requests, _Copied, list[SharedBuffer]]:
         """A peer's send buffer, given the descriptors and sizes of its lists and of its gradients."""
-        pid, name, size = self._mesh.pids[rank], self._mesh.name(rank), self._mesh.world_size
+        pid, name, size, own = self._mesh.pids[rank], self._mesh.name(rank), self._mesh.world_size, self._mesh.rank
         lists = SharedBuffer.attach(pid, memory[0], memory[1], name)
         gradients = SharedBuffer.attach(pid, memory[2], memory[3], name)
         gradients.use_huge_pages()
         slots = lists.address + slots_offset(size, num_segments)
         offsets = lists.array(np.int64, size, num_segments + 1)
         accesses = lists.array(np.int64, size, num_segments, offset=offsets.nbytes)
-        own = self._mesh.rank
         requests = slots, offsets[own], gradients.address, accesses[own]
         return requests, (slots, offsets, gradients.address), [lists, gradients]
 
@@ -220,9 +214,3 @@ class OneSidedTransport(Transport):
 def _is_lazy(exchange: GroupExchange) -> bool:
     """Whether memory is committed where it is used: most frames of a dynamic table never are."""
     return exchange.group.storage == "dynamic"
-
-
-def _shared(num_bytes: int) -> SharedBuffer:
-    buffer = SharedBuffer.create(num_bytes)
-    buffer.use_huge_pages()
-    return buffer

@@ -135,8 +135,15 @@ class LocalTransport(Transport):
                 self._update_on_device(exchange, groups, update)
 
     def _update(self, exchange: GroupExchange, groups: Sequence[HostRouteGroup], update: Update) -> None:
+        is_plain = len(groups) == 1 and not exchange.is_tiered and exchange.replicated is None
+        if is_plain and (unsummed := groups[0].look_up.unsummed()):
+            exchange.apply(unsummed, update)
+            send = groups[0].look_up.send
+            exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
+            return
         sources = exchange.sources()
         for group in groups:
+            group.look_up.sum()
             exchange.add_own(sources, group)
         if sources.num_entries:
             sources.merge()

@@ -209,11 +209,14 @@ def div(typing: Any, x: Any, y: Any) -> Any:
 
 @_intrinsic
 def axpy(typing: Any, a: Any, x: Any, y: Any) -> Any:
-    """A · x + y for a scalar a; may be one fused operation."""
+    """A · x + y for a scalar a, rounded once in every kernel: so sums are the same wherever they are made."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        product = b.fmul(_splat(b, x, args[0]), args[1], flags=("contract",))
-        return b.fadd(product, args[2], flags=("contract",))
+        vector = ir.VectorType(x.element, x.dim)
+        function = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.{x.suffix}"
+        )
+        return b.call(function, [_splat(b, x, args[0]), args[1], args[2]])
 
     return x(x.scalar, x, x), codegen
 

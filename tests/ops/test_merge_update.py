@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, update
+from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, sum_merged, update
 from rowmesh.ops.merge_update.cpu import update_kernels
 from rowmesh.ops.simd import BFLOAT16, COMPUTE_DTYPE, FLOAT32, STORAGE
 from rowmesh.optim import RULES, Adam
@@ -123,6 +123,24 @@ def test_sums_are_in_the_order_of_the_ranks(batches):
         assert torch.equal(-weights[slots], total)
         distinct = [len({i for rank in requests_of_ranks for i in rank[s]}) for s in range(len(requests_of_ranks[0]))]
         assert np.diff(merger.merged_offsets).tolist() == distinct
+
+
+@settings(max_examples=30)
+@given(requests_of_ranks=lists())
+def test_one_source_gives_what_it_gives_beside_an_empty_one(requests_of_ranks):
+    """One source alone is not searched for equal slots; row bytes on both sides of what is prefetched."""
+    first, num_segments = requests_of_ranks[0], len(requests_of_ranks[0])
+    rows = torch.zeros(500, 3)
+    for row_bytes in (12, 1 << 20):
+        found = []
+        for ranks in ([first], [first, [[]] * num_segments]):
+            requests, merger = Requests(ranks, 3, torch.float32), Merger(num_segments, rows.data_ptr(), row_bytes)
+            requests.merge(merger)
+            sums = torch.zeros(merger.num_merged, 3)
+            sum_merged(merger, sums)
+            found.append((merger.slots.tolist(), merger.merged_offsets.tolist(), sums.tolist()))
+        assert found[0] == found[1]
+        assert found[0][0] == [slot for segment in first for slot in segment]
 
 
 def test_one_merger_serves_batches_of_all_sizes():

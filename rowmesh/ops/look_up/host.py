@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.errors import RowmeshError
 from rowmesh.ops import pool as ops
 from rowmesh.ops.memory import Buffer, Memory, Scratch, held_bytes, round_up
+from rowmesh.ops.merge_update.handles import Unsummed
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
@@ -94,6 +96,7 @@ class HostLookUp:
         relayed: rows of other nodes that any rank of this node asked this one for, as a node leader.
         requests: uint32: slots that other ranks asked of this one.
         replies: rows sent to other ranks, then gradients received from them.
+        waiting: a gradient of the output that is still to be summed, its version, and the address of its factors.
     """
 
     def __init__(self, of: HostLookUps, send: SendBuffer) -> None:
@@ -109,6 +112,7 @@ class HostLookUp:
         self.num_ids = -1
         self.make_room(0)
         self.is_filed = False
+        self.waiting: tuple[Tensor, int, int] | None = None
 
     def make_room(self, num_ids: int) -> None:
         """For all that depends on the number of ids; contents are lost."""
@@ -182,9 +186,60 @@ class HostLookUp:
     def backward(self, layout: GroupLayout, grad: Tensor) -> None:
         """Writes the summed gradient of every row into the send buffer."""
         self.compress(layout)
+        self._sum(grad, self.file_weights(layout, self.pointers) if layout.is_weighted else 0)
+
+    def leave_backward(self, layout: GroupLayout, grad: Tensor) -> None:
+        """Leaves the sums to the update, or to `sum`, where no other rank reads the send buffer.
+
+        Args:
+            layout: of the batch.
+            grad: of the output, contiguous; must stay as it is until then.
+        """
+        assert self._of.world_size == 1
+        self.compress(layout)
+        weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
+        self.waiting = grad, grad._version, weights
+
+    def sum(self) -> None:
+        """Makes sums that wait, for whoever reads the send buffer."""
+        if self.waiting is not None:
+            self._sum(*self._take_waiting())
+
+    @property
+    def summed(self) -> Tensor:
+        """The summed gradients, `[U, D]`, in the order of the send buffer."""
+        self.sum()
+        return self.send.gradients.tensor(self._of.dtype, self.num_unique, self._of.dim)
+
+    def unsummed(self) -> Unsummed | None:
+        """Sums that wait, for the update to make; None where none do."""
+        if self.waiting is None or not self.num_unique:
+            return None
+        grad, weights = self._take_waiting()
+        return Unsummed(
+            self.num_unique,
+            self.send.slots_address,
+            gradient=grad,
+            pointers=self.pointers,
+            cells=self.cells,
+            weights=weights,
+            uniques=self.uniques,
+        )
+
+    def _take_waiting(self) -> tuple[Tensor, int]:
+        assert self.waiting is not None
+        grad, version, weights = self.waiting
+        self.waiting = None
+        if grad._version != version:
+            raise RowmeshError(
+                "the gradient of looked-up vectors was changed in place between backward and step, through memory that "
+                "nothing seemed to refer to; change it in a hook of the vectors (register_hook), which runs in backward"
+            )
+        return grad, weights
+
+    def _sum(self, grad: Tensor, weights: int) -> None:
         send, of = self.send, self._of
         into = send.reserve_gradients(self.num_unique * of.gradient_bytes)
-        weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
         of.kernels.backward(
             grad.data_ptr(),
             self.pointers,
@@ -228,8 +283,7 @@ class HostLookUp:
 
     def is_finite(self) -> Tensor:
         """Whether all summed gradients are finite: one boolean."""
-        gradients = self.send.gradients.tensor(self._of.dtype, self.num_unique, self._of.dim)
-        return gradients.isfinite().all()
+        return self.summed.isfinite().all()
 
     @property
     def num_bytes(self) -> int:
@@ -364,6 +418,7 @@ class HostLookUps:
 
     def give_back(self, look_up: HostLookUp) -> None:
         """The route of a look-up is gone."""
+        look_up.waiting = None
         self.idle.append(look_up)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.ops.memory import Buffer, Scratch, round_up
-from rowmesh.ops.merge_update.handles import HostMerged
+from rowmesh.ops.merge_update.handles import HostMerged, Unsummed
+from rowmesh.ops.pool.cpu import add_cells, first_cell
 from rowmesh.ops.route.cpu import PREFETCHED_ROW_BYTES
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
@@ -43,11 +45,13 @@ from rowmesh.ops.simd import (
 )
 
 AHEAD = 16
+UNSUMMED_AHEAD = 32
 GRADIENT_AHEAD = 6
 END = 0xFFFFFFFF
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
 NUM_WITHOUT_DECAY = 6  # numbers of a rule; one that decays has one more
+_SOURCE = struct.Struct("=3q")  # addresses of slots, offsets and gradients
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -72,7 +76,24 @@ def _merge(
     sources: int64 `[sources, 3]`, the addresses of each source's slots, segment offsets and gradients, in its own
     numbering; entries are numbered source by source. A cell of the table is slot << 32 | (merged index + 1), and 0
     where it is free. Returns the number of distinct slots.
+
+    The slots of one source are distinct, so where it is alone there is nothing to look for.
     """
+    if num_sources == 1:
+        slots, offsets, gradients = load_i64(sources), load_i64(sources + 8), load_i64(sources + 16)
+        begin = load_i64(offsets)
+        for s in range(num_segments + 1):
+            store_i64(merged_offsets + 8 * s, load_i64(offsets + 8 * s) - begin)
+        count = load_i64(offsets + 8 * num_segments) - begin
+        for m in range(count):
+            slot = load_u32(slots + 4 * (begin + m))
+            store_u32(merged_slots + 4 * m, slot)
+            if row_bytes <= PREFETCHED_ROW_BYTES:
+                prefetch(arena + slot * row_bytes, 64)
+            store_u32(heads + 4 * m, m)
+            store_u32(nexts + 4 * m, END)
+            store_i64(addresses + 8 * m, gradients + (begin + m) * gradient_bytes)
+        return count
     merged = 0
     for s in range(num_segments):
         store_i64(merged_offsets + 8 * s, merged)
@@ -176,7 +197,8 @@ class Merger(HostMerged):
             self._make_room(num_entries)
         if 24 * len(sources) > self._sources.num_bytes:
             self._sources = Buffer(24 * len(sources))
-        self._sources.bytes[: 24 * len(sources)].view(np.int64).reshape(-1, 3)[:] = sources
+        for number, source in enumerate(sources):  # one array of all would cost more than merging a small batch
+            _SOURCE.pack_into(self._sources.bytes.data, 24 * number, *source)
         self.num_merged = _merge(
             self._num_segments,
             len(sources),
@@ -363,7 +385,63 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
                 STATE_BYTES,
             )
 
-    return SimpleNamespace(update_merged=update_merged)
+    @kernel
+    def update_unsummed(
+        grad,
+        pointers,
+        cells,
+        weights,
+        uniques,
+        slots,
+        count,
+        arena,
+        state1,
+        state2,
+        lr_,
+        scaling_,
+        eps_,
+        beta1_,
+        beta2_,
+        correction_,
+        decay_,
+    ):
+        """Sums the output gradients in the cells of each slot, in order, and updates its row."""
+        lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
+        rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
+        scaling, correction, decay, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(decay_), SCALAR(DIM)
+        last = load_u32(pointers + 4 * count) - 1
+        for m in range(count):
+            ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
+            _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
+            u = load_u32(uniques + 4 * m)
+            j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
+            total = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
+            total = add_cells(total, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
+            change_row(
+                scale(scaling, total),
+                load_u32(slots + 4 * m),
+                arena,
+                state1,
+                state2,
+                lr,
+                eps,
+                beta1,
+                beta2,
+                rest1,
+                rest2,
+                correction,
+                decay,
+                size,
+                DIM,
+                STORAGE,
+                OUT,
+                RULE,
+                DECAYS,
+                ROW_BYTES,
+                STATE_BYTES,
+            )
+
+    return SimpleNamespace(update_merged=update_merged, update_unsummed=update_unsummed)
 
 
 def update(
@@ -381,7 +459,16 @@ def update(
     state1 = state[0].data_ptr() if state else 0
     state2 = state[1].data_ptr() if len(state) > 1 else 0
     decays = len(numbers) > NUM_WITHOUT_DECAY
-    update_kernels(rows.shape[1], STORAGE[rows.dtype], rule, decays).update_merged(
+    numbers = numbers if decays else (*numbers, 0.0)
+    kernels = update_kernels(rows.shape[1], STORAGE[rows.dtype], rule, decays)
+    if isinstance(merged, Unsummed):
+        if part is not None:
+            raise ValueError(f"slots whose gradients are not summed are updated all at once, not the part {part}")
+        grad, slots = merged.gradient.data_ptr(), merged.merged_slots
+        cells = grad, merged.pointers, merged.cells, merged.weights, merged.uniques, slots, merged.num_merged
+        kernels.update_unsummed(*cells, rows.data_ptr(), state1, state2, *numbers)
+        return
+    kernels.update_merged(
         merged.merged_slots,
         merged.heads,
         merged.nexts,
@@ -393,7 +480,7 @@ def update(
         rows.data_ptr(),
         state1,
         state2,
-        *(numbers if decays else (*numbers, 0.0)),
+        *numbers,
     )
 
 
@@ -430,6 +517,8 @@ def merge(merger: Merger, slots: Sequence[Tensor], gradients: Sequence[Tensor]) 
 
 def sum_merged(merged: HostMerged, out: Tensor, row: int, part: tuple[int, int] | None) -> None:
     """Sums gradients; see `rowmesh.ops.merge_update.sum_merged`."""
+    if isinstance(merged, Unsummed):
+        raise TypeError("gradients that the update sums are nowhere else; sum the look-up first")
     dim, (first, end) = out.shape[1], part or (0, merged.num_merged)
     chains, nodes = (merged.heads, merged.nexts, merged.addresses), (merged.node_ends, merged.num_nodes)
     of_row = sum_kernels(dim, STORAGE[out.dtype])

@@ -5,7 +5,7 @@ What fills one belongs to its backend. Everything else hands it on, and reads ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -51,6 +51,24 @@ class HostMerged:
         return HostMerged(
             self.num_merged, slots.ctypes.data, self.heads, self.nexts, self.addresses, self.node_ends, self.num_nodes
         )
+
+
+@dataclass(eq=False)
+class Unsummed(HostMerged):
+    """Distinct slots whose gradients nothing has summed: only `update` takes them, and sums as it changes the rows.
+
+    Attributes:
+        gradient: of the output of a look-up.
+        pointers, cells, weights: addresses of the cells of each row of the look-up, as `rowmesh.ops.pool.cpu` files
+            them, and of their factors, or 0.
+        uniques: address of uint32 `[M]`: which of these rows each slot is.
+    """
+
+    gradient: Tensor = field(kw_only=True)
+    pointers: int = field(kw_only=True)
+    cells: int = field(kw_only=True)
+    weights: int = field(kw_only=True)
+    uniques: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
