@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rowmesh.checkpoint.manifest import Parent
-from rowmesh.checkpoint.snapshot import Snapshot, Source
+from rowmesh.checkpoint.snapshot import Room, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
 
@@ -62,6 +62,7 @@ class BackgroundSave:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.
         group: a process group that nothing else uses meanwhile; None for a single process.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
+        room: for pre-images, which stays for the next one; default: of its own.
 
     Raises:
         RuntimeError, OSError: `dense` cannot be copied, or no thread begins.
@@ -76,13 +77,14 @@ class BackgroundSave:
         metadata: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         base: Base | None = None,
+        room: Room | None = None,
     ) -> None:
         rank = 0 if group is None else dist.get_rank(group)
         copied = io.BytesIO()
         if rank == 0:
             torch.save(dict(dense), copied)
         self._group, self._error, self._base = group, None, base
-        self.snapshot = Snapshot(embeddings, rank, None if base is None else base.changed)
+        self.snapshot = Snapshot(embeddings, rank, None if base is None else base.changed, room)
         arguments = (folder, copied.getbuffer(), dict(metadata or {}))
         self._thread = threading.Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=True)
         try:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import as_numpy
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
+from rowmesh.ops.claim import claim
 from rowmesh.ops.memory import Buffer, take
 
 if TYPE_CHECKING:
@@ -30,6 +32,33 @@ SHARD_ROWS = 1 << 14
 """Rows that are read at once, 4 MiB of 64 numbers: from then on their updates cost nothing more."""
 VALUES = "values"
 HOOK = "snapshot"
+SLAB_BYTES = 16 << 20
+
+
+class Room:
+    """Memory for pre-images, of one snapshot after the other: fresh pages take the steps many times the copy's time."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+        self._slab = self._used = 0
+        self._lock = threading.Lock()
+
+    def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Numbers that mean nothing, valid until `reset`."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            while self._slab < len(self._slabs) and self._used + num_bytes > len(self._slabs[self._slab]):
+                self._slab, self._used = self._slab + 1, 0
+            if self._slab == len(self._slabs):
+                size = max(SLAB_BYTES, num_bytes)
+                self._slabs.append(Buffer(size).tensor(torch.uint8, size))
+            first = self._used
+            self._used += -(-num_bytes // 64) * 64
+            return self._slabs[self._slab][first : first + num_bytes].view(dtype).view(shape)
+
+    def reset(self) -> None:
+        """All of it is free; its memory stays."""
+        self._slab = self._used = 0
 
 
 class Source(Protocol):
@@ -61,15 +90,22 @@ class Snapshot:
         embeddings: whose rows.
         rank: of this process; the first alone writes cores, and copies them at once.
         changed: which slots of each store are wanted, by `id` of the store, as `Changes.take` gives them; None: all.
+        room: for pre-images, which no other snapshot uses meanwhile; default: of its own.
 
     Attributes:
         tables: of the collection.
     """
 
     def __init__(
-        self, embeddings: Source, rank: int = 0, changed: Mapping[int, npt.NDArray[np.uint8]] | None = None
+        self,
+        embeddings: Source,
+        rank: int = 0,
+        changed: Mapping[int, npt.NDArray[np.uint8]] | None = None,
+        room: Room | None = None,
     ) -> None:
         embeddings.synchronize()
+        room = room or Room()
+        room.reset()
         self.tables = tuple(embeddings.tables)
         self._stores: dict[int, StoreSnapshot] = {}
         self._rows: dict[str, list[FrozenRows]] = {}
@@ -81,7 +117,7 @@ class Snapshot:
                 continue
             rows, some = self._rows.setdefault(table.name, []), self._changed.setdefault(table.name, [])
             for store, piece in embeddings.stored_pieces(table.name):
-                of_store = self._stores.setdefault(id(store), StoreSnapshot(store))
+                of_store = self._stores.setdefault(id(store), StoreSnapshot(store, room))
                 if changed is None:
                     rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
                     continue
@@ -207,9 +243,11 @@ class StoreSnapshot:
 
     Args:
         store: of the rows.
+        room: for pre-images.
     """
 
-    def __init__(self, store: RowStore) -> None:
+    def __init__(self, store: RowStore, room: Room) -> None:
+        self._pre_image_room = room
         self._store, self.states = store, tuple(store.state)
         self._lock = threading.Lock()
         self._shards: list[range | npt.NDArray[np.uint32]] = []
@@ -228,19 +266,13 @@ class StoreSnapshot:
 
     def open(self) -> None:
         """From now on rows keep what they are."""
-        order = sorted(range(len(self._shards)), key=lambda number: self._shards[number][0])
-        self._numbers = np.array(order, np.int64)
-        self._starts = np.array([self._shards[number][0] for number in order], np.int64)
-        self._stops = np.array([int(self._shards[number][-1]) + 1 for number in order], np.int64)
-        self._is_unread = np.ones(len(order), bool)
+        stop = max((int(shard[-1]) + 1 for shard in self._shards), default=0)
         # One more than the place of a slot's pre-image; the system gives zeros without touching their pages.
-        self._places = np.zeros(max(self._stops, default=0), np.uint32)
-        self._is_wanted: npt.NDArray[np.bool_] | None = None
-        if any(isinstance(shard, np.ndarray) for shard in self._shards):
-            self._is_wanted = np.zeros(len(self._places), bool)
-            for shard in self._shards:
-                self._is_wanted[_index(shard)] = True
-        if order:
+        self._places = np.zeros(stop, np.uint32)
+        self._is_due = np.zeros(stop, np.uint8)  # of each slot, whether its pre-image is to be saved before an update
+        for shard in self._shards:
+            self._is_due[_index(shard)] = 1
+        if self._shards:
             self._store.watch(HOOK, self.preserve)
 
     def preserve(self, slots: npt.NDArray[np.uint32], at: npt.NDArray[np.uint32]) -> None:
@@ -248,19 +280,14 @@ class StoreSnapshot:
         with self._lock:
             if self._is_closed:
                 return
-            shards = np.searchsorted(self._starts, slots, side="right") - 1
-            wanted = np.flatnonzero((shards >= 0) & (slots < self._stops[shards]))
-            wanted = wanted[self._is_unread[self._numbers[shards[wanted]]]]
-            if self._is_wanted is not None:
-                wanted = wanted[self._is_wanted[slots[wanted]]]
-            wanted = wanted[self._places[slots[wanted]] == 0]
-            if not len(wanted):
+            slots, at = claim(self._is_due, slots, at)
+            if not len(slots):
                 return
-            first, places = self.num_saved, at[wanted]
+            first = self.num_saved
+            self._saved.append({kind: as_numpy(self._taken(tensor, at)) for kind, tensor in self._tensors().items()})
             self._firsts.append(first)
-            self._saved.append({kind: as_numpy(_taken(tensor, places)) for kind, tensor in self._tensors().items()})
-            self.num_saved += len(wanted)
-            self._places[slots[wanted]] = np.arange(first + 1, self.num_saved + 1, dtype=np.uint32)
+            self.num_saved += len(slots)
+            self._places[slots] = np.arange(first + 1, self.num_saved + 1, dtype=np.uint32)
 
     def read(self, shard: int, kind: str) -> Tensor:
         """The values or a state of a shard, valid until the next is read.
@@ -278,8 +305,11 @@ class StoreSnapshot:
                 raise RowmeshError("the snapshot was closed while it was read")
             assert kind in self._unread[shard], "read once"
             self._unread[shard].remove(kind)
-            self._is_unread[shard] = bool(self._unread[shard])
-            self._restore(slots, kind, out)
+            if not self._unread[shard]:
+                self._is_due[_index(slots)] = 0
+            saved, firsts = list(self._saved), np.array(self._firsts, np.int64)
+            places = self._places[_index(slots)].astype(np.int64)
+        _restore(places, saved, firsts, kind, out)  # steps need not wait for this: nothing of it changes any more
         return copied
 
     def close(self) -> None:
@@ -292,6 +322,10 @@ class StoreSnapshot:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {VALUES: self._store.rows, **self._store.state}
+
+    def _taken(self, rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
+        """Copies of rows."""
+        return take(rows, places, self._pre_image_room.tensor(rows.dtype, len(places), *rows.shape[1:]))
 
     def _copy(self, slots: range | npt.NDArray[np.uint32], kind: str) -> Tensor:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
@@ -309,22 +343,6 @@ class StoreSnapshot:
         rows, state = self._store.read_rows(np.array(slots, np.uint32))
         return rows if kind == VALUES else state[kind]
 
-    def _restore(self, slots: range | npt.NDArray[np.uint32], kind: str, out: npt.NDArray[Any]) -> None:
-        """Puts pre-images over what changed."""
-        places = self._places[_index(slots)].astype(np.int64)
-        changed = np.flatnonzero(places)
-        places = places[changed] - 1
-        blocks = np.searchsorted(np.array(self._firsts, np.int64), places, side="right") - 1
-        for block in np.unique(blocks).tolist():
-            here = blocks == block
-            out[changed[here]] = self._saved[block][kind][places[here] - self._firsts[block]]
-
-
-def _taken(rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
-    """Copies of rows, on huge pages where there are many: to get small ones takes as long as to copy."""
-    shape = (len(places), *rows.shape[1:])
-    return take(rows, places, Buffer(math.prod(shape) * rows.itemsize).tensor(rows.dtype, *shape))
-
 
 def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint32]:
     return slice(slots.start, slots.stop) if isinstance(slots, range) else slots
@@ -332,3 +350,19 @@ def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint
 
 def _cuts(count: int) -> list[slice]:
     return [slice(first, min(first + SHARD_ROWS, count)) for first in range(0, count, SHARD_ROWS)]
+
+
+def _restore(
+    places: npt.NDArray[np.int64],
+    saved: Sequence[Mapping[str, npt.NDArray[Any]]],
+    firsts: npt.NDArray[np.int64],
+    kind: str,
+    out: npt.NDArray[Any],
+) -> None:
+    """Puts pre-images over what changed."""
+    changed = np.flatnonzero(places)
+    places = places[changed] - 1
+    blocks = np.searchsorted(firsts, places, side="right") - 1
+    for block in np.unique(blocks).tolist():
+        here = blocks == block
+        out[changed[here]] = saved[block][kind][places[here] - firsts[block]]

@@ -17,6 +17,7 @@ from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment, 
 from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
 from rowmesh.checkpoint.series import BEST, Series, remove
+from rowmesh.checkpoint.snapshot import Room
 from rowmesh.errors import PeerError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
@@ -78,6 +79,7 @@ class Checkpoints:
         self.series = series_of(job.config, run)
         self._under_way: _UnderWay | None = None
         self._group: Any = None
+        self._room = Room()
         self._parent: Parent | None = None
         self._changes: Changes | None = None
         if self._config.is_on and self._config.incremental:
@@ -151,7 +153,9 @@ class Checkpoints:
             on_rank_0(mesh, WRITING, lambda: self._begin(place, has_best))
             base = self._base()
             if self._is_asynchronous:
-                save = BackgroundSave(place, embeddings, state, metadata=metadata, group=self._group, base=base)
+                save = BackgroundSave(
+                    place, embeddings, state, metadata=metadata, group=self._group, base=base, room=self._room
+                )
                 self._under_way = _UnderWay(step, place, started_s, save)
                 return
             if base is None:
