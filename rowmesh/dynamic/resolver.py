@@ -5,7 +5,8 @@ ranks, takes the ids in ascending order, opens the step, writes the rows of new 
 the batch is one of dense tables. Where tables have replicas, counts go to the owners in every replica group, which so
 decide alike; a rank takes the answers of its own group.
 
-Three messages a batch, whatever the number of tables: how many ids, the ids with their counts, the answers.
+Two messages a batch, whatever the number of tables: the ids with their counts, and the answers. Room for ids is as much
+as the last batches needed; where it is too small on some rank, ids follow in a message of their own.
 
 Source: FusedRec §3.2 (missing keys are initialized by their owner). Differs: decisions are taken on the whole batch.
 """
@@ -33,7 +34,7 @@ from rowmesh.ops.distinct_ids import Distinct
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 
-_KIND, _FIRST, _HEAD = 0, 1, 2  # numbers of a header before those of the tables
+_KIND, _FIRST, _LARGEST, _HEAD = 0, 1, 2, 3  # numbers of a header before those of the tables
 _FIND, _OPEN = 0, 1
 
 
@@ -57,6 +58,7 @@ class Resolver:
         self._channel = Channel.between_hosts(self._mesh)
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
+        self._room = 0  # ids that travel with a header; the same on all ranks
         places = {table.spec.name: [table.grid.place(rank) for rank in range(mesh.world_size)] for table in tables}
         self._members = {name: [member for _, member in each] for name, each in places.items()}
         self._is_mine = {name: [group == each[mesh.rank][0] for group, _ in each] for name, each in places.items()}
@@ -143,11 +145,8 @@ class Resolver:
         """The rows of the ids asked for, of each table."""
         if self._mesh.world_size == 1:
             return self._decide_alone(asked, number, opens)
-        sent = self._announce(asked, any(opens.values()))
-        message, sizes_out = self._requests(asked)
-        sizes_in = sent[:, _HEAD:].sum(axis=1).tolist()
+        sent, received = self._ask_owners(asked, any(opens.values()))
         doing = "resolving ids"
-        received = self._channel.post(message, sizes_out, sizes_in, self.counters, doing).wait().numpy()
         answer, back_out, failure = self._answer(received, sent, number, opens)
         back_in = [1 + self._num_answers(asked, rank) for rank in range(self._mesh.world_size)]
         came = self._channel.post(answer, back_out, back_in, self.counters, doing).wait().numpy()
@@ -171,39 +170,44 @@ class Resolver:
             if table.owned is not None:
                 table.owned.release(first)
 
-    def _announce(self, asked: Mapping[str, Distinct], opens: bool) -> np.ndarray:
-        """Says how many ids go to each rank; releases what batches held that have ended everywhere.
+    def _ask_owners(self, asked: Mapping[str, Distinct], opens: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Sends ids to their owners; releases what batches held that have ended everywhere.
 
         Returns:
-            int64 `[W, 2 + T]`: the headers of all ranks for this one.
+            How many ids of each table came from each rank, int64 `[W, T]`; and these with their counts, `[n, 2]`.
         """
-        size = self._mesh.world_size
-        header = np.zeros((size, _HEAD + len(asked)), np.int64)
-        header[:, _KIND], header[:, _FIRST] = _OPEN if opens else _FIND, self.leases.first
-        for column, (name, each) in enumerate(asked.items(), start=_HEAD):
-            header[:, column] = np.diff(each.bounds)[self._members[name]]
-        sent = self._channel.exchange_equal(torch.from_numpy(header), self.counters, "resolving ids").numpy()
-        if len(set(sent[:, _KIND].tolist())) > 1:
-            training = [self._mesh.name(rank) for rank in range(size) if sent[rank, _KIND] == _OPEN]
+        size, room, head, doing = self._mesh.world_size, self._room, _HEAD + len(asked), "resolving ids"
+        pieces = [
+            [(each, self.tables[name].part_for(each, rank)) for name, each in asked.items()] for rank in range(size)
+        ]
+        message = np.empty((size, head + 2 * room), np.int64)
+        message[:, _KIND], message[:, _FIRST] = _OPEN if opens else _FIND, self.leases.first
+        message[:, _HEAD:head] = [[part.stop - part.start for _, part in own] for own in pieces]
+        sizes_out = message[:, _HEAD:head].sum(axis=1).tolist()
+        message[:, _LARGEST] = max(sizes_out)
+        for row, own, number in zip(message, pieces, sizes_out, strict=True):
+            if number <= room:
+                _fill(row[head : head + 2 * number], own)
+        came = self._channel.exchange_equal(torch.from_numpy(message), self.counters, doing).numpy()
+        self._check_kinds(came[:, _KIND].tolist())
+        self._release(int(came[:, _FIRST].min()))
+        largest, sent = int(came[:, _LARGEST].max()), came[:, _HEAD:head]
+        self._room = max(largest + largest // 4, room - room // 8)
+        sizes_in = sent.sum(axis=1).tolist()
+        if largest <= room:
+            parts = [row[head : head + 2 * number] for row, number in zip(came, sizes_in, strict=True)]
+            return sent, np.concatenate(parts).reshape(-1, 2)
+        ids = torch.empty((sum(sizes_out), 2), dtype=torch.int64, device="cpu")
+        _fill(ids.numpy().reshape(-1), [piece for own in pieces for piece in own])
+        return sent, self._channel.post(ids, sizes_out, sizes_in, self.counters, doing).wait().numpy()
+
+    def _check_kinds(self, kinds: Sequence[int]) -> None:
+        if len(set(kinds)) > 1:
+            training = [self._mesh.name(rank) for rank, kind in enumerate(kinds) if kind == _OPEN]
             raise PeerError(
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks {training} look up with gradients, the others "
                 "without; every rank must train and evaluate alike"
             )
-        self._release(int(sent[:, _FIRST].min()))
-        return sent
-
-    def _requests(self, asked: Mapping[str, Distinct]) -> tuple[torch.Tensor, list[int]]:
-        """int64 `[n, 2]`, ids and counts, rank by rank and table by table; and how many go to each rank."""
-        pieces, sizes = [], []
-        for rank in range(self._mesh.world_size):
-            own = [(each, self.tables[name].part_for(each, rank)) for name, each in asked.items()]
-            pieces += own
-            sizes.append(sum(part.stop - part.start for _, part in own))
-        message = torch.empty((sum(sizes), 2), dtype=torch.int64, device="cpu")
-        columns = message.numpy()
-        np.concatenate([each.ids[part] for each, part in pieces], out=columns[:, 0])
-        np.concatenate([each.counts[part] for each, part in pieces], out=columns[:, 1])
-        return message, sizes
 
     def _num_answers(self, asked: Mapping[str, Distinct], rank: int) -> int:
         """Answers that come from a rank: in each replica group one owner answers its own ranks."""
@@ -218,8 +222,8 @@ class Resolver:
         self, received: np.ndarray, sent: np.ndarray, number: int, opens: Mapping[str, bool]
     ) -> tuple[torch.Tensor, list[int], str]:
         """For each rank whether this one failed, then the rows that it asked for; how many; and why this one failed."""
-        ends = sent[:, _HEAD:].cumsum().reshape(len(sent), -1)  # rank by rank, table by table
-        begins = ends - sent[:, _HEAD:]
+        ends = sent.cumsum().reshape(sent.shape)  # rank by rank, table by table
+        begins = ends - sent
         rows, failure = np.empty(len(received), np.int64), ""
         for column, (name, table) in enumerate(self.tables.items()):
             parts = [
@@ -306,3 +310,10 @@ def _slices(batch: SparseBatch, table: TableSpec) -> list[slice]:
 
 def _joined(ids: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
     return ids[parts[0]] if len(parts) == 1 else np.concatenate([ids[part] for part in parts])
+
+
+def _fill(message: np.ndarray, pieces: Sequence[tuple[Distinct, slice]]) -> None:
+    """Writes ids and counts, in turns."""
+    columns = message.reshape(-1, 2)
+    np.concatenate([each.ids[part] for each, part in pieces], out=columns[:, 0])
+    np.concatenate([each.counts[part] for each, part in pieces], out=columns[:, 1])
