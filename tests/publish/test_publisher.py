@@ -21,9 +21,17 @@ TABLES = {
     "item/ü": PublishedTable(dim=2, initializer=Constant(value=1), missing="zero"),
 }
 POINTS = ["begun", "rows", "part", "network", "published", "removed"]
+KINDS = ["parquet", "rocksdb", "redis"]
+STOPS = [  # the order of steps is the same for all targets
+    pytest.param(
+        kind, point, marks=[pytest.mark.slow] if kind != "parquet" and point not in ("rows", "removed") else []
+    )
+    for kind in KINDS
+    for point in POINTS
+]
 
 
-@pytest.fixture(params=["parquet", "rocksdb", "redis"])
+@pytest.fixture(params=KINDS)
 def url(request, tmp_path):
     if request.param == "redis":
         return request.getfixturevalue("redis_server").url
@@ -105,7 +113,7 @@ def test_readers_see_the_newest_generation(url):
     target.close()
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("url, point", STOPS, indirect=["url"])
 def test_stopped_anywhere_readers_see_a_whole_generation(url, point):
     model, target = Model(), open_target(url)
     publisher = Publisher(target, TABLES, keep_last=1, whole_every=2)
@@ -240,7 +248,7 @@ def publish_parts(mesh, url):
     return first.number, second.chain, reader.network()["step"].item(), found
 
 
-@pytest.mark.parametrize("kind", ["parquet", "rocksdb"])
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("rocksdb", marks=pytest.mark.slow)])
 def test_every_rank_publishes_its_part(ranks, tmp_path, kind):
     if kind == "rocksdb":
         pytest.importorskip("rocksdict", reason="the package rocksdict is not installed")

@@ -94,7 +94,7 @@ def test_every_store_is_a_dictionary(url):
             base = url if "/" not in url or url.startswith("redis") else f"{url}/{Path(tempfile.mktemp()).name}"
             return opened(base)
 
-    limits = settings(max_examples=12, stateful_step_count=15, deadline=None, database=None)
+    limits = settings(max_examples=8, stateful_step_count=12, deadline=None, database=None)
     run_state_machine_as_test(Own, settings=limits)
 
 
