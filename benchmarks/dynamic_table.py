@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import dynamic_table_tiers
 from benchmarks.command import Report
 from benchmarks.measure import median
 from rowmesh.dynamic import DynamicShards
@@ -140,11 +141,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--turnovers", type=float, default=0.5, help="share of the ids replaced while the table is full"
     )
-    parser.add_argument("--quick", action="store_true", help="100,000 ids")
+    parser.add_argument(
+        "--tier", help=f"measure stores of records instead: {', '.join(dynamic_table_tiers.TIERS)}, with commas between"
+    )
+    parser.add_argument("--record-bytes", type=int, default=160, help="of a record, with --tier")
+    parser.add_argument("--steps", type=int, default=50, help="measured steps, with --tier")
+    parser.add_argument("--quick", action="store_true", help="100,000 ids; 20,000 and 10 steps with --tier")
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args(arguments)
     num_ids, batch = (100_000, 5_000) if options.quick else (options.ids, options.batch)
     report = Report("dynamic_table", options.output)
+    if options.tier:
+        tiers, steps = options.tier.split(","), 10 if options.quick else options.steps
+        size = (20_000, 2_000) if options.quick else (num_ids, batch)
+        dynamic_table_tiers.run(report, tiers, *size, options.record_bytes, steps)
+        report.finish()
+        return
     peers = {"pandas": measure_pandas, "cykhash": measure_cykhash}
     found = {name: run(num_ids, batch) for name, run in peers.items() if find_spec(name) is not None}
     for name, numbers in found.items():

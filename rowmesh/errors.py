@@ -29,6 +29,10 @@ class PeerError(RowmeshError, RuntimeError):
     """Another rank died or stopped answering: names the rank."""
 
 
+class StoreError(RowmeshError, RuntimeError):
+    """A store outside this process (RocksDB, Redis, a folder) does not answer, or has lost records: names it."""
+
+
 class Terminated(SystemExit):
     """SIGTERM or SIGHUP came: a command leaves through every `finally`, and ends with status 143 or 129."""
 

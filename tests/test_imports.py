@@ -15,6 +15,7 @@ LAYERS = [
     {"observe"},
     {"tables", "optim", "data"},
     {"placement", "mesh", "checkpoint", "tensor_train", "layout", "dynamic"},
+    {"publish"},
     {"exchange"},
     {
         "linear_layers",

@@ -1,0 +1,7 @@
+"""Stores of records: where rows go with their state that leave fast memory."""
+
+from rowmesh.dynamic.stores.opening import open_records
+from rowmesh.dynamic.stores.protocol import RecordStore
+from rowmesh.dynamic.stores.retry import Retry
+
+__all__ = ["RecordStore", "Retry", "open_records"]

@@ -1,0 +1,57 @@
+"""A store of records by its URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+from rowmesh.dynamic.stores.protocol import RecordStore
+from rowmesh.dynamic.stores.redis import RedisConnection, RedisRecords
+from rowmesh.dynamic.stores.retry import Retry
+from rowmesh.dynamic.stores.rocksdb import RocksRecords
+from rowmesh.dynamic.stores.slots import file_records, memory_records
+from rowmesh.errors import ConfigurationError
+
+REDIS = ("redis://", "rediss://", "unix://")
+_FORMS = "memory, file:FOLDER, rocksdb:FOLDER, redis://HOST:PORT/DATABASE or rediss://… for TLS"
+
+
+def open_records(
+    url: str, table: str, record_bytes: int, *, max_records: int, rank: int = 0, retry: Retry | None = None
+) -> RecordStore:
+    """Opens the store of a table's records on a rank.
+
+    Args:
+        url: `memory`, `file:FOLDER`, `rocksdb:FOLDER` (each rank and table has a place of its own in the folder), or
+            the URL of a Redis server, which all ranks share: each has its own shards there.
+        table: its name.
+        record_bytes: of a record.
+        max_records: that memory or a file holds at most.
+        rank: of this process.
+        retry: for a store that goes away; by default for 30 s.
+
+    Raises:
+        ConfigurationError: the URL is none of these, or a package is not installed.
+        StoreError: the store does not answer; names it.
+
+    Example:
+        >>> open_records("memory", "user", 64, max_records=1000).record_bytes
+        64
+    """
+    if min(record_bytes, max_records) < 1:
+        raise ConfigurationError(
+            f"records of table {table!r} need 1 byte or more and room for 1 or more, got {record_bytes} and "
+            f"{max_records}"
+        )
+    if url == "memory":
+        return memory_records(table, max_records, record_bytes)
+    if url.startswith(REDIS):
+        return RedisRecords(table, RedisConnection(url, retry), record_bytes)
+    kind, _, place = url.partition(":")
+    if kind not in ("file", "rocksdb") or not place:
+        raise ConfigurationError(f"{url.split('@')[-1]!r} is no store of records; there are {_FORMS}")
+    path = Path(place) / f"{quote(table, safe='')}-{rank}"
+    if kind == "rocksdb":
+        return RocksRecords(table, path, record_bytes, retry=retry)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return file_records(table, path, max_records, record_bytes)

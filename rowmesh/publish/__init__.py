@@ -1,0 +1,8 @@
+"""Publishing: versions of tables and network that a server takes as one, and reading them."""
+
+from rowmesh.publish.generation import PublishedTable
+from rowmesh.publish.opening import open_target
+from rowmesh.publish.publisher import Changes, Publisher
+from rowmesh.publish.reader import PublishedReader
+
+__all__ = ["Changes", "PublishedReader", "PublishedTable", "Publisher", "open_target"]

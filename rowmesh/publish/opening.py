@@ -1,0 +1,43 @@
+"""A target by its URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rowmesh.dynamic.stores import Retry
+from rowmesh.dynamic.stores.opening import REDIS
+from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.errors import ConfigurationError
+from rowmesh.publish.folder import FolderTarget
+from rowmesh.publish.parquet import ParquetTables
+from rowmesh.publish.redis import RedisTarget
+from rowmesh.publish.rocksdb import RocksTables
+from rowmesh.publish.target import Target
+
+_FORMATS = {"parquet": ParquetTables, "rocksdb": RocksTables}
+
+
+def open_target(url: str, *, retry: Retry | None = None) -> Target:
+    """Where generations are published, and read from.
+
+    Args:
+        url: `parquet:FOLDER`, `rocksdb:FOLDER`, or the URL of a Redis server (`redis://…`, `rediss://…` for TLS).
+        retry: for a server that goes away; by default for 30 s.
+
+    Raises:
+        ConfigurationError: the URL is none of these, or a package is not installed.
+        StoreError: the server does not answer; names it.
+
+    Example:
+        >>> open_target("parquet:published").name
+        'folder published'
+    """
+    if url.startswith(REDIS):
+        return RedisTarget(RedisConnection(url, retry))
+    kind, _, place = url.partition(":")
+    if kind not in _FORMATS or not place:
+        raise ConfigurationError(
+            f"{url.split('@')[-1]!r} is nowhere to publish to; there are parquet:FOLDER, rocksdb:FOLDER, and "
+            "redis://HOST:PORT/DATABASE or rediss://… for TLS"
+        )
+    return FolderTarget(Path(place), _FORMATS[kind]())

@@ -1,0 +1,221 @@
+"""Publisher: writes generations, whole ones and what changed since, and removes old ones."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
+from rowmesh.faults import reach
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.waiting import broadcast_object, gather_objects
+from rowmesh.publish.generation import Generation, PublishedTable
+from rowmesh.publish.target import PartWriter, Target
+
+logger = logging.getLogger("rowmesh")
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a rank has to publish of one table. An id is in one of the chunks of one rank, or in `deleted`, or in none.
+
+    Attributes:
+        rows: chunks of ids, int64 `[N]`, with their vectors, float32 `[N, D]`.
+        deleted: int64 `[N]`, ids that are gone since the last generation; not looked at in a whole one.
+    """
+
+    rows: Iterable[tuple[np.ndarray, np.ndarray]] = ()
+    deleted: np.ndarray = field(default_factory=lambda: _NONE)
+
+
+class Publisher:
+    """Writes versions of tables and network, which readers see whole or not at all.
+
+    A generation has all rows, or those that changed since the last one together with the ids that are gone. The first
+    one of each publisher is whole, and the one after a failure, since nothing says then what readers have; and so is
+    one after `whole_every − 1` others. `is_whole` says what the next one wants.
+
+    Args:
+        target: where to; see `open_target`.
+        tables: by name; all of the model that are served.
+        mesh: the ranks, each of which publishes what it owns; None: this process alone. Making one is collective.
+        keep_last: how many generations can be read; one that a kept one changes stays, too.
+        whole_every: 1: all generations are whole.
+
+    Raises:
+        ConfigurationError: a number is below 1.
+        DataError: something else is in the target.
+
+    Example:
+        >>> import tempfile
+        >>> from rowmesh.publish import PublishedReader, open_target
+        >>> from rowmesh.tables import Constant
+        >>> target = open_target(f"parquet:{tempfile.mkdtemp()}")
+        >>> publisher = Publisher(target, {"user": PublishedTable(dim=2, initializer=Constant(value=1))})
+        >>> changes = Changes(rows=[(np.array([7]), np.array([[3, 4]], np.float32))])
+        >>> publisher.publish(100, {"user": changes}, {}).number
+        1
+        >>> PublishedReader(target).look_up("user", np.array([8, 7])).tolist()
+        [[1.0, 1.0], [3.0, 4.0]]
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tables: Mapping[str, PublishedTable],
+        *,
+        mesh: Mesh | None = None,
+        keep_last: int = 3,
+        whole_every: int = 10,
+    ) -> None:
+        if keep_last < 1 or whole_every < 1:
+            raise ConfigurationError(
+                f"keep_last and whole_every of publishing must be 1 or more, got {keep_last} and {whole_every}"
+            )
+        self._target, self._tables, self._mesh = target, dict(tables), mesh
+        self._keep_last, self._whole_every = keep_last, whole_every
+        self._last: Generation | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the next generation takes all rows."""
+        return self._last is None or len(self._last.chain) >= self._whole_every
+
+    def publish(self, step: int, changes: Mapping[str, Changes], network: Mapping[str, Any]) -> Generation:
+        """Publishes a generation. Collective and blocking.
+
+        Args:
+            step: of training.
+            changes: of each table, what this rank has: all its rows where `is_whole`, else those that changed.
+            network: its `state_dict()`; that of rank 0 is written.
+
+        Raises:
+            StoreError: on all ranks: a rank could not write; readers keep the generation before.
+            DataError: on all ranks: a rank's arrays are not what a table takes.
+        """
+        is_whole, last = self.is_whole, self._last
+        self._last = None  # until all has gone well
+        number = self._together(lambda: self._begin(None if is_whole else last), "beginning to publish")
+        number = self._broadcast(number)
+        self._together(lambda: self._write_part(number, changes, is_whole=is_whole), "publishing rows")
+        before = None if is_whole else last
+        generation = Generation(
+            number=number,
+            step=step,
+            chain=(number, *(before.chain if before else ())),
+            num_parts=(1 if self._mesh is None else self._mesh.world_size, *(before.num_parts if before else ())),
+            tables=self._tables,
+        )
+        self._together(lambda: self._finish(generation, network), "publishing the network")
+        self._last = generation
+        return generation
+
+    def _begin(self, before: Generation | None) -> int:
+        """On rank 0 the number of the next generation.
+
+        Args:
+            before: what it changes.
+        """
+        if not self._is_first:
+            return 0
+        text = self._target.newest()
+        newest = None if text is None else Generation.read(text, self._target.name)
+        if before is not None and newest != before:
+            raise StoreError(
+                f"the newest generation of {self._target.name} is not number {before.number}, which this run published "
+                "last: something else publishes there, or removed it; the next one will be whole"
+            )
+        number = 1 if newest is None else newest.number + 1
+        for left in self._target.numbers():
+            if left > number:
+                self._target.remove(left)
+        self._target.begin(number)
+        reach("publish.begun")
+        return number
+
+    def _write_part(self, number: int, changes: Mapping[str, Changes], *, is_whole: bool) -> None:
+        if unknown := changes.keys() - self._tables.keys():
+            raise DataError(f"{sorted(unknown)} are not published; the tables are {sorted(self._tables)}")
+        writer = self._target.part(number, self._rank, {name: table.dim for name, table in self._tables.items()})
+        try:
+            for name, change in changes.items():
+                self._write_table(writer, name, change, is_whole=is_whole)
+        finally:
+            writer.close()
+        reach("publish.part")
+
+    def _write_table(self, writer: PartWriter, name: str, change: Changes, *, is_whole: bool) -> None:
+        dim = self._tables[name].dim
+        for ids, vectors in change.rows:
+            if ids.dtype != np.int64 or ids.ndim != 1 or vectors.shape != (len(ids), dim):
+                raise DataError(
+                    f"table {name!r} takes ids int64 [N] and vectors [N, {dim}], got {ids.dtype} {list(ids.shape)} and "
+                    f"{list(vectors.shape)}"
+                )
+            if len(ids):
+                writer.rows(name, ids, np.ascontiguousarray(vectors, np.float32))
+            reach("publish.rows")
+        if not is_whole and len(change.deleted):
+            writer.deleted(name, np.ascontiguousarray(change.deleted, np.int64))
+
+    def _finish(self, generation: Generation, network: Mapping[str, Any]) -> None:
+        if not self._is_first:
+            return
+        state = io.BytesIO()
+        torch.save(dict(network), state)
+        self._target.write_network(generation.number, state.getvalue())
+        reach("publish.network")
+        self._target.publish(generation.number, generation.to_json())
+        reach("publish.published")
+        try:
+            self._remove_old(generation.number)
+        except RowmeshError as error:
+            logger.warning("old generations stay in %s until the next one: %s", self._target.name, error)
+
+    def _remove_old(self, number: int) -> None:
+        numbers = [other for other in self._target.numbers() if other <= number]
+        manifests = {other: self._target.manifest(other) for other in numbers}
+        kept = [other for other, manifest in manifests.items() if manifest is not None][-self._keep_last :]
+        needed: set[int] = set()
+        for other in kept:
+            needed |= set(Generation.read(manifests[other] or b"", self._target.name).chain)
+        for other in numbers:
+            if other not in needed:
+                self._target.remove(other)
+                reach("publish.removed")
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._mesh is None else self._mesh.rank
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank == 0
+
+    def _broadcast(self, number: int) -> int:
+        return number if self._mesh is None else int(broadcast_object(self._mesh, number, "publishing"))
+
+    def _together(self, action: Any, doing: str) -> Any:
+        """Runs an action on every rank, and raises on all of them what one could not do."""
+        failure, result = "", None
+        try:
+            result = action()
+        except (RowmeshError, OSError) as error:
+            known = error if isinstance(error, RowmeshError) else StoreError(f"{self._target.name} failed: {error}")
+            if self._mesh is None:
+                raise known from error
+            failure = f"{type(known).__name__}\n{known}"
+        if self._mesh is None:
+            return result
+        failures = [text for text in gather_objects(self._mesh, failure, doing) if text]
+        if failures:
+            kind, text = failures[0].split("\n", 1)
+            raise (DataError if kind == "DataError" else StoreError)(text)
+        return result

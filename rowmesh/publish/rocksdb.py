@@ -1,0 +1,114 @@
+"""RocksTables: ids with their vectors in databases of RocksDB, which are not changed after they were published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rowmesh.dynamic.stores.protocol import rows_of
+from rowmesh.dynamic.stores.rocksdb import options_of, rocksdict
+from rowmesh.errors import StoreError
+
+
+class RocksTables:
+    """Key: the id, eight bytes, the highest first. Value: D float32, the lowest byte first; none where the id is gone.
+
+    Readers hold no rows but what RocksDB caches.
+    """
+
+    suffix = ".rocksdb"
+
+    def write(self, path: Path, dim: int) -> RocksWriter:
+        """See `TableFormat`."""
+        return RocksWriter(path)
+
+    def read(self, layers: Sequence[Sequence[Path]], dim: int) -> RocksRows:
+        """See `TableFormat`."""
+        return RocksRows([path for layer in layers for path in layer])
+
+
+def keys_of(ids: np.ndarray) -> list[bytes]:
+    """Eight bytes an id, as RocksDB and Redis have it."""
+    return rows_of(ids.astype(">i8")[:, None])
+
+
+def values_of(ids: np.ndarray, vectors: np.ndarray | None) -> list[bytes]:
+    """D float32 an id, the lowest byte first; nothing where an id is gone."""
+    return [b""] * len(ids) if vectors is None else rows_of(vectors.astype("<f4"))
+
+
+def take(values: Sequence[bytes | None], places: np.ndarray, vectors: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Fills in what a generation has of some ids; returns the places of those that it does not know."""
+    rows = [place for place, value in zip(places.tolist(), values, strict=True) if value]
+    if rows:
+        vectors[rows] = np.frombuffer(b"".join(value for value in values if value), "<f4").reshape(len(rows), -1)
+        found[rows] = True
+    return places[[value is None for value in values]]
+
+
+class RocksWriter:
+    """See `TableWriter`."""
+
+    def __init__(self, path: Path) -> None:
+        self._rocks, self._path = rocksdict(), path
+        self._database: Any = self._call(lambda: self._rocks.Rdict(str(path), options_of(self._rocks)))
+        self._options = self._rocks.WriteOptions()
+        self._options.disable_wal = True  # `close` writes all
+
+    def write(self, ids: np.ndarray, vectors: np.ndarray | None) -> None:
+        """See `TableWriter`."""
+        batch = self._rocks.WriteBatch(raw_mode=True)
+        for key, value in zip(keys_of(ids), values_of(ids, vectors), strict=True):
+            batch.put(key, value)
+        self._call(lambda: self._database.write(batch, self._options))
+
+    def close(self) -> None:
+        """See `TableWriter`."""
+        self._call(self._database.flush)
+        self._call(self._database.close)
+
+    def _call(self, operation: Any) -> Any:
+        try:
+            return operation()
+        except Exception as error:  # the package raises this base alone
+            raise StoreError(f"RocksDB {self._path} cannot be written: {error}") from error
+
+
+class RocksRows:
+    """Rows in several databases; an id is taken from the first that has it."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        rocks = rocksdict()
+        self._databases: list[Any] = []
+        for path in paths:
+            options = options_of(rocks)
+            options.create_if_missing(False)
+            try:
+                self._databases.append(rocks.Rdict(str(path), options, access_type=rocks.AccessType.read_only()))
+            except Exception as error:  # the package raises this base alone
+                self.close()
+                raise StoreError(f"RocksDB {path} cannot be opened: {error}; was it removed?") from error
+
+    def look_up(self, ids: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        """See `Rows.look_up`."""
+        found, places, keys = np.zeros(len(ids), bool), np.arange(len(ids)), keys_of(ids)
+        for database in self._databases:
+            if not len(places):
+                break
+            try:
+                values = database.get([keys[place] for place in places.tolist()])
+            except Exception as error:  # the package raises this base alone
+                raise StoreError(f"RocksDB {database.path()} cannot be read: {error}") from error
+            places = take(values, places, vectors, found)
+        return found
+
+    def close(self) -> None:
+        """Closes the databases."""
+        for database in self._databases:
+            with suppress(Exception):
+                database.close()
+        self._databases = []
