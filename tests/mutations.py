@@ -51,7 +51,7 @@ TIERS = "tests/tables tests/pipeline/test_tiers.py"
 CORES = "tests/mesh/test_ordered_sums.py tests/exchange tests/test_tensor_train_tables.py"
 DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.py"
 
-GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/cpu.py"
+GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/merging.py"
 WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
 
 MUTATIONS = [

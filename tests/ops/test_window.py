@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.ops.merge_update.cpu import END
+from rowmesh.ops.merge_update.handles import END
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.ops.window import MAX_PARTS, reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-from rowmesh.ops.merge_update.cpu import END
+from rowmesh.ops.merge_update.handles import END
 from rowmesh.ops.simd import STORAGE_BYTES, kernel, load_i64, load_row, load_u32, prefetch, store_i64, store_row
 
 AHEAD = 16

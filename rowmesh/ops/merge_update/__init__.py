@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rowmesh.ops.merge_update import cpu
-from rowmesh.ops.merge_update.cpu import Merger, Singles, sum_kernels
+from rowmesh.ops.merge_update import cpu, merging
+from rowmesh.ops.merge_update.cpu import sum_kernels
 from rowmesh.ops.merge_update.handles import DeviceMerged, HostMerged, Merged
+from rowmesh.ops.merge_update.merging import Merger, Singles
 
 __all__ = [
     "DeviceMerged",
@@ -57,7 +58,7 @@ def merge(slots: Sequence[Tensor], gradients: Sequence[Tensor] = (), into: Merge
         [1.0, 2.0, 1.0]
     """
     if into is not None:
-        cpu.merge(into, slots, gradients)
+        merging.merge(into, slots, gradients)
         return into
     from rowmesh.ops.merge_update import cuda
 

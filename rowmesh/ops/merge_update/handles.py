@@ -12,6 +12,9 @@ from torch import Tensor
 
 from rowmesh.ops.memory import array_at
 
+END = 0xFFFFFFFF
+"""Stands for the entry after the last one of a chain."""
+
 
 @dataclass(eq=False)
 class HostMerged:

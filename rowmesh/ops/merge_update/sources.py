@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rowmesh.ops.merge_update.cpu import Merger
+from rowmesh.ops.merge_update.merging import Merger
 
 
 class Sources:

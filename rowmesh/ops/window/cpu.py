@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-from rowmesh.ops.merge_update.cpu import END
+from rowmesh.ops.merge_update.handles import END
 from rowmesh.ops.pool.cpu import AHEAD, DESCRIPTOR, IDS_BEGIN, IDS_END, add_cells, first_cell
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
