@@ -91,7 +91,7 @@ def measure(num_ids: int, batch: int, eviction: str, turnovers: float) -> dict[s
         "insert_evict_ns": median(evict, 1),
         "insert_evict_mean_ns": round(float(np.mean(evict)), 1),
         "growth_p99": round(float(np.percentile(per_step, 99) / np.median(per_step)), 2),
-        **index_bytes(shards._index, 32 * shards._selected * len(shards.shards)),
+        **index_bytes(shards._index, shards._selection.num_bytes),
     }
 
 
