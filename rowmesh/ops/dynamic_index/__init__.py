@@ -53,7 +53,7 @@ class Index:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Hash (uint64) and local shard (int64) of each id, and the position of one that is not of these shards, or −1."""
+        """Hash (uint64) and local shard (int64) of each id, and where one is that is not of these, or −1."""
         hashes, shards = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
         here = (self._num_shards, self._first_shard, len(self.capacities))
         return hashes, shards, cpu.locate(ids, self.seed, *here, hashes, shards)

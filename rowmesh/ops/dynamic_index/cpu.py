@@ -1,9 +1,11 @@
 """The index of dynamic tables on a CPU: groups of 16 digests and slots; the ids stand in the records of the slots.
 
-A shard's buffer holds, for G groups, 16 G slots (uint32, a cache line a group), 16 G digests, and G numbers of overflow
-(uint32). A digest of zero is an empty place; others have their highest bit set, so no id is reserved. An id stands in the first group with a
-place from its own group on; each full group that it passed counts it as overflow. A search ends at a group that nothing
-passed, and an erased id leaves no trace: there are no tombstones, and a table may be full and change for ever.
+A shard's buffer holds, for G groups, 16 G slots (uint32, a cache line a group), 16 G digests, and G words of overflow
+(uint32: 8 counters of 4 bits). A digest of zero is an empty place; others have their highest bit set, so no id is
+reserved. An id stands in the first group with a place from its own group on; each full group that it passed counts
+it in one of its counters, which three bits of the hash choose. A search ends at a group where that counter is zero, and
+an erased id leaves no trace: there are no tombstones, and a table may be full and change for ever. A counter that
+reached 15 stays there until the shard grows, which makes searches longer and never wrong.
 
 A slot's record is a row of int64: the id first. The slot is the row's frame and never changes while the id is known;
 what moves when a shard grows is digests and slots.
@@ -66,6 +68,26 @@ def _matches(word, digest):
 
 
 @inlined
+def _counter_of(hashed):
+    """By how many bits the counter of overflow is shifted; shards, groups and digests use other bits of the hash."""
+    return ((hashed >> np.uint64(20)) & np.uint64(7)) << np.uint64(2)
+
+
+@inlined
+def _passed(line, hashed):
+    """How many ids of a hash's counter passed a group."""
+    return (np.uint64(load_u32(line)) >> _counter_of(hashed)) & np.uint64(15)
+
+
+@inlined
+def _count_passing(line, hashed, change):
+    count = _passed(line, hashed)
+    if count != np.uint64(15):
+        word = np.uint64(load_u32(line)) & ~(np.uint64(15) << _counter_of(hashed))
+        store_u32(line, np.int64(word | (np.uint64(np.int64(count) + change) << _counter_of(hashed))))
+
+
+@inlined
 def ask_for(address, groups, hashed):
     """Prefetches the digests and slots of the group that a hash belongs to."""
     group = _group_of(hashed, groups)
@@ -87,7 +109,7 @@ def place_of(address, groups, hashed, id, records):
                 if records[load_u32(address + 4 * place), 0] == id:
                     found = place
                 match &= match - np.uint64(1)
-        if found < 0 and load_u32(overflow + 4 * group) == 0:
+        if found < 0 and _passed(overflow + 4 * group, hashed) == np.uint64(0):
             break
         searched += 1
         group = group + 1 if group + 1 < groups else 0
@@ -128,7 +150,7 @@ def put(address, groups, hashed, slot):
                 store_u32(address + 4 * (16 * group + 8 * half + byte), slot)
                 done = True
         if not done:
-            store_u32(overflow + 4 * group, load_u32(overflow + 4 * group) + 1)
+            _count_passing(overflow + 4 * group, hashed, 1)
             group = group + 1 if group + 1 < groups else 0
 
 
@@ -140,7 +162,7 @@ def take_out(address, groups, hashed, place):
     store_i64(line, np.int64(word & ~(np.uint64(0xFF) << np.uint64(8 * (place & 7)))))
     overflow, group = address + 80 * groups, _group_of(hashed, groups)
     while group != place >> 4:
-        store_u32(overflow + 4 * group, load_u32(overflow + 4 * group) - 1)
+        _count_passing(overflow + 4 * group, hashed, -1)
         group = group + 1 if group + 1 < groups else 0
 
 
@@ -181,8 +203,7 @@ def find(headers, records, records_address, ids, hashes, shards, slots):
             slots[second] = slot
             if slot >= 0:
                 prefetch(records_address + 8 * records.shape[1] * slot, 8)
-            else:
-                prefetch(address + 80 * groups + 4 * group, 8)
+            prefetch(address + 80 * groups + 4 * group, 8)
         if i >= 0 and (slots[i] < 0 or records[slots[i], ID] != ids[i]):
             address = headers[shards[i], ADDRESS]
             place = place_of(address, headers[shards[i], GROUPS], hashes[i], ids[i], records)

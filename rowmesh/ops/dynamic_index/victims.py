@@ -1,11 +1,11 @@
 """Scores of records, and the records of the smallest (score, id), found exactly.
 
 A key is (score, last step where it breaks ties, else 0, id). A selection finds the smallest keys of a shard and keeps
-their slots in ascending order, its run, and the largest of them, its limit. Who gets a key within the limit later goes to
-the shard's heap, with that key. An entry of the run holds while its record was not seen since the selection; an entry of
-the heap holds while its record has that key. So the smaller of the first that hold is the smallest key of the shard.
-Where both are used up, where the heap has no room, and where frequencies halve (which makes ties of what were none), the
-next victim is found by a new selection.
+their slots in ascending order, its run, and the largest of them, its limit. Who gets a key within the limit later goes
+to the shard's heap, with that key. An entry of the run holds while its record was not seen since the selection; an
+entry of the heap holds while its record has that key. So the smaller of the first that hold is the smallest key of the
+shard. Where both are used up, where the heap has no room, and where frequencies halve (which makes ties of what were
+none), the next victim is found by a new selection.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def fill(headers, records, records_address, heaps, kind, decay_steps, step, slot
 
 @kernel
 def _gather(header, records, records_address, kind, epoch, decay_steps, step, frames, rows):
-    """The keys of a shard's records: from the front those that this batch has not seen, from the back those that it has.
+    """The keys of a shard's records: from the front those that this batch has not seen, from the back the others.
 
     Returns how many are in front.
     """
@@ -277,7 +277,7 @@ def _sort(rows, low, high, wanted, stack):
 
 @kernel
 def _order(rows, count, chosen, ordered, ends, stack):
-    """Writes the `chosen` smallest of `count` keys in ascending order: into buckets by the score, then sorted in each."""
+    """Writes the `chosen` smallest of `count` keys in ascending order: in buckets by the score, then sorted in each."""
     least, most = rows[0, 0], rows[0, 0]
     for i in range(count):
         least, most = min(least, rows[i, 0]), max(most, rows[i, 0])
@@ -427,8 +427,8 @@ def evict(
     victims,
     ids,
 ):
-    """Removes `missing[s]` ids of the smallest keys from each shard s, but for those seen in this step; writes their slots
-    and ids. Scratch, for a whole shard: `frames`, `rows`, `ordered`; `ends`, `stack`, `kept`.
+    """Removes `missing[s]` ids of the smallest keys from each shard s, but for those seen in this step; writes their
+    slots and ids. Scratch, for a whole shard: `frames`, `rows`, `ordered`; `ends`, `stack`, `kept`.
     """
     epoch = step // decay_steps if decay_steps > 0 else 0
     count = 0
