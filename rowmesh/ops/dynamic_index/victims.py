@@ -163,7 +163,8 @@ def touch(headers, records, records_address, heaps, kind, decay_steps, step, slo
             if headers[shard, EPOCH] != epoch:
                 headers[shard, HEAP_SIZE] = -1
                 headers[shard, EPOCH] = epoch
-            _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
+            if _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
+                _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
 
 
 @kernel
@@ -180,7 +181,8 @@ def fill(headers, records, records_address, heaps, kind, decay_steps, step, slot
         if headers[shard, EPOCH] != epoch:
             headers[shard, HEAP_SIZE] = -1
             headers[shard, EPOCH] = epoch
-        _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
+        if _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
+            _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
 
 
 @kernel
@@ -220,7 +222,7 @@ def _swap(rows, a, b):
         rows[a, k], rows[b, k] = rows[b, k], rows[a, k]
 
 
-@kernel
+@inlined
 def _split(rows, low, high):
     """Splits `[low, high]` in two by the median of three keys, which are distinct; returns where."""
     middle = (low + high) >> 1
@@ -305,7 +307,7 @@ def _order(rows, count, chosen, ordered, ends, stack):
         first = ends[bucket]
 
 
-@kernel
+@inlined
 def _holds(records, entry, kind, epoch, decay_steps):
     """Whether a heap's entry is its record's key still."""
     slot = entry[3]
@@ -317,7 +319,7 @@ def _holds(records, entry, kind, epoch, decay_steps):
     )
 
 
-@kernel
+@inlined
 def _pop(heap, size):
     """Takes the first entry out of a heap; returns its size then."""
     size -= 1
