@@ -2,15 +2,22 @@
 
     python -m benchmarks.dynamic_table
 
-Peers: `pandas.Index.get_indexer`, and `cykhash` where it is installed. They only find and insert: no counts, no
-scores, no eviction. An `open` of ours does all of these, with admission at the first sighting.
+Times are processor time of the one thread, so that other work on the machine adds less: the median of the steps, and
+the smallest (`_min`). `growth_p99` is that of steps in which no shard is full yet.
+
+Peers: `pandas.Index.get_indexer`, `cykhash` and TorchRec's managed collision module, where the Python of
+`--peer-python` (or, without it, this one) has them. The first two only find and insert: no counts, no scores, no
+eviction. The module counts, and evicts every ten steps. An `open` of ours does all of these each step, with admission
+at the first sighting.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +25,7 @@ import numpy as np
 from benchmarks import dynamic_table_tiers
 from benchmarks.command import Report
 from benchmarks.measure import median
+from benchmarks.peers.dynamic_table import draw
 from rowmesh.dynamic import DynamicShards
 from rowmesh.ops.dynamic_index import Index, cpu
 from rowmesh.tables.dynamic import Dynamic
@@ -26,21 +34,15 @@ TARGETS = {"probe_ns": 40.0, "insert_evict_ns": 150.0, "index_and_score_bytes": 
 _SCORE_BYTES = 8
 
 
-def draw(count: int, seed: int) -> np.ndarray:
-    """Distinct ids of 64 bits, in no order: an odd multiplier is a bijection."""
-    first = np.uint64(seed << 40)
-    return ((np.arange(count, dtype=np.uint64) + first) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
-
-
 def ns_an_id(began: float, count: int) -> float:
-    return (time.perf_counter() - began) * 1e9 / count
+    return (time.thread_time() - began) * 1e9 / count
 
 
 def open_batch(shards: DynamicShards, ids: np.ndarray, step: int) -> float:
     """Opens a step; returns nanoseconds an id, without sorting the ids and without release."""
     ids = np.sort(ids)
     counts = np.ones(len(ids), np.int64)
-    began = time.perf_counter()
+    began = time.thread_time()
     opened = shards.open(ids, counts, step)
     elapsed = ns_an_id(began, len(ids))
     shards.release(opened.evicted_frames)
@@ -74,7 +76,7 @@ def measure(num_ids: int, batch: int, eviction: str, turnovers: float) -> dict[s
     find = []
     for start in range(0, len(known) - batch, batch):
         ids = known[start : start + batch]
-        began = time.perf_counter()
+        began = time.thread_time()
         shards.find(ids)
         find.append(ns_an_id(began, batch))
     fill = draw(num_ids // 4, 2)  # shards are full to the last place after this
@@ -85,51 +87,28 @@ def measure(num_ids: int, batch: int, eviction: str, turnovers: float) -> dict[s
     for start in range(num_ids, num_ids + int(num_ids * turnovers), batch):
         evict.append(open_batch(shards, new[start : start + batch], step))
         step += 1
-    per_step = np.array(insert[len(insert) // 10 :])  # past the first groups of each shard
+    last = 9 * len(insert) // 10  # before the first shard is full
+    per_step = np.array(insert[len(insert) // 10 : last])  # past the first groups of each shard
     return {
         "probe_ns": median(find, 1),
+        "probe_min_ns": round(min(find), 1),
         "insert_ns": median(insert, 1),
         "insert_evict_ns": median(evict, 1),
+        "insert_evict_min_ns": round(min(evict), 1),
         "insert_evict_mean_ns": round(float(np.mean(evict)), 1),
         "growth_p99": round(float(np.percentile(per_step, 99) / np.median(per_step)), 2),
-        **index_bytes(shards._index, 32 * shards._selected * len(shards.shards)),
+        "growth_p99_until_full": round(float(np.percentile(insert[len(insert) // 10 :], 99) / np.median(per_step)), 2),
+        **index_bytes(shards._index, shards._selection.num_bytes),
     }
 
 
-def measure_pandas(num_ids: int, batch: int) -> dict[str, float]:
-    """`Index.get_indexer` of ids in another order; its table is built at the first call."""
-    import pandas as pd  # type: ignore[import-not-found]
-
-    ids = draw(num_ids, 1)
-    began = time.perf_counter()
-    index = pd.Index(ids)
-    index.get_indexer(ids[:1])
-    insert = ns_an_id(began, num_ids)
-    known = np.random.default_rng(0).permutation(ids)
-    find = []
-    for start in range(0, num_ids - batch, batch):
-        began = time.perf_counter()
-        index.get_indexer(known[start : start + batch])
-        find.append(ns_an_id(began, batch))
-    return {"probe_ns": median(find, 1), "insert_ns": round(insert, 1)}
-
-
-def measure_cykhash(num_ids: int, batch: int) -> dict[str, float]:
-    """`Int64Set`: whether ids are in it; it knows no slots."""
-    import cykhash  # type: ignore[import-not-found]
-
-    ids = draw(num_ids, 1)
-    began = time.perf_counter()
-    known_ids = cykhash.Int64Set_from_buffer(ids)
-    insert = ns_an_id(began, num_ids)
-    known, found = np.random.default_rng(0).permutation(ids), np.empty(batch, np.uint8)
-    find = []
-    for start in range(0, num_ids - batch, batch):
-        part = known[start : start + batch]
-        began = time.perf_counter()
-        cykhash.isin_int64(part, known_ids, found)
-        find.append(ns_an_id(began, batch))
-    return {"probe_ns": median(find, 1), "insert_ns": round(insert, 1)}
+def measure_peers(python: str, num_ids: int, batch: int) -> dict[str, dict[str, float]]:
+    """Runs the peers that a Python has, in a process of their own; the others are left out."""
+    command = [python, "-m", "benchmarks.peers.dynamic_table", str(num_ids), str(batch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return {line.pop("contestant"): line for line in map(json.loads, done.stdout.splitlines())}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -141,6 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--turnovers", type=float, default=0.5, help="share of the ids replaced while the table is full"
     )
+    parser.add_argument("--peer-python", help="Pythons of environments with peers, separated by commas")
     parser.add_argument(
         "--tier", help=f"measure stores of records instead: {', '.join(dynamic_table_tiers.TIERS)}, with commas between"
     )
@@ -157,8 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
         dynamic_table_tiers.run(report, tiers, *size, options.record_bytes, steps)
         report.finish()
         return
-    peers = {"pandas": measure_pandas, "cykhash": measure_cykhash}
-    found = {name: run(num_ids, batch) for name, run in peers.items() if find_spec(name) is not None}
+    found = {}
+    for python in options.peer_python.split(",") if options.peer_python else [sys.executable]:
+        found |= measure_peers(python, num_ids, batch)
     for name, numbers in found.items():
         report.line(case=f"{num_ids} ids", contestant=name, **numbers)
     for eviction in options.eviction.split(","):

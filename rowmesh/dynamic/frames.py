@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.errors import DataError, NoRoomError
+from rowmesh.ops.dynamic_index import cpu
 
 _FREE, _TAKEN, _LEASED = 0, 1, 2
 
@@ -52,20 +53,16 @@ class FrameList:
     def release(self, frames: np.ndarray) -> None:
         """Frees leased frames."""
         self._refresh()
-        inside = (frames >= 0) & (frames < len(self._state))
-        if not inside.all() or (self._state[frames] != _LEASED).any() or _repeats(frames):
+        if not cpu.exchange(self._state, frames, _LEASED, _FREE):
             raise DataError(f"frames to release of dynamic table {self._table!r} must be leased ones, each once")
-        self._state[frames] = _FREE
         self._stack = np.concatenate([self._stack, frames])
 
     def exchange(self, old: np.ndarray, new: np.ndarray) -> None:
         """Frees a shard's frames, and takes given ones for it."""
         self._state[old] = _FREE
-        inside = (new >= 0) & (new < len(self._state))
-        if not inside.all() or self._state[new].any() or _repeats(new):
+        if not cpu.exchange(self._state, new, _FREE, _TAKEN):
             self._state[old] = _TAKEN
             raise DataError(f"frames for a shard of dynamic table {self._table!r} must be free ones, each once")
-        self._state[new] = _TAKEN
         self._stale = True
 
     def _refresh(self) -> None:
@@ -74,8 +71,3 @@ class FrameList:
             self._unused = int(taken[-1]) + 1 if len(taken) else 0
             self._stack = np.flatnonzero(self._state[: self._unused] == _FREE)[::-1].copy()
             self._stale = False
-
-
-def _repeats(frames: np.ndarray) -> bool:
-    ordered = np.sort(frames)
-    return bool((ordered[1:] == ordered[:-1]).any())

@@ -16,7 +16,7 @@ from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.state import Opened, ShardState, Statistics, check_batch, check_step
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
-from rowmesh.ops.dynamic_index.cpu import COUNT, ID, SCORE, SEEN, USED
+from rowmesh.ops.dynamic_index.cpu import COUNT, HEAP_SIZE, ID, SCORE, SEEN, USED
 from rowmesh.tables.dynamic import Dynamic
 
 _KINDS = {
@@ -38,7 +38,6 @@ class _Decision:
     admitted: np.ndarray  # a mask of `unknown`
     expired: np.ndarray  # frames
     missing: np.ndarray
-    touched: np.ndarray
     window: int
 
 
@@ -85,10 +84,7 @@ class DynamicShards:
 
     def _make_room(self) -> None:
         largest = int(self._capacities.max(initial=0))
-        self._selected = max(8, largest // 16)
-        self._heaps = np.zeros((len(self.shards), 2 * self._selected, 4), np.int64)
-        self._slots, self._rows = np.empty(largest, np.int64), np.empty((largest, 4), np.int64)
-        self._kept = np.empty((max(largest, 2 * self._selected), 4), np.int64)
+        self._selection = victims.Selection(len(self.shards), largest)
 
     def open(self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None) -> Opened:
         """Takes a step's decisions. Every step is opened, also without ids.
@@ -111,12 +107,11 @@ class DynamicShards:
 
     def _locate(self, ids: np.ndarray) -> Located:
         ids = np.ascontiguousarray(ids, np.int64)
-        hashes, shards = self._index.locate(ids)
-        strange = (shards < 0) | (shards >= len(self.shards))
-        if strange.any():
+        hashes, shards, strange = self._index.locate(ids)
+        if strange >= 0:
             raise DataError(
-                f"id {ids[strange][0]} of dynamic table {self.table!r} belongs to shard "
-                f"{shards[strange][0] + self.shards.start}, and here are {self.shards}"
+                f"id {ids[strange]} of dynamic table {self.table!r} belongs to shard "
+                f"{shards[strange] + self.shards.start}, and here are {self.shards}"
             )
         return Located(ids, hashes, shards)
 
@@ -140,7 +135,7 @@ class DynamicShards:
             if self._candidates is not None:
                 self._candidates.undo()
             raise
-        return _Decision(unknown, totals, admitted, expired, missing, touched, window)
+        return _Decision(unknown, totals, admitted, expired, missing, window)
 
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
@@ -179,11 +174,10 @@ class DynamicShards:
         if self._candidates is not None:
             self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
         decay = self.rules.decay_steps
-        at = (index.records, index.records.ctypes.data, self._heaps, self._kind, decay, step)
+        at = (index.records, index.records.ctypes.data, self._selection.heaps, self._kind, decay, step)
         victims.touch(index.headers, *at, frames, batch.shards, counts, given)
         num_hits = len(frames) - len(unknown)
-        evicted = self._evict(at, decision)
-        evicted_ids = index.records[evicted, ID]
+        evicted, evicted_ids = self._evict(at, decision)
         frames[unknown] = self._frames.take(len(unknown))
         guest = np.zeros(len(frames), bool)
         guest[unknown[~admitted]] = True
@@ -192,8 +186,7 @@ class DynamicShards:
         entering = unknown[admitted]
         new, slots = batch.at(entering), frames[entering]
         index.insert(new.ids, new.hashes, new.shards, slots)
-        headers = (index.headers, index.records, self._heaps, self._kind, decay, step)
-        victims.fill(*headers, slots, new.shards, decision.totals[admitted], given[entering])
+        victims.fill(index.headers, *at, slots, new.shards, decision.totals[admitted], given[entering])
         if self.rules.ttl_steps:
             self._expiry.add(step, frames[~guest], index.records)
         self._step, self._window = step, decision.window
@@ -202,15 +195,19 @@ class DynamicShards:
         num_guests = len(unknown) - len(entering)
         return Opened(frames, fresh, guest, evicted_ids, evicted, len(entering), len(evicted), num_hits, num_guests)
 
-    def _evict(self, at, decision: _Decision) -> np.ndarray:
-        old = self._locate(self._index.records[decision.expired, ID])
-        self._index.erase(old.ids, old.hashes, old.shards)
-        chosen = np.empty(int(decision.missing.sum()), np.int64)
-        if len(chosen):
-            scratch = (self._slots, self._rows, self._kept)
-            how = (self._index.seed, decision.missing, decision.touched, self._selected)
-            victims.evict(self._index.headers, *at, *how, *scratch, chosen)
-        return np.concatenate([decision.expired, chosen])
+    def _evict(self, at, decision: _Decision) -> tuple[np.ndarray, np.ndarray]:
+        expired = decision.expired
+        ids = self._index.records[expired, ID]
+        if len(expired):
+            old = self._locate(ids)
+            self._index.erase(old.ids, old.hashes, old.shards)
+        count = int(decision.missing.sum())
+        if not count:
+            return expired, ids
+        chosen, chosen_ids = np.empty(count, np.int64), np.empty(count, np.int64)
+        what = (self._index.seed, decision.missing, *self._selection.arguments)
+        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids)
+        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids])
 
     def release(self, frames: np.ndarray) -> None:
         """Frees frames of guests and victims whose leases ended."""
@@ -280,6 +277,7 @@ class DynamicShards:
             records[frames, SCORE] = state.scores
         if self._candidates is not None:
             self._candidates.load(local, state, candidates)
+        self._index.headers[:, HEAP_SIZE] = -1  # steps may begin anew, and frames have changed their shards
         self._step, self._window, self._loaded = state.step, state.window, True
 
     def _local(self, shard: int) -> int:

@@ -12,6 +12,8 @@ from rowmesh.ops.dynamic_index import cpu
 
 _PER_GROUP = 14  # of 16 places: load 7/8
 _GROWTH = 1.25
+_GOLDEN_RATIO = 0.6180339887498949
+_LINE = 64
 
 
 class Index:
@@ -50,11 +52,11 @@ class Index:
         """Of digests, slots and overflow, without records."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hash (uint64) and local shard (int64) of each id."""
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Hash (uint64) and local shard (int64) of each id, and where one is that is not of these, or −1."""
         hashes, shards = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
-        cpu.locate(ids, self.seed, self._num_shards, self._first_shard, hashes, shards)
-        return hashes, shards
+        here = (self._num_shards, self._first_shard, len(self.capacities))
+        return hashes, shards, cpu.locate(ids, self.seed, *here, hashes, shards)
 
     def find(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray) -> np.ndarray:
         """The slot of each id, int64 `[N]`, −1 where it is unknown."""
@@ -65,7 +67,7 @@ class Index:
     def insert(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray, slots: np.ndarray) -> None:
         """Adds ids that are not there."""
         self._reserve(shards)
-        cpu.insert(self.headers, self.records, ids, hashes, shards, slots)
+        cpu.insert(self.headers, self.records, self.records.ctypes.data, ids, hashes, shards, slots)
 
     def erase(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray) -> np.ndarray:
         """Removes ids that are there; returns their slots."""
@@ -94,22 +96,27 @@ class Index:
     def _reserve(self, shards: np.ndarray) -> None:
         wanted = self.headers[:, cpu.USED] + np.bincount(shards, minlength=len(self.headers))
         needed = -(-wanted // _PER_GROUP)
-        for shard in np.flatnonzero(needed > self.headers[:, cpu.GROUPS]).tolist():
-            old = int(self.headers[shard, cpu.GROUPS])
-            # The first step differs by shard, so that shards which fill alike do not all grow at once.
-            factor = _GROWTH if old > 1 else 1 + (_GROWTH - 1) * (shard * 0.6180339887 % 1)
-            most = -(-int(self.capacities[shard]) // _PER_GROUP)
-            self._grow(shard, max(int(needed[shard]), min(most, int(max(old, needed[shard]) * factor) + 1)))
+        growing = np.flatnonzero(needed > self.headers[:, cpu.GROUPS])
+        if len(growing):
+            # Sizes are powers of the factor, shifted by shard, so that shards which fill alike do not grow together.
+            phase = growing * _GOLDEN_RATIO % 1.0
+            exponent = np.ceil(np.log(needed[growing]) / np.log(_GROWTH) - phase) + phase
+            most = -(-self.capacities[growing] // _PER_GROUP)
+            groups = np.minimum(most, np.ceil(_GROWTH**exponent).astype(np.int64))
+            for shard, number in zip(growing.tolist(), np.maximum(groups, needed[growing]).tolist(), strict=True):
+                self._grow(shard, number)
 
     def _grow(self, shard: int, groups: int) -> None:
         kept, (old, old_groups) = self._buffers[shard], self.headers[shard, : cpu.GROUPS + 1].tolist()
         self._set_groups(shard, groups)
-        cpu.rehash(old, old_groups, int(self.headers[shard, cpu.ADDRESS]), groups, self.records, self.seed)
+        new = int(self.headers[shard, cpu.ADDRESS])
+        cpu.rehash(old, old_groups, new, groups, self.records, self.records.ctypes.data, self.seed)
         del kept  # until here its memory was read
 
     def _set_groups(self, shard: int, groups: int) -> None:
-        self._buffers[shard] = buffer = np.zeros(groups * cpu.GROUP_BYTES, np.uint8)
-        self.headers[shard, cpu.ADDRESS], self.headers[shard, cpu.GROUPS] = buffer.ctypes.data, groups
+        self._buffers[shard] = buffer = np.zeros(groups * cpu.GROUP_BYTES + _LINE, np.uint8)
+        self.headers[shard, cpu.ADDRESS] = -(-buffer.ctypes.data // _LINE) * _LINE
+        self.headers[shard, cpu.GROUPS] = groups
 
 
 __all__ = ["Index"]
