@@ -21,22 +21,27 @@ def are_sole(gradients: Sequence[Tensor]) -> bool:
         gradients: the arguments of `backward`, the tuple itself: another one would refer to them too.
     """
     only = _only_references()
-    return all(not gradient.is_contiguous() or _references(gradient) == only for gradient in gradients)
+    return all(not gradient.is_contiguous() or _references(gradient) in only for gradient in gradients)
 
 
-def _references(gradient: Tensor) -> tuple[int, int, int]:
+def _references(gradient: Tensor) -> tuple[int, ...]:
+    """To the tensor, to its memory, and to what it is a view of, which it keeps."""
     # torch counts references for plans of its own, and has no public name for that.
     of_tensor = gradient._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-    return sys.getrefcount(gradient), of_tensor, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    of_storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    found, base = (sys.getrefcount(gradient), of_tensor, of_storage), gradient._base
+    if base is None:
+        return found
+    return *found, sys.getrefcount(base), base._use_count()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Probe(torch.autograd.Function):
     """Counts the references to a gradient that nobody else has."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, found: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, found: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
         ctx.found = found
-        return (torch.zeros(1, device="cpu"),)
+        return (torch.zeros(2, 3, device="cpu"),)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
@@ -45,10 +50,13 @@ class _Probe(torch.autograd.Function):
 
 
 @functools.cache
-def _only_references() -> tuple[int, int, int]:
-    found: list[tuple[int, int, int]] = []
+def _only_references() -> set[tuple[int, ...]]:
+    """Of a gradient that was just computed, and of one that is a view of such."""
+    found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device="cpu")
-        (vector,) = _Probe.apply(anchor, found)
-        (vector * 2.0).backward(torch.ones(1, device="cpu"))
-    return found[0]
+        for is_view in (False, True):
+            (vector,) = _Probe.apply(anchor, found)
+            used = vector.view(3, 2) if is_view else vector
+            (used * 2.0).backward(torch.ones_like(used))
+    return set(found)

@@ -35,13 +35,13 @@ SOLE = {
     "product": lambda vectors: (vectors * 2).sum().backward(),
     "linear": lambda vectors: (vectors @ WEIGHT).relu().sum().backward(),
     "expanded, which is copied": lambda vectors: vectors.sum().backward(),
+    "view": lambda vectors: (vectors.view(3, 2, 2) * 2).sum().backward(),
     "two uses": lambda vectors: ((vectors * 2).sum() + (vectors * 3).sum()).backward(),
 }
 SHARED = {
     "given": lambda vectors: vectors.backward(HELD),
     "a view of what is given": lambda vectors: vectors.view(-1).backward(HELD.view(-1)),
     "passed on": lambda vectors: (vectors + 1).backward(HELD),
-    "a part": lambda vectors: (torch.cat([vectors, HELD]) * 2).sum().backward(),
 }
 HOOKS = {"tensor": lambda grad: grad, "view": lambda grad: grad.view(-1), "array": lambda grad: grad.numpy()}
 
@@ -64,6 +64,18 @@ def test_what_a_hook_keeps(name):
         kept.append(HOOKS[name](grad))
 
     assert not answer(SOLE["product"], lambda vectors: vectors.register_hook(keep) and None)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_hook_keeps_of_what_the_gradient_is_a_view_of(name):
+    kept = []
+
+    def loss_of(vectors):
+        view = vectors.view(3, 2, 2)
+        view.register_hook(lambda grad: kept.append(HOOKS[name](grad)))
+        (view * 2).sum().backward()
+
+    assert not answer(loss_of)
 
 
 @pytest.mark.parametrize("leaf_is_first", [False, True])
