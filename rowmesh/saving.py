@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.background import BackgroundSave, why_not_asynchronous
+from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
@@ -150,6 +150,17 @@ def _prepared(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
 
     _together(mesh, prepare, "saving a model")
     return dense
+
+
+def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
+    """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
+    if embeddings.device.type != "cpu" or embeddings.engine.options.device is not None:
+        return f"rows are on {embeddings.device}"
+    if dynamic := [table.name for table in embeddings.tables if table.storage == "dynamic"]:
+        return f"tables {', '.join(dynamic)} are dynamic"
+    if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":
+        return "replicas that are averaged change rows by messages too"
+    return ""
 
 
 def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:

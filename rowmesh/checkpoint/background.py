@@ -6,7 +6,7 @@ import io
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.snapshot import Room, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
-
-if TYPE_CHECKING:
-    from rowmesh.collection import EmbeddingCollection
 
 
 class Base(NamedTuple):
@@ -131,14 +128,3 @@ class BackgroundSave:
             self._error = error
         finally:
             self.snapshot.close()
-
-
-def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
-    """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
-    if embeddings.device.type != "cpu" or embeddings.engine.options.device is not None:
-        return f"rows are on {embeddings.device}"
-    if dynamic := [table.name for table in embeddings.tables if table.storage == "dynamic"]:
-        return f"tables {', '.join(dynamic)} are dynamic"
-    if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":
-        return "replicas that are averaged change rows by messages too"
-    return ""

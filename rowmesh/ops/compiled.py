@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from filelock import FileLock
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
@@ -72,7 +71,7 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        self._claims: dict[Path, FileLock] = {}
+        self._claims: dict[Path, Any] = {}
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
         key = self._index_key(sig, target_context.codegen())
@@ -88,6 +87,8 @@ class _Cache(FunctionCache):
 
         Where compiling fails, they wait for as long as this process lives, and WAIT_S at most.
         """
+        from filelock import FileLock  # where there is something to compile
+
         lock = FileLock(path.with_suffix(".lock"), timeout=WAIT_S, thread_local=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
-from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment, why_not_asynchronous
+from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
 from rowmesh.checkpoint.series import BEST, Series, remove
@@ -24,6 +24,7 @@ from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
+from rowmesh.saving import why_not_asynchronous
 from rowmesh.train.config import Config
 from rowmesh.train.job import Job
 from rowmesh.train.resolve import anchored, resolve

@@ -30,8 +30,8 @@ def train_on(embeddings, stream, steps, mesh):
     optimizer = EmbeddingOptimizer(embeddings)
     for step in steps:
         own = [rank for rank in range(2) if rank % mesh.world_size == mesh.rank]
-        batches = [stream.batch(step, rank) for rank in own] or [
-            take(stream.batch(step, 0), torch.empty(0, dtype=torch.int64))
+        batches = [stream.batch(step, rank, is_dynamic=True) for rank in own] or [
+            take(stream.batch(step, 0, is_dynamic=True), torch.empty(0, dtype=torch.int64))
         ]
         batch = batches[0] if len(batches) == 1 else joined(batches)
         (mesh.world_size * embeddings(batch).values ** 2).sum().backward()  # gradients are averaged over ranks
