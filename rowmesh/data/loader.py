@@ -40,6 +40,16 @@ class Batch:
     labels: Tensor
     weights: Tensor | None = None
 
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.labels)
+
+    @property
+    def weight(self) -> float:
+        """Σ w; B where all count alike."""
+        return len(self.labels) if self.weights is None else float(self.weights.double().sum())
+
     def take(self, samples: Tensor) -> Batch:
         """The given samples (int64), in their order."""
         weights = None if self.weights is None else self.weights[samples]

@@ -43,14 +43,14 @@ def advice(job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Ev
             lines += _on_mean(job, metrics, of)
             continue
         lines += _on_base_rate(job, metrics, name, of)
-        if _num_ids(job.data, job.config) <= MOST_IDS and job.data.schema.weight is None:
+        if _num_ids(job.clicks, job.config) <= MOST_IDS and job.clicks.schema.weight is None:
             lines += _on_biases(metrics, _bias_auc(job, number), of)
     return [f"warning   {line}" for line in lines]
 
 
 def _bias_auc(job: Job, label: int) -> float:
     splits = job.config.data
-    return on_rank_0(job.mesh, BIASES, lambda: bias_auc(job.data, splits.train, splits.test, label))
+    return on_rank_0(job.mesh, BIASES, lambda: bias_auc(job.clicks, splits.train, splits.test, label))
 
 
 def _on_mean(job: Job, metrics: ValueMetrics, of: str) -> Iterator[str]:

@@ -37,7 +37,7 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
         share_buffers(job.network, job.mesh, doing)
         for number, batch in enumerate(job.loader(split)):
             reach("evaluate.batch")
-            check_batch(batch, job.data.schema, f"{name} batch {number} on rank {job.mesh.rank}")
+            check_batch(batch, job.clicks.schema, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels, batch.weights)
             on_batch(number + 1)
         metrics = predictions.metrics(job.mesh, doing)

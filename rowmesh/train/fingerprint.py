@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def fingerprint(data: Prepared) -> Fingerprint:
     scales = [[scale.log1p, scale.mean, scale.std] for scale in data.dense_scales or ()]
     facts = [data.schema.dense, data.schema.dense_transform, *([scales] if scales else [])]
     dense = _digest(json.dumps(facts).encode())
-    tables = {f"vocabulary of {name}": _digest_values(data.vocabulary(name)) for name in data.features}
+    tables = {f"vocabulary of {name}": digest_values(data.vocabulary(name)) for name in data.features}
     labels = [[label.name, label.kind] for label in data.schema.labels]
     is_plain = len(labels) == 1 and data.schema.labels[0].kind == "binary"  # whatever it is called
     return {"dense features": dense, **tables, **({} if is_plain else {"labels": _digest(json.dumps(labels).encode())})}
@@ -43,12 +43,12 @@ def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
     return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
 
 
-def mismatch(metadata: Mapping[str, Any], data: Prepared, model: Path) -> str:
-    """In what the data differ from those of the training, in words; "" where in nothing.
+def mismatch(metadata: Mapping[str, Any], given: Callable[[], Fingerprint], model: Path) -> str:
+    """In what data differ from those of the training, in words; "" where in nothing.
 
     Args:
         metadata: of the model.
-        data: to be evaluated on, or to name rows.
+        given: the digests of the data to be evaluated on, or to name rows.
         model: its folder, for the message.
 
     Raises:
@@ -57,7 +57,7 @@ def mismatch(metadata: Mapping[str, Any], data: Prepared, model: Path) -> str:
     trained = metadata.get("fingerprint")
     if not isinstance(trained, dict) or "data" not in metadata:
         raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
-    differing = differences(trained, fingerprint(data))
+    differing = differences(trained, given())
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 
@@ -69,7 +69,7 @@ def _digest(*texts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _digest_values(values: pa.Array) -> str:
+def digest_values(values: pa.Array) -> str:
     """The digest of the values of an array; null, which stands for missing, differs from all others."""
     is_integer = pa.types.is_integer(values.type)
     kind = b"unsigned" if pa.types.is_uint64(values.type) else b"integers" if is_integer else b"text"

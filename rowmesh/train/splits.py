@@ -13,6 +13,7 @@ from rowmesh.suggest import hint
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, DataConfig
 from rowmesh.train.section import AUTO
+from rowmesh.train.table_data import TableData
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def check_file(data: Prepared, split: str) -> None:
         file.block(number)
 
 
-def check_same_data(mesh: Mesh, data: Prepared) -> None:
+def check_same_data(mesh: Mesh, data: TableData) -> None:
     """Raises DataError, on all ranks alike, where ranks have opened different data. Collective and blocking."""
     identities = gather_objects(mesh, data.identity, SETTING_UP)
     others = [str(rank) for rank, each in enumerate(identities) if each != identities[0]]

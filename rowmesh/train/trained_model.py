@@ -61,7 +61,7 @@ class TrainedModel(nn.Module):
         self._opened = opened  # closes the tables when the model is freed
         self.job, self.encoder, self.steps = job, encoder, steps
         self.embeddings, self.network = job.embeddings, job.network
-        self.schema = job.data.schema.for_scoring()
+        self.schema = job.clicks.schema.for_scoring()
         self.eval()
 
     @property
@@ -100,7 +100,7 @@ class TrainedModel(nn.Module):
         Raises:
             RowmeshError: scores are not finite.
         """
-        batch: Batch = to_batch(samples, self.job.data)
+        batch: Batch = to_batch(samples, self.job.clicks)
         with torch.no_grad():
             logits = self.job.logits(batch)
         if count := int((~torch.isfinite(logits)).sum()):

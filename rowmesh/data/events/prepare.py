@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def prepare_events(
     overwrite: bool = False,
     part_events: int = PART_EVENTS,
     progress: Progress = silent,
+    optimum: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Sequences:
     """Sorts the events of tables by user and time; the output folder appears whole or not at all.
 
@@ -76,7 +77,7 @@ def prepare_events(
         progress("k-core", 1.0)
         counts = _write(folder, events, core, schema, part_events, progress)
         counts = EventCounts(**counts, bad_rows=quarantine.num_bad_rows, num_negative=events.num_negative)
-        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts)
+        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts, optimum)
         events.path.unlink()
     return Sequences.open(out)
 
