@@ -150,7 +150,7 @@ def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True)
         RowmeshError: see `load_run`.
     """
     finished.check_meaning(data, "the same ids and values mean something else")
-    config, _ = choose_defaults(_for_one_process(resolve(finished.folder.config)), data)
+    config, _ = choose_defaults(for_one_process(resolve(finished.folder.config)), data)
     mesh, shapes = Mesh(timeout_s=config.parallel.timeout_s), shapes_of(config, data)
     with ExitStack() as stack:
 
@@ -205,7 +205,7 @@ def _as_array(name: str, column: Column) -> pa.Array | pa.ChunkedArray:
         raise DataError(f"{VALUES}: column {name!r} cannot be read ({error}); give values of one type") from None
 
 
-def _for_one_process(config: Config) -> Config:
+def for_one_process(config: Config) -> Config:
     """The same model, wherever it was trained."""
     parallel = type(config.parallel)(timeout_s=config.parallel.timeout_s)
     train = config.train.model_copy(update={"device": "cpu"})

@@ -5,15 +5,16 @@ seen::
 
     p(j | g) ∝ transitions[g, group_j] · popularity_j
 
-so that ranking by this product is the best that any model can do. Users, items and lengths are about MovieLens 1M's.
+so that ranking by this product is the best that any model can do. Users and items are about half, and lengths a third, of MovieLens 1M's.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +46,9 @@ class PlantedEvents:
         seed: equal seeds give equal events.
     """
 
-    num_users: int = 6040
-    num_items: int = 3400
-    num_groups: int = 40
+    num_users: int = 3000
+    num_items: int = 1500
+    num_groups: int = 25
     mean_events: int = 60
     signal: float = 2.5
     skew: float = 0.8
@@ -89,7 +90,14 @@ def synthesize_events(
         held_out = np.concatenate(ranks)
         for column, split in enumerate(("validation", "test")):
             optimum[split] = _scores(held_out[:, column])
-        return prepare_events([file], out, SCHEMA, overwrite=overwrite, progress=progress, optimum=optimum)
+        return prepare_events(
+            [file], out, SCHEMA, overwrite=overwrite, progress=progress, optimum=optimum, request=drawn_request(planted)
+        )
+
+
+def drawn_request(planted: PlantedEvents) -> dict[str, Any]:
+    """What the output of `synthesize_events` depends on."""
+    return {"drawn": asdict(planted)}
 
 
 def _users(
