@@ -5,7 +5,8 @@ seen::
 
     p(j | g) ∝ transitions[g, group_j] · popularity_j
 
-so that ranking by this product is the best that any model can do. Users and items are about half, and lengths a third, of MovieLens 1M's.
+so that ranking by this product is the best that any model can do.
+Users and items are about half, and lengths a third, of MovieLens 1M's.
 """
 
 from __future__ import annotations
