@@ -1,4 +1,5 @@
 # make train   set everything up, train a DLRM on two ranks, evaluate it (DATA=rows.tsv.gz, RANKS=2, RUN=folder, ARGS="key=value")
+# make train MODEL=hstu   HSTU on drawn events whose best ranking is known (or sasrec, fuxi_alpha, fuxi_beta; DATA=ratings.dat SCHEMA=movielens-1m)
 # make demo    the same model trained in twelve ways, what each system changes, in a table (ARGS="--quick", docs/demo.md)
 # make test    set everything up, run the tests
 # make lint    ruff and pyright
@@ -13,6 +14,8 @@ DOCS_READY := $(VENV)/.docs_ready
 RANKS  ?= 2
 RUN    ?= runs/make_train
 DATA   ?=
+MODEL  ?= dlrm
+SCHEMA ?= movielens-1m
 ARGS   ?=
 
 .PHONY: train demo test test-slow lint format docs newcomer bench clean
@@ -25,7 +28,7 @@ $(READY): pyproject.toml
 	touch $@
 
 train: $(READY)
-	PYTHON="$(CURDIR)/$(BIN)/python" RANKS="$(RANKS)" RUN="$(RUN)" DATA="$(DATA)" ARGS="$(ARGS)" bash configs/train.sh
+	PYTHON="$(CURDIR)/$(BIN)/python" RANKS="$(RANKS)" RUN="$(RUN)" DATA="$(DATA)" MODEL="$(MODEL)" SCHEMA="$(SCHEMA)" ARGS="$(ARGS)" bash configs/train.sh
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)

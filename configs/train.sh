@@ -6,6 +6,8 @@
 #   RUN      the run's folder (runs/make_train); an earlier run in it is replaced
 #   DATA     raw Criteo rows (train.tsv, .gz), or a folder of train*, validation* and test* files; without it a
 #            data set is drawn from a planted model
+#   MODEL    dlrm, or hstu, sasrec, fuxi_alpha, fuxi_beta on events: then DATA is an event table, of the layout SCHEMA
+#   SCHEMA   layout of such a table (movielens-1m), or a TOML file
 #   SAMPLES  training samples that are drawn (1,000,000)
 #   HELD_OUT samples that are drawn for validation, and as many for the test (100,000)
 #   STORE    where drawn and prepared data are kept for the next time (data)
@@ -20,6 +22,8 @@ SAMPLES=${SAMPLES:-1000000}
 HELD_OUT=${HELD_OUT:-100000}
 STORE=${STORE:-data}
 ARGS=${ARGS:-}
+MODEL=${MODEL:-dlrm}
+SCHEMA=${SCHEMA:-movielens-1m}
 
 # One thread a rank, and no memory given back to the system between steps: see docs/command_line.md.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -33,7 +37,18 @@ on_ranks() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$
 cd "$(dirname "$0")/.."
 
 # With --reuse both commands keep what is there, and make it again where the files or the options have changed.
-if [[ -n $DATA ]]; then
+if [[ $MODEL != dlrm ]]; then
+    config=configs/hstu.toml
+    [[ $MODEL == hstu ]] || ARGS="model.name=$MODEL $ARGS"
+    prepared=$STORE/generated/events
+    if [[ -n $DATA ]]; then
+        path=$(realpath "$DATA")
+        prepared=$STORE/prepared/events-$(cksum <<<"$path" | cut -d' ' -f1)
+        rowmesh data prepare "$DATA" --schema "$SCHEMA" --out "$prepared" --reuse
+    else
+        rowmesh data synthesize-events "$prepared" --reuse
+    fi
+elif [[ -n $DATA ]]; then
     config=configs/own.toml # batch size, rates and epochs by the data
     path=$(realpath "$DATA")
     prepared=$STORE/prepared/$(basename "$path" | cut -d. -f1)-$(cksum <<<"$path" | cut -d' ' -f1)

@@ -20,6 +20,7 @@ from rowmesh.cli.export import export
 from rowmesh.cli.launcher import end_with_launcher
 from rowmesh.cli.plan import plan
 from rowmesh.cli.predict import predict
+from rowmesh.cli.recommend import recommend
 from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train, with_resume
@@ -47,6 +48,7 @@ app.command(plan)
 app.command(train)
 app.command(evaluate)
 app.command(predict)
+app.command(recommend)
 app.command(report)
 app.command(export)
 app.command(env)

@@ -9,6 +9,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from rowmesh.data.events import EventSchema, find_event_schema, prepare_events
+from rowmesh.data.events.planted import PlantedEvents, drawn_request
+from rowmesh.data.events.planted import synthesize_events as synthesize_drawn
 from rowmesh.data.events.prepare import event_request
 from rowmesh.data.events.sequences import SEQUENCES
 from rowmesh.data.inputs import DataSource
@@ -24,10 +26,18 @@ from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
 from rowmesh.observe import PartsProgress
-from rowmesh.report.data_text import is_current, print_drawn, print_prepared, print_reordered, print_sequences
+from rowmesh.report.data_text import (
+    is_current,
+    print_best_ranking,
+    print_drawn,
+    print_prepared,
+    print_reordered,
+    print_sequences,
+)
 from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
+EVENTS = PlantedEvents()
 SHARES = Splitter()
 ORDER = ReorderOptions()
 Switch = Annotated[bool, Parameter(negative=())]
@@ -96,6 +106,54 @@ def synthesize(
     with PartsProgress(console) as show:
         optimum = synthesize_data(out, counts, config, file_format=format, overwrite=overwrite or reuse, progress=show)
     print_drawn(console, out, optimum)
+
+
+@app.command
+def synthesize_events(
+    out: Path,
+    *,
+    users: int = EVENTS.num_users,
+    items: int = EVENTS.num_items,
+    groups: int = EVENTS.num_groups,
+    mean_events: int = EVENTS.mean_events,
+    signal: float = EVENTS.signal,
+    seed: int = EVENTS.seed,
+    overwrite: Switch = False,
+    reuse: Switch = False,
+) -> None:
+    """Draw events from a planted model of sequences, and prepare them; the best reachable ranking is known.
+
+    Parameters
+    ----------
+    out
+        Folder to write; it appears whole or not at all, prepared.
+    users
+        Each has 20 events or more, the last two of which are held out.
+    items
+        No user sees one twice.
+    groups
+        Of items; what comes next depends on the group of the last item.
+    mean_events
+        Of a user.
+    signal
+        How much likelier some groups are than others: the standard deviation of the log of the transitions.
+    seed
+        Equal seeds give equal events.
+    overwrite
+        Replace a folder that an earlier call of this command wrote.
+    reuse
+        Keep a folder that is there already.
+    """
+    planted = PlantedEvents(
+        num_users=users, num_items=items, num_groups=groups, mean_events=mean_events, signal=signal, seed=seed
+    )
+    console = Console()
+    if reuse and is_current(console, out, SEQUENCES, drawn_request(planted)):
+        return
+    with PartsProgress(console) as show:
+        sequences = synthesize_drawn(out, planted, overwrite=overwrite or reuse, progress=show)
+    print_sequences(console, sequences)
+    print_best_ranking(console, sequences)
 
 
 @app.command

@@ -40,6 +40,16 @@ class Batch:
     labels: Tensor
     weights: Tensor | None = None
 
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.labels)
+
+    @property
+    def weight(self) -> float:
+        """Σ w; B where all count alike."""
+        return len(self.labels) if self.weights is None else float(self.weights.double().sum())
+
     def take(self, samples: Tensor) -> Batch:
         """The given samples (int64), in their order."""
         weights = None if self.weights is None else self.weights[samples]
@@ -129,11 +139,6 @@ class Loader:
 
     def __len__(self) -> int:
         return self.num_batches
-
-    def global_size(self, number: int) -> int:
-        """Samples of a batch over all ranks; batches are counted on from epoch to epoch."""
-        rest = self.num_samples - number % self.num_batches * self.batch_size
-        return min(self.batch_size, rest)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._next_batch >= self.num_batches:

@@ -230,6 +230,10 @@ class Prepared:
                 return table
         raise DataError(f"{self.folder} has no feature {name!r}{hint(name, self.features)}")
 
+    def table_of(self, feature: str) -> str:
+        """The feature after which the table of a feature is named: itself, unless it shares another's."""
+        return self.schema.table_of(feature)
+
     def split_path(self, split: str) -> Path:
         """The Arrow file of a split.
 

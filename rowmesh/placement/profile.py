@@ -20,7 +20,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,7 +31,7 @@ from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
 
 if TYPE_CHECKING:
-    from rowmesh.data import Prepared
+    from rowmesh.data.prepared import Split
 
 FORMAT = 1
 CHUNK_ROWS = 1 << 22
@@ -39,6 +39,23 @@ MAX_BANDS = 1024
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class Counted(Protocol):
+    """Data that say how often each row of a table is read."""
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """By name, with their number of samples."""
+        ...
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """Of each row of a table."""
+        ...
+
+    def unordered_rows(self, name: str) -> range:
+        """The rows that are not in order of their counts."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +224,7 @@ class Profile:
 
     @staticmethod
     def from_prepared(
-        data: str | Path | Prepared,
+        data: str | Path | Counted,
         shapes: Sequence[TableShape],
         *,
         batch_size: int | None = None,
@@ -234,7 +251,7 @@ class Profile:
         """
         from rowmesh.data import Loader, Prepared  # with pyarrow, which a plan without data does not need
 
-        prepared = data if isinstance(data, Prepared) else Prepared.open(data)
+        prepared = Prepared.open(data) if isinstance(data, str | Path) else data
         tables = [
             TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))
             for shape in shapes
@@ -242,6 +259,8 @@ class Profile:
         num_samples = prepared.splits["train"].samples
         if batch_size is None:
             return Profile(tuple(tables), num_samples)
+        if not isinstance(prepared, Prepared):
+            raise ConfigurationError("batches of sequences of events cannot be counted; leave --count-batches out")
         counters = {table.name: BatchCounter(table.name, table.starts) for table in tables}
         loader = Loader(
             prepared, "train", batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=num_samples > batch_size

@@ -78,6 +78,12 @@ def print_sequences(console: Console, sequences: Sequences) -> None:
     )
 
 
+def print_best_ranking(console: Console, sequences: Sequences) -> None:
+    """What the best ranking reaches on events that were drawn."""
+    for split, best in sequences.optimum.items():
+        write(console, f"{split}: the best ranking reaches NDCG@10 {best['ndcg@10']:.5f}, HR@10 {best['hr@10']:.5f}")
+
+
 def print_reordered(console: Console, reordered: Prepared) -> None:
     """The result of reordering: rows that changed places, the gain, and the time."""
     assert reordered.reordering is not None

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rowmesh.data import Prepared
-from rowmesh.data.raw import RawData
 from rowmesh.data.window import SplitFile, Window
 from rowmesh.train.config import Config
 from rowmesh.train.evaluation import Evaluation
@@ -37,24 +36,21 @@ def advice(job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Ev
         trained_steps: when training ended.
         evaluation: of the test split, where there is one.
     """
-    if isinstance(job.data, RawData):  # what follows compares splits
-        return []
-    data = job.data
     lines = list(_on_losses(job, stopping, trained_steps))
     for number, (name, metrics) in enumerate(evaluation.labels.items() if evaluation is not None else ()):
         of = f" of {name!r}" if len(job.targets) > 1 else ""
         if isinstance(metrics, ValueMetrics):
             lines += _on_mean(job, metrics, of)
             continue
-        lines += _on_base_rate(job, data, metrics, name, of)
-        if _num_ids(data, job.config) <= MOST_IDS and data.schema.weight is None:
-            lines += _on_biases(metrics, _bias_auc(job, data, number), of)
+        lines += _on_base_rate(job, metrics, name, of)
+        if _num_ids(job.clicks, job.config) <= MOST_IDS and job.clicks.schema.weight is None:
+            lines += _on_biases(metrics, _bias_auc(job, number), of)
     return [f"warning   {line}" for line in lines]
 
 
-def _bias_auc(job: Job, data: Prepared, label: int) -> float:
+def _bias_auc(job: Job, label: int) -> float:
     splits = job.config.data
-    return on_rank_0(job.mesh, BIASES, lambda: bias_auc(data, splits.train, splits.test, label))
+    return on_rank_0(job.mesh, BIASES, lambda: bias_auc(job.clicks, splits.train, splits.test, label))
 
 
 def _on_mean(job: Job, metrics: ValueMetrics, of: str) -> Iterator[str]:
@@ -90,23 +86,23 @@ def _on_losses(job: Job, stopping: EarlyStopping, trained_steps: int) -> Iterato
         )
 
 
-def _on_base_rate(job: Job, data: Prepared, metrics: Metrics, label: str, of: str) -> Iterator[str]:
+def _on_base_rate(job: Job, metrics: Metrics, label: str, of: str) -> Iterator[str]:
     if not metrics.normalized_entropy >= 1:
         return
-    rate, config = data.splits[job.config.data.train].mean(label), job.config
+    rate, config = job.data.splits[job.config.data.train].mean(label), job.config
     yield (
         f"the model predicts{of} worse than the base rate alone (normalized entropy "
         f"{metrics.normalized_entropy:.4f}, 1 or more); lower optimizer.lr ({config.optimizer.lr:g}) or "
         f"tables.optimizer.lr ({config.tables.optimizer.lr:g}), leave out train.epochs so that training stops "
         f"in time, and see whether the test split is like the training split: positive rates are "
-        f"{metrics.base_rate:.4f} and {rate:.4f}, and {_rarest(job.config, data)}"
+        f"{metrics.base_rate:.4f} and {rate:.4f}, and {_rarest(job)}"
     )
 
 
-def _rarest(config: Config, data: Prepared) -> str:
+def _rarest(job: Job) -> str:
     """Which feature has most ids in the test split that training did not have."""
-    split = config.data.test
-    table = max(data.tables, key=lambda each: each.rare_share.get(split, 0.0))
+    split = job.config.data.test
+    table = max(job.data.tables, key=lambda each: each.rare_share.get(split, 0.0))
     share = table.rare_share.get(split, 0.0)
     return f"{share:.0%} of the test split's ids of {table.name!r} are rare or unseen in training"
 

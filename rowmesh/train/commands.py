@@ -17,7 +17,6 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.checkpoint.series import Series
-from rowmesh.data.data_set import DataSet
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -27,30 +26,27 @@ from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.lines import fitted
 from rowmesh.observe.trackers import check_trackers
 from rowmesh.train.about import about_run
-from rowmesh.train.advice import advice
 from rowmesh.train.best import remove_best
+from rowmesh.train.build import build
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
-from rowmesh.train.config import Config, chosen
-from rowmesh.train.defaults import choose_defaults
+from rowmesh.train.config import Config
 from rowmesh.train.device import check_device
-from rowmesh.train.evaluate import evaluate
 from rowmesh.train.evaluation import Evaluation
-from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch
-from rowmesh.train.job import Job, build
+from rowmesh.train.fingerprint import Fingerprint, mismatch
+from rowmesh.train.job import Job
 from rowmesh.train.loop import Trainer
-from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
-from rowmesh.train.raw import open_data
-from rowmesh.train.report import describe, describe_training, model_text, results, warn_of_space
+from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
-from rowmesh.train.splits import check_evaluated, check_same_data, check_training_splits, test_samples
+from rowmesh.train.splits import check_same_data
+from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
-from rowmesh.train.targets import is_click, targets_of
+from rowmesh.train.tasks import open_data, task_of
 from rowmesh.train.together import on_rank_0
 
 AtEnd = Callable[[RunFolder], str]
@@ -87,9 +83,8 @@ def run_training(
     check_importable(config.model)
     check_device(config)
     data = open_data(config, verify=verify)
-    config, choices = choose_defaults(config, data)
-    check_training_splits(config, data)
-    targets_of(config, data)  # refuses what does not fit before anything is made
+    config, choices = task_of(config, data).choose_defaults()
+    task_of(config, data).check()  # refuses what does not fit before anything is made
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
@@ -107,7 +102,7 @@ def run_training(
         )
         trainer = Trainer(job)
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
-        meaning = on_rank_0(mesh, SETTING_UP, lambda: fingerprint(data))  # now: at the end the data may be elsewhere
+        meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
         about = about_run(job, trainer.total_steps)
         begun = on_rank_0(
             mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
@@ -121,8 +116,8 @@ def run_training(
         run = _save(job, trainer, claim, meaning)
         if mesh.rank == 0:
             remove_best(begun, run)
-        metrics = _evaluate(job, run, tested) if (tested := test_samples(config, data)) else None
-        _write(mesh, *advice(job, trainer.stopping, trainer.trained_steps, metrics))
+        metrics = _evaluate(job, run, job.task.tested) if job.task.tested else None
+        _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
 
@@ -160,8 +155,9 @@ def run_evaluation(
     check_importable(config.model, trained_from=run.started_in)
     manifest = checkpoint.read_manifest(run.model)
     data = open_data(config, verify=verify)
-    config, _ = choose_defaults(config, data)
-    split = check_evaluated(config, data, split)
+    config, _ = task_of(config, data).choose_defaults()
+    task = task_of(config, data)
+    split = task.check_split("--split", split) if split else task.check_split("data.test", config.data.test)
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
@@ -220,10 +216,9 @@ def _choice(trainer: Trainer) -> dict[str, Any]:
     stopping = trainer.stopping
     if not stopping.patience:
         return {}
-    loss = "validation_log_loss" if is_click(trainer.job.targets) else "validation_loss"
     return {
         "trained_steps": trainer.trained_steps,
-        loss: stopping.losses.get(trainer.step),
+        **trainer.job.task.chosen_by(stopping.losses.get(trainer.step)),
         "is_best": trainer.step == stopping.best_step,
     }
 
@@ -252,9 +247,9 @@ def load_model(job: Job, run: RunFolder, verify: bool) -> None:
     job.embeddings.barrier()
 
 
-def _compare(run: RunFolder, metadata: dict[str, Any], data: DataSet, accept: bool) -> list[str]:
+def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: bool) -> list[str]:
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
-    if not (what := mismatch(metadata, data, run.model)):
+    if not (what := mismatch(metadata, task_of(resolve(run.config), data).fingerprint, run.model)):
         return []
     if accept:
         return [f"data      differ from those of the training in {what}; accepted"]
@@ -267,15 +262,12 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: DataSet, accept: bo
 
 def _evaluate(job: Job, run: RunFolder, split: str) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
-    known = job.data.splits.get(split)
-    name, num_batches = "test", None  # of raw rows, wherever they are
-    if known is not None:
-        name, num_batches = split, -(-known.samples // chosen(job.config.data.batch_size))
+    num_batches, name = job.task.num_evaluation_batches(split), split if split in job.data.splits else "test"
     with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
-        metrics = evaluate(job, split, progress.advance)
-    _write(job.mesh, *results(name, metrics, known))
-    record: dict[str, Any] = {"split": name, "data": job.data.place if known else split, **metrics.as_file()}
-    record |= {"planted_optimum": known.optimum if known else None}
+        metrics = job.task.evaluate(job, split, progress.advance)
+    _write(job.mesh, *job.task.results(split, metrics))
+    record: dict[str, Any] = {"split": name, "data": job.data.place if name == split else split, **metrics.as_file()}
+    record |= {"planted_optimum": job.task.optimum(split)}
     doing = f"writing the metrics of {name}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(name), record))
     return metrics
@@ -325,7 +317,9 @@ def _write_mapped(job: Job) -> None:
 
 
 @contextmanager
-def job_on(config: Config, mesh: Mesh, data: DataSet, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
+def job_on(
+    config: Config, mesh: Mesh, data: TableData, place: Callable[[], Placement], *, trains: bool
+) -> Iterator[Job]:
     """The pieces of a run, for the time of a block; collective.
 
     Rank 0 reads or makes the plan for all: files may be on its host alone.
@@ -334,7 +328,8 @@ def job_on(config: Config, mesh: Mesh, data: DataSet, place: Callable[[], Placem
     reach("train.plan")
     placement = on_rank_0(mesh, SETTING_UP, place, Placement)
     averages = config.parallel.synchronization == "average"
-    network = network_bytes(config, data, mesh.world_size, trains=trains) if config.train.device == "cpu" else 0
+    on_host = config.train.device == "cpu"
+    network = task_of(config, data).network_bytes(mesh.world_size, trains=trains) if on_host else 0
     check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages, network_bytes=network)
     reach("train.build")
     job = build(config, mesh, data, placement, trains=trains)
@@ -345,7 +340,7 @@ def job_on(config: Config, mesh: Mesh, data: DataSet, place: Callable[[], Placem
         job.embeddings.close()
 
 
-def _elsewhere(config: Config, data: DataSet) -> list[str]:
+def _elsewhere(config: Config, data: TableData) -> list[str]:
     """Tables whose rows are not in the host's memory: in files, or on a GPU, which says for itself that it has no room.
 
     With `train.device=cuda` tiered tables have all rows on the host nevertheless, and some on the GPU.

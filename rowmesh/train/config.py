@@ -11,13 +11,15 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rowmesh.data.raw import is_server
 from rowmesh.models.named import NAMED
+from rowmesh.models.sequence import KINDS
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
 from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section
+from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.table_config import TablesConfig
 
 T = TypeVar("T", int, float)
-MODELS = ("dlrm", *NAMED)
+MODELS = ("dlrm", *NAMED, *KINDS)
 
 
 def chosen(value: T | Auto) -> T:
@@ -120,11 +122,13 @@ class ModelConfig(Section):
     """The dense network.
 
     Attributes:
-        name: dlrm, dcn_v2, deep_fm, wide_and_deep, two_tower, shared_bottom, mmoe, or `package.module:Class`, a user's
-            own; `rowmesh.models.Model` says what it looks like.
+        name: dlrm, dcn_v2, deep_fm, wide_and_deep, two_tower, shared_bottom, mmoe; sasrec, hstu, fuxi_alpha, fuxi_beta
+            of sequences of events; or `package.module:Class`, a user's own; `rowmesh.models.Model` says what it looks
+            like.
         bottom: of dlrm: hidden widths of the MLP over the dense features.
         top: of dlrm: hidden widths of the MLP over the interactions.
-        options: of all others: keyword arguments of the class.
+        options: of all others: keyword arguments of the class; of sequences the keys of
+            `rowmesh.train.sequence.options.SequenceOptions`.
     """
 
     name: Annotated[str, AfterValidator(_model_name)] = "dlrm"
@@ -142,6 +146,20 @@ class ModelConfig(Section):
         """Whether it is DLRM, whose widths are keys of their own."""
         return self.name == "dlrm"
 
+    @property
+    def is_sequence(self) -> bool:
+        """Whether it ranks items after a sequence of events."""
+        return self.name in KINDS
+
+    @property
+    def sequence(self) -> SequenceOptions:
+        """The options of a sequence model.
+
+        Raises:
+            ValueError: one is unknown, or does not fit.
+        """
+        return SequenceOptions.parse(self.options)
+
     @model_validator(mode="after")
     def _has_its_own_keys(self) -> Self:
         if self.is_dlrm and self.options:
@@ -150,6 +168,8 @@ class ModelConfig(Section):
         given = [key for key in ("bottom", "top") if getattr(self, key) != fields[key].default]
         if not self.is_dlrm and given:
             raise ValueError(f"{' and '.join(given)}: of dlrm alone; give what {self.name} takes as model.options")
+        if self.is_sequence:
+            self.sequence  # noqa: B018
         return self
 
 
@@ -400,6 +420,16 @@ class Config(Section):
                 else "replicas step on their own gradients"
             )
             raise ValueError(f"train.clip_grad_norm and {obstacle} do not go together: {why}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _pools(self) -> Self:
+        for name, table in (("", self.tables), *self.tables.overridden.items()):
+            key = f"tables.{name}.pooling".replace("..", ".")
+            if self.model.is_sequence and table.pooling != "none" and "pooling" in table.model_fields_set:
+                raise ValueError(f"{key}={table.pooling!r}: {self.model.name} reads a vector an event; leave it out")
+            if not self.model.is_sequence and table.pooling == "none":
+                raise ValueError(f"{key}='none' is for sequence models ({', '.join(KINDS)}); give sum or mean")
         return self
 
     @model_validator(mode="before")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from rowmesh.data import Batch
 from rowmesh.faults import reach
 from rowmesh.train.checks import check_batch, naming_lost_peers
 from rowmesh.train.evaluation import AllPredictions, Evaluation
@@ -14,7 +15,12 @@ from rowmesh.train.job import Job
 from rowmesh.train.splits import Part
 
 
-def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lambda number: None) -> Evaluation:
+def evaluate(
+    job: Job,
+    split: str | Part,
+    on_batch: Callable[[int], None] = lambda number: None,
+    batches: Iterable[Batch] | None = None,
+) -> Evaluation:
     """The metrics of a split, equal on all ranks.
 
     Collective and blocking: every rank calls it. Moves 5 to 12 bytes a sample and label to rank 0 beside the rows.
@@ -23,6 +29,7 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
         job: what to evaluate.
         split: on which samples: a split, or a part of one.
         on_batch: called after each batch with the number of batches done.
+        batches: those of this rank, where they are not of a split.
 
     Raises:
         DataError: there is no such split, or it holds values that are not finite.
@@ -35,9 +42,9 @@ def evaluate(job: Job, split: str | Part, on_batch: Callable[[int], None] = lamb
     job.network.eval()
     with torch.no_grad(), naming_lost_peers(job.mesh, doing):
         share_buffers(job.network, job.mesh, doing)
-        for number, batch in enumerate(job.evaluation_loader(split)):
+        for number, batch in enumerate(job.loader(split) if batches is None else batches):
             reach("evaluate.batch")
-            check_batch(batch, job.data.schema, f"{name} batch {number} on rank {job.mesh.rank}")
+            check_batch(batch, job.schema, f"{name} batch {number} on rank {job.mesh.rank}")
             predictions.add(job.logits(batch), batch.labels, batch.weights)
             on_batch(number + 1)
         metrics = predictions.metrics(job.mesh, doing)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rowmesh.data.data_set import DataSet
+from rowmesh.data import Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.errors import RowmeshError
 
@@ -20,23 +20,28 @@ MOST_NAMED = 3
 Fingerprint = dict[str, str]
 
 
-def fingerprint(data: DataSet) -> Fingerprint:
+def fingerprint(data: Prepared) -> Fingerprint:
     """Digests of every table's vocabulary, in the order of its rows, and of the dense features.
 
-    Of raw data: of the hash that makes ids. And of the labels, where there are several, or one that is not of 0 and 1.
-    Reads all vocabularies: about a second for 500 MB. Equal values give equal digests, whatever version of pyarrow
-    wrote them.
+    And of the labels, where there are several, or one that is not of 0 and 1. Reads all vocabularies: about a second
+    for 500 MB. Equal values give equal digests, whatever version of pyarrow wrote them.
     """
     scales = [[scale.log1p, scale.mean, scale.std] for scale in data.dense_scales or ()]
     facts = [data.schema.dense, data.schema.dense_transform, *([scales] if scales else [])]
     dense = _digest(json.dumps(facts).encode())
-    if not isinstance(data, RawData):
-        tables = {f"vocabulary of {name}": _digest_values(data.vocabulary(name)) for name in data.features}
-    else:
-        tables = {f"ids of {name}": _digest(str(data.hash_seed).encode()) for name in data.features}
+    tables = {f"vocabulary of {name}": digest_values(data.vocabulary(name)) for name in data.features}
     labels = [[label.name, label.kind] for label in data.schema.labels]
     is_plain = len(labels) == 1 and data.schema.labels[0].kind == "binary"  # whatever it is called
     return {"dense features": dense, **tables, **({} if is_plain else {"labels": _digest(json.dumps(labels).encode())})}
+
+
+def raw_fingerprint(data: RawData) -> Fingerprint:
+    """Digests of the hash that makes ids of raw values, and of the dense features."""
+    dense = _digest(json.dumps([data.schema.dense, data.schema.dense_transform]).encode())
+    return {
+        "dense features": dense,
+        **{f"ids of {name}": _digest(str(data.hash_seed).encode()) for name in data.features},
+    }
 
 
 def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
@@ -48,12 +53,12 @@ def differences(trained: Fingerprint, given: Fingerprint) -> list[str]:
     return [part for part in {**trained, **given} if trained.get(part) != given.get(part)]
 
 
-def mismatch(metadata: Mapping[str, Any], data: DataSet, model: Path) -> str:
-    """In what the data differ from those of the training, in words; "" where in nothing.
+def mismatch(metadata: Mapping[str, Any], given: Callable[[], Fingerprint], model: Path) -> str:
+    """In what data differ from those of the training, in words; "" where in nothing.
 
     Args:
         metadata: of the model.
-        data: to be evaluated on, or to name rows.
+        given: the digests of the data to be evaluated on, or to name rows.
         model: its folder, for the message.
 
     Raises:
@@ -62,7 +67,7 @@ def mismatch(metadata: Mapping[str, Any], data: DataSet, model: Path) -> str:
     trained = metadata.get("fingerprint")
     if not isinstance(trained, dict) or "data" not in metadata:
         raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
-    differing = differences(trained, fingerprint(data))
+    differing = differences(trained, given())
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 
@@ -74,7 +79,7 @@ def _digest(*texts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _digest_values(values: pa.Array) -> str:
+def digest_values(values: pa.Array) -> str:
     """The digest of the values of an array; null, which stands for missing, differs from all others."""
     is_integer = pa.types.is_integer(values.type)
     kind = b"unsigned" if pa.types.is_uint64(values.type) else b"integers" if is_integer else b"text"

@@ -10,7 +10,7 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.errors import DataError, RowmeshError
-from rowmesh.train.fingerprint import mismatch
+from rowmesh.train.fingerprint import fingerprint, mismatch
 from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
@@ -45,7 +45,13 @@ class FinishedRun:
         Raises:
             RowmeshError: they are not there, or damaged.
         """
-        if resolve(self.folder.config).data.is_raw:
+        config = resolve(self.folder.config)
+        if config.model.is_sequence:
+            raise RowmeshError(
+                f"{self.folder.path} is a run of {config.model.name}, which ranks items after events and scores no "
+                "samples; rowmesh recommend reads it"
+            )
+        if config.data.is_raw:
             raise RowmeshError(
                 f"{self.folder.path} was trained on raw data: there is no vocabulary to name its ids with; "
                 "`rowmesh evaluate RUN --split FOLDER` reads raw rows"
@@ -53,7 +59,7 @@ class FinishedRun:
         if moved_to is not None:
             return Prepared.open(moved_to, verify=verify)
         try:
-            return Prepared.open(resolve(self.folder.config).data.folder, verify=verify)
+            return Prepared.open(config.data.folder, verify=verify)
         except DataError as error:
             raise RowmeshError(
                 f"{error}; where the data of the training were moved, say where to with --data"
@@ -77,7 +83,7 @@ class FinishedRun:
             data: what is given as the data of the training.
             otherwise: what would happen then, for the message.
         """
-        if what := mismatch(self.manifest.metadata, data, self.folder.model):
+        if what := mismatch(self.manifest.metadata, lambda: fingerprint(data), self.folder.model):
             raise RowmeshError(
                 f"the model in {self.folder.path} was trained on {self.manifest.metadata['data']}, and "
                 f"{data.folder.absolute()} differs from it in {what}: {otherwise}. Give the prepared data of the "

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rowmesh.data import Batch
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw import RawLoader
 from rowmesh.errors import Preempted, Terminated
@@ -27,10 +26,9 @@ from rowmesh.pipeline import BatchInFlight
 from rowmesh.state_form import in_form
 from rowmesh.train.best import BestModel
 from rowmesh.train.checkpoints import WRITING, Checkpoints
-from rowmesh.train.checks import check_batch, naming_lost_peers
+from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.drift import Drift, configured_drift
-from rowmesh.train.evaluate import evaluate
 from rowmesh.train.gradients import SharedGradients
 from rowmesh.train.graphs import training_network
 from rowmesh.train.interval import Interval
@@ -38,17 +36,14 @@ from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.progressive import Progressive
 from rowmesh.train.random_states import random_states, set_random_states
-from rowmesh.train.raw import prepared
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.schedule import go_on, make_scheduler
-from rowmesh.train.splits import validation_source
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.survivors import Standing, Survivors
-from rowmesh.train.targets import is_click
-from rowmesh.train.together import summed
+from rowmesh.train.task import Computed, StepBatch
 
 PAUSE_EVERY = 64
 """Steps after which a pipeline over dynamic tables has nothing under way, so that a checkpoint can be asked for."""
@@ -70,10 +65,12 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         config = job.config
         self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
-        self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=not is_click(job.targets))
+        self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=job.task.is_relative)
         self._eval_every = chosen(config.train.eval_every)
         self._requests = Requests(config.checkpoint, job.mesh)
-        self._loader = job.training_loader(validates=self._eval_every > 0, is_asked=lambda: bool(self._requests.signal))
+        self._loader = job.task.loader(
+            job, validates=self._eval_every > 0, is_asked=lambda: bool(self._requests.signal)
+        )
         self.total_steps = _total_steps(config, self._loader.num_batches)
         self._gradients = SharedGradients(job.network, job.mesh, job.embeddings.transport, NUM_FLAGS)
         self._network = training_network(job.network, config)
@@ -116,8 +113,8 @@ class Trainer:
             for batch, loss in steps(self._batches(), self._steps_left()):
                 reach("loop.step")
                 interval.loss += loss
-                interval.weight += _weight(batch)
-                interval.samples += len(batch.labels)
+                interval.weight += batch.weight
+                interval.samples += batch.num_samples
                 interval.steps += 1
                 log.step(self.step)
                 if (window := self._progressive.after_step(self.step)) is not None:
@@ -152,7 +149,7 @@ class Trainer:
         if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:
             self.load_state_dict(best.take_back(), keep_stopping=True)
 
-    def train_step(self, batch: Batch) -> float:
+    def train_step(self, batch: StepBatch) -> float:
         """One step; returns the sum of this rank's losses that the host got to know: on a CPU those of its samples.
 
         Collective: every rank calls it.
@@ -160,23 +157,21 @@ class Trainer:
         self._begin_step(batch)
         embeddings = self.job.embeddings(batch.sparse)
         self._clock.lap("rows")
-        logits = self.job.predict(batch.dense, embeddings, self._network)
+        computed = self.job.task.compute(self.job, batch, embeddings, self._network)
         self._gradients.sends_early()
-        total = self._backward(logits, batch.labels, batch.weights)
+        total = self._backward(computed)
         self._clock.lap("network")
         self._end_step()
         return total
 
-    def train_window(self, window: BatchInFlight[Batch]) -> float:
+    def train_window(self, window: BatchInFlight[StepBatch]) -> float:
         """One step by micro-batches; returns the same. Collective: every rank calls it."""
         batch, total = window.item, 0.0
         self._begin_step(batch)
         for part in window:
             embeddings = part.embeddings
             self._clock.lap("rows")
-            logits = self.job.predict(batch.dense[part.samples], embeddings, self._network)
-            weights = None if batch.weights is None else batch.weights[part.samples]
-            total += self._backward(logits, batch.labels[part.samples], weights)
+            total += self._backward(self.job.task.compute(self.job, batch, embeddings, self._network, part.samples))
             self._clock.lap("network")
         self._end_step()
         return total
@@ -185,20 +180,20 @@ class Trainer:
     def _where(self) -> str:
         return f"step {self.step + 1} on rank {self.job.mesh.rank}"
 
-    def _begin_step(self, batch: Batch) -> None:
+    def _begin_step(self, batch: StepBatch) -> None:
         self._clock.lap("data")
-        check_batch(batch, self.job.data.schema, self._where)
-        self._batch_weight = self._global_weight(batch)
+        self.job.task.check_batch(batch, self._where)
+        self._batch_weight = self.job.task.global_weight(self.job, batch, self.step)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
         self._clock.lap("other")
 
-    def _backward(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> float:
+    def _backward(self, computed: Computed) -> float:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
-        total = self.job.loss(logits, labels, weights)
-        known = self._losses.add(total, self._where)
-        self._progressive.add(logits, labels, weights)
-        self.local_loss(total).backward()
+        known = self._losses.add(computed.total, self._where)
+        if computed.outputs is not None and computed.labels is not None:
+            self._progressive.add(computed.outputs, computed.labels, computed.weights)
+        self.local_loss(computed.total).backward()
         return known
 
     def _end_step(self) -> None:
@@ -256,12 +251,6 @@ class Trainer:
         over the global batch. Where all weights are 0 there is none, and nothing to learn.
         """
         return total * (self.job.mesh.world_size / self._batch_weight if self._batch_weight else 0.0)
-
-    def _global_weight(self, batch: Batch) -> float:
-        """Σ w over the samples of all ranks; collective where samples have weights or are raw, else their number."""
-        if batch.weights is None and (size := self._loader.global_size(self.step)) is not None:
-            return float(size)
-        return summed(self.job.mesh, _weight(batch), "summing the sample weights of all ranks")
 
     def state_dict(self) -> dict[str, object]:
         """The dense network and the optimizers' own state, for a checkpoint beside the rows."""
@@ -378,7 +367,7 @@ class Trainer:
         }
         return {**self.state_dict(), "progress": progress}
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[StepBatch]:
         """Epoch after epoch; raw rows once."""
         yield from self._loader
         while self._loader.num_batches is not None:
@@ -431,21 +420,13 @@ class Trainer:
     def _validate(self, log: RunLog, best: BestModel) -> float:
         """Evaluates the validation split, and keeps the model if that is the best; returns how long it took."""
         started_s = time.perf_counter()
-        split = self.config.data.validation
-        source = validation_source(self.config, prepared(self.job.data, "validation"))
-        assert source is not None, "checked before the run"
-        metrics = evaluate(self.job, source)
+        split, metrics = self.config.data.validation, self.job.task.validate(self.job)
         is_better = self.stopping.add(self.step, metrics.loss)
         if self.stopping.patience and is_better and self.step != self.total_steps:
             best.keep(self.step, self.state_dict())
         log.evaluation(self.step, split, metrics.as_record())
         log.progress.write(f"{split} after step {self.step}: {metrics.text}")
         return time.perf_counter() - started_s
-
-
-def _weight(batch: Batch) -> float:
-    """Σ w of the samples of a batch on this rank."""
-    return len(batch.labels) if batch.weights is None else float(batch.weights.double().sum())
 
 
 def _total_steps(config: Config, num_batches: int | None) -> int | None:

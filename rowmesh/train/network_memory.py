@@ -7,7 +7,7 @@ import torch
 from rowmesh.data.data_set import DataSet
 from rowmesh.models import DLRM
 from rowmesh.train.config import Config, OptimizerConfig, chosen
-from rowmesh.train.job import make_network, network_dtype, own_model, takes_vectors
+from rowmesh.train.networks import make_network, network_dtype, own_model, takes_vectors
 from rowmesh.train.tables import table_specs
 
 _STATES = {"adam": 2, "adagrad": 1, "sgd": 0}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rowmesh.data.data_set import DataSet
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Together
@@ -22,7 +21,7 @@ from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.placement.unseen import smoothed
 from rowmesh.train.config import Config, ParallelConfig, chosen
-from rowmesh.train.raw import prepared
+from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 
 # What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
@@ -59,7 +58,7 @@ class Placement:
         return cls(Plan.from_json(plan), source)
 
 
-def configured_placement(config: Config, mesh: Mesh, data: DataSet) -> Placement:
+def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placement:
     """The placement that a configuration asks for on a mesh.
 
     Raises:
@@ -88,7 +87,7 @@ def configured_placement(config: Config, mesh: Mesh, data: DataSet) -> Placement
     return _cyclic(shapes, mesh, "no plan is given")
 
 
-def evaluation_placement(config: Config, mesh: Mesh, data: DataSet, recorded: Path, *, changed: bool) -> Placement:
+def evaluation_placement(config: Config, mesh: Mesh, data: TableData, recorded: Path, *, changed: bool) -> Placement:
     """The placement for an evaluation: the run's own where it fits the ranks, else every table cyclic.
 
     Args:
@@ -116,7 +115,7 @@ def evaluation_placement(config: Config, mesh: Mesh, data: DataSet, recorded: Pa
 
 
 def problem_of(
-    config: Config, data: DataSet, topology: Topology, request: Request | None = None, *, count_batches: bool = False
+    config: Config, data: TableData, topology: Topology, request: Request | None = None, *, count_batches: bool = False
 ) -> Problem:
     """The placement problem of a run's tables, with the counts of its training split.
 
@@ -133,11 +132,7 @@ def problem_of(
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
     profile = Profile.from_prepared(
-        prepared(data, "a placement by frequency"),
-        shapes_of(config, data),
-        batch_size=batch_size,
-        shuffle=config.data.shuffle,
-        seed=config.train.seed,
+        data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
     )
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
@@ -153,7 +148,7 @@ def request_of(config: Config, world_size: int) -> Request:
     )
 
 
-def shapes_of(config: Config, data: DataSet) -> list[TableShape]:
+def shapes_of(config: Config, data: TableData) -> list[TableShape]:
     """The run's tables with rows; tensor-train tables are on every rank, and in no plan."""
     return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage != "tensor_train"]
 
@@ -171,7 +166,7 @@ def run_topology(config: Config, mesh: Mesh) -> Topology:
     return topology
 
 
-def wanted_replicas(config: Config, data: DataSet) -> dict[str, int]:
+def wanted_replicas(config: Config, data: TableData) -> dict[str, int]:
     """Of each table with rows, as configured; 1 where prediction is to choose.
 
     Raises:
@@ -188,7 +183,7 @@ def wanted_replicas(config: Config, data: DataSet) -> dict[str, int]:
     return {table.name: tables.of(table.name).replicas or of_all for table in specs if table.storage != "tensor_train"}
 
 
-def _replicated(config: Config, mesh: Mesh, data: DataSet, replicas: dict[str, int]) -> Placement:
+def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str, int]) -> Placement:
     """A plan whose tables have replicas.
 
     Where tables differ by their own settings, rows are cyclic over the ranks of a group. Otherwise the arrangement, and

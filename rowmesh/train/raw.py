@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rowmesh.data import Prepared
-from rowmesh.data.data_set import DataSet
 from rowmesh.data.raw import RawData
 from rowmesh.data.raw.loader import LOOK_S, Readiness
 from rowmesh.data.schema import Schema
@@ -20,20 +18,13 @@ from rowmesh.train.section import AUTO
 DOING = "waiting for rows"
 
 
-def open_data(config: Config, *, verify: bool = True) -> DataSet:
-    """The data of a run.
-
-    Args:
-        config: of the run.
-        verify: whether prepared data are compared with their checksums.
+def open_raw(config: Config) -> RawData:
+    """The raw data of a run.
 
     Raises:
-        DataError: there are no prepared data in the folder.
-        ConfigurationError: the schema of raw data cannot be read.
+        ConfigurationError: their schema cannot be read.
     """
     section = config.data
-    if not section.is_raw:
-        return Prepared.open(section.folder, verify=verify)
     return RawData(
         location=section.folder,
         schema=Schema.load(section.raw_schema),
@@ -41,21 +32,6 @@ def open_data(config: Config, *, verify: bool = True) -> DataSet:
         hash_seed=section.hash_seed,
         follow=section.follow,
     )
-
-
-def prepared(data: DataSet, what: str) -> Prepared:
-    """The data, where they are prepared.
-
-    Args:
-        data: of the run.
-        what: needs them to be, for the message.
-
-    Raises:
-        ConfigurationError: they are raw.
-    """
-    if isinstance(data, Prepared):
-        return data
-    raise ConfigurationError(f"{what} needs prepared data, and data.source is raw; run `rowmesh data prepare` first")
 
 
 def check_raw(values: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import rowmesh
-from rowmesh.data.prepared import Split
+from rowmesh.data.prepared import Prepared, Split
 from rowmesh.data.raw import RawData
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
@@ -25,6 +25,12 @@ from rowmesh.train.metrics import Metrics, binary_entropy
 from rowmesh.train.targets import Target, is_click
 from rowmesh.train.value_metrics import ValueMetrics
 
+_CRITERIA = {
+    "validation_log_loss": "validation log-loss",
+    "validation_loss": "validation loss",
+    "validation_ndcg@10": "validation NDCG@10",
+}
+
 
 def describe(job: Job) -> list[str]:
     """Lines on device, data, placement, tables, transport, network and memory. Collective: every rank calls it."""
@@ -32,8 +38,7 @@ def describe(job: Job) -> list[str]:
     facts = [
         ("ranks", _ranks(job)),
         ("device", _device(job)),
-        ("data", _data(job)),
-        *(("dense", text) for text in _dense(job)),
+        *job.task.describe(job),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
@@ -54,7 +59,7 @@ def describe_training(job: Job, total_steps: int | None) -> list[str]:
             "optimizer",
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
-        *(("loss", text) for text in [_loss(job)] if text),
+        *(("loss", text) for text in [job.task.describe_loss(job)] if text),
         ("steps", _steps(job, total_steps)),
     ]
     if not isinstance(job.data, RawData) and data.test not in job.data.splits:
@@ -70,9 +75,9 @@ def _steps(job: Job, total_steps: int | None) -> str:
     return f"{total_steps:,} {size}, {job.config.train.epochs} epoch(s) at most"
 
 
-def _loss(job: Job) -> str:
+def click_loss(job: Job) -> str:
     """What the loss is made of, where it is not the log-loss of one label."""
-    weight = job.data.schema.weight
+    weight = job.schema.weight
     if is_click(job.targets) and weight is None:
         return ""
     own = job.own is not None and getattr(job.network, "loss", None) is not None
@@ -95,17 +100,14 @@ def model_text(metadata: Mapping[str, Any]) -> str:
     'after 30 steps'
     """
     steps = metadata.get("steps", "?")
-    found = [
-        (key, metadata[key]) for key in ("validation_log_loss", "validation_loss") if metadata.get(key) is not None
-    ]
+    found = [(key, metadata[key]) for key in _CRITERIA if metadata.get(key) is not None]
     if not found:
         return f"after {steps} steps"
     best = (
         f"the best of {metadata['trained_steps']} steps" if metadata["is_best"] else "not the best, which is not kept"
     )
     key, loss = found[0]
-    name = "validation log-loss" if key == "validation_log_loss" else "validation loss"
-    return f"{best}: after step {steps}, {name} {loss:.5f}"
+    return f"{best}: after step {steps}, {_CRITERIA[key]} {loss:.5f}"
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:
@@ -226,20 +228,17 @@ def _device(job: Job) -> str:
     return f"train.device={job.config.train.device}: {where}; rowmesh {rowmesh.__version__}, torch {torch.__version__}"
 
 
-def _data(job: Job) -> str:
-    features = f"{job.data.num_dense} dense, {len(job.data.tables)} sparse features"
-    unverified = f"; {job.data.verification}" if job.data.verification else ""
-    if isinstance(job.data, RawData):
-        return f"{job.data.place}: raw rows{', followed' if job.data.follow else ''}; {features}"
-    splits = ", ".join(f"{name} {split.samples:,}" for name, split in job.data.splits.items())
-    return f"{job.data.folder}: {splits} samples; {features}{unverified}"
+def click_data(data: Prepared) -> list[tuple[str, str]]:
+    """Lines on samples and features, and on how dense ones were transformed when the data were prepared."""
+    splits = ", ".join(f"{name} {split.samples:,}" for name, split in data.splits.items())
+    features = f"{data.num_dense} dense, {len(data.tables)} sparse features"
+    unverified = f"; {data.verification}" if data.verification else ""
+    about = f"{data.folder}: {splits} samples; {features}{unverified}"
+    return [("data", about), *(("dense", text) for text in _dense(data))]
 
 
-def _dense(job: Job) -> list[str]:
-    """How dense features were transformed when the data were prepared; nothing where there are none."""
-    data = job.data
-    if isinstance(data, RawData):
-        return [f"transform {data.schema.dense_transform}; missing values read as 0"][: data.num_dense]
+def _dense(data: Prepared) -> list[str]:
+    """How dense features were transformed; nothing where there are none."""
     if data.dense_scales is None:
         advice = '; where columns differ much in size, prepare the data again with dense_transform = "standardize"'
         kind = data.schema.dense_transform

@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.series import BEST, Series, remove
-from rowmesh.data.data_set import DataSet
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -25,6 +24,7 @@ from rowmesh.train.placement import Placement, configured_placement, shapes_of
 from rowmesh.train.resolve import anchored, resolve, validate
 from rowmesh.train.run_folder import Claim, RunFolder
 from rowmesh.train.same_model import model_differences
+from rowmesh.train.table_data import TableData
 from rowmesh.train.together import on_rank_0
 
 Resume = Literal["no", "latest", "auto"]
@@ -58,7 +58,7 @@ class Start:
         return cls(tuple(steps), is_finished, plan)
 
 
-def find_start(claim: Claim, config: Config, data: DataSet, resume: Resume, *, overwrite: bool) -> Start:
+def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *, overwrite: bool) -> Start:
     """Looks at what is in a run's folder; on rank 0.
 
     Args:
@@ -103,7 +103,7 @@ def find_start(claim: Claim, config: Config, data: DataSet, resume: Resume, *, o
     return Start(tuple(steps), plan=metadata["plan"] if _is_placed_alike(before, anchored(config)) else "")
 
 
-def resumed_placement(config: Config, mesh: Mesh, data: DataSet, start: Start) -> Placement:
+def resumed_placement(config: Config, mesh: Mesh, data: TableData, start: Start) -> Placement:
     """The plan of the checkpoint, where it is wanted and fits the ranks; else the one that the configuration asks for.
 
     Raises:

@@ -95,7 +95,9 @@ class RunLog:
         self._metrics.write(time=utc_text(), kind=kind, step=step, **record)
         if self._trackers is not None:
             numbers = {
-                name: value for name, value in record.items() if isinstance(value, int | float) and math.isfinite(value)
+                name.replace("@", "_at_"): value  # which some trackers refuse
+                for name, value in record.items()
+                if isinstance(value, int | float) and math.isfinite(value)
             }
             self._trackers.write(kind, step, numbers)
 

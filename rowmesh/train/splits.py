@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rowmesh.data import Prepared
-from rowmesh.data.data_set import DataSet
-from rowmesh.data.raw import RawData
 from rowmesh.data.window import SplitFile
-from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.suggest import hint
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, DataConfig
 from rowmesh.train.section import AUTO
+from rowmesh.train.table_data import TableData
 
 
 @dataclass(frozen=True)
@@ -88,48 +87,12 @@ def check_split(data: Prepared, key: str, split: str) -> str:
     return split
 
 
-def test_samples(config: Config, data: DataSet) -> str:
-    """What a run is evaluated on at its end: a split, or where raw rows are; "" for nothing."""
-    if isinstance(data, RawData):
-        return config.data.raw_test
-    return config.data.test if config.data.test in data.splits else ""
-
-
-def check_evaluated(config: Config, data: DataSet, split: str | None) -> str:
-    """What a finished run is evaluated on.
-
-    Args:
-        config: of the run.
-        data: of the evaluation.
-        split: which one is asked for; of raw rows a folder or file.
-
-    Raises:
-        DataError: there is no such split, or it cannot be read.
-        ConfigurationError: nobody says where raw rows are.
-    """
-    if isinstance(data, RawData):
-        if not (place := split or config.data.raw_test):
-            raise ConfigurationError("data.test: name a folder or file of raw rows to evaluate the model on")
-        data.source(place)
-        return place
-    split = check_split(data, "--split", split) if split else check_split(data, "data.test", config.data.test)
-    check_file(data, split)
-    return split
-
-
-def check_training_splits(config: Config, data: DataSet) -> None:
+def check_training_splits(config: Config, data: Prepared) -> None:
     """Raises DataError where a split that the configuration names does not exist, or its file is of no use.
-
-    Of raw data: ConfigurationError where there is nothing to read.
 
     Only the default names of the validation split and the test split may be absent, where nothing needs them:
     data prepared without them can be trained on.
     """
-    if isinstance(data, RawData):
-        data.source()
-        if config.data.raw_test:
-            data.source(config.data.raw_test)
-        return
     check_split(data, "data.train", config.data.train)
     validates = config.train.eval_every not in (0, AUTO)
     needed = {"validation": validates and validation_source(config, data) is None, "test": False}
@@ -155,7 +118,7 @@ def check_file(data: Prepared, split: str) -> None:
         file.block(number)
 
 
-def check_same_data(mesh: Mesh, data: DataSet) -> None:
+def check_same_data(mesh: Mesh, data: TableData) -> None:
     """Raises DataError, on all ranks alike, where ranks have opened different data. Collective and blocking."""
     identities = gather_objects(mesh, data.identity, SETTING_UP)
     others = [str(rank) for rank, each in enumerate(identities) if each != identities[0]]

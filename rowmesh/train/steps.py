@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from rowmesh.data import Batch
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.trace import Event, write_trace
 from rowmesh.pipeline import BatchInFlight, Pipeline
@@ -18,6 +17,7 @@ from rowmesh.pipeline.recorder import WAIT, Totals
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.train.config import PipelineConfig
 from rowmesh.train.job import Job
+from rowmesh.train.task import StepBatch
 
 WARM_UP_STEPS, MEASURED_STEPS = 8, 16
 
@@ -31,11 +31,11 @@ class Trains(Protocol):
 
     step: int
 
-    def train_step(self, batch: Batch) -> float:
+    def train_step(self, batch: StepBatch) -> float:
         """One step; returns the sum of the losses of this rank that became known."""
         ...
 
-    def train_window(self, window: BatchInFlight[Batch]) -> float:
+    def train_window(self, window: BatchInFlight[StepBatch]) -> float:
         """One step by micro-batches; returns the same."""
         ...
 
@@ -43,7 +43,7 @@ class Trains(Protocol):
 class Steps(Protocol):
     """How batches are trained on."""
 
-    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
         """Trains on so many batches, or on all of them (None).
 
         Gives each with the sum of the losses of this rank that became known by it.
@@ -69,7 +69,7 @@ class PlainSteps:
     def __init__(self, trainer: Trains) -> None:
         self._trainer = trainer
 
-    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
         """Trains on so many batches."""
         for batch in islice(batches, count):
             yield batch, self._trainer.train_step(batch)
@@ -98,12 +98,12 @@ class PipelinedSteps:
 
     def __init__(self, trainer: Trains, job: Job, pauses: Sequence[int], log: Callable[[str], None]) -> None:
         self._trainer, self._job, self._pauses, self._log = trainer, job, pauses, log
-        self._pipeline: Pipeline[Batch] | None = None
-        self._pipelines: list[Pipeline[Batch]] = []
+        self._pipeline: Pipeline[StepBatch] | None = None
+        self._pipelines: list[Pipeline[StepBatch]] = []
         share = job.config.pipeline.communication_share
         self._work = None if share == "auto" else WindowWork.of_share(share)
 
-    def __call__(self, batches: Iterator[Batch], count: int | None) -> Iterator[tuple[Batch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
         """Trains on so many batches."""
         config, left = self._job.config.pipeline, count
         if config.is_measured:
@@ -151,9 +151,9 @@ class PipelinedSteps:
             except OSError as error:  # no reason to lose the model
                 self._log(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 
-    def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[Batch]:
+    def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[StepBatch]:
         config = self._job.config.pipeline
-        pipeline = Pipeline[Batch](
+        pipeline = Pipeline[StepBatch](
             self._job.embeddings,
             depth=depth,
             micro_batches=micro_batches,
@@ -170,8 +170,8 @@ class PipelinedSteps:
         return pipeline
 
     def _run(
-        self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int | None
-    ) -> Iterator[tuple[Batch, float]]:
+        self, pipeline: Pipeline[StepBatch], batches: Iterator[StepBatch], count: int | None
+    ) -> Iterator[tuple[StepBatch, float]]:
         """So many batches, or all there are, with pauses."""
         end = None if count is None else self._trainer.step + count
         while (now := self._trainer.step) != end:
@@ -182,8 +182,8 @@ class PipelinedSteps:
                 return
 
     def _run_on(
-        self, pipeline: Pipeline[Batch], batches: Iterator[Batch], count: int | None
-    ) -> Iterator[tuple[Batch, float]]:
+        self, pipeline: Pipeline[StepBatch], batches: Iterator[StepBatch], count: int | None
+    ) -> Iterator[tuple[StepBatch, float]]:
         """So many batches; the last is given when nothing is under way any more."""
         self._pipeline, last = pipeline, None
         for number, window in enumerate(pipeline.windows(islice(batches, count)), 1):

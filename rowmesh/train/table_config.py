@@ -118,7 +118,7 @@ class TableConfig(Section):
 
     Attributes:
         dim: length of a row.
-        pooling: how the rows of a bag become one vector.
+        pooling: how the rows of a bag become one vector; none, of sequence models alone: every id keeps its own.
         dtype: storage of the rows.
         out_of_range: "error", or the row that an id below 0 or past the table reads instead.
         optimizer: the update rule.
@@ -133,7 +133,7 @@ class TableConfig(Section):
     """
 
     dim: Positive = 16
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean", "none"] = "sum"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     out_of_range: Literal["error"] | Annotated[int, Field(ge=0, lt=2**63)] = "error"
     optimizer: UpdateRuleConfig = UpdateRuleConfig()

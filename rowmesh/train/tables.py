@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from rowmesh.data.data_set import DataSet
 from rowmesh.data.raw import RawData
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim.rules import RULES, UpdateRule
@@ -18,26 +17,27 @@ from rowmesh.tables import Dynamic, TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
 from rowmesh.train.section import AUTO
 from rowmesh.train.table_config import DynamicConfig, TablesConfig, TensorTrainConfig
+from rowmesh.train.table_data import TableData
 
 
-def table_specs(config: TablesConfig, data: DataSet) -> tuple[TableSpec, ...]:
+def table_specs(config: TablesConfig, data: TableData) -> tuple[TableSpec, ...]:
     """One table for each vocabulary of the data set, in the order of the features that they are named after.
 
     Raises:
         ConfigurationError: a section names no table, or an option does not belong to what it is given for.
     """
-    features: dict[str, list[str]] = {name: [] for name in data.features if data.schema.table_of(name) == name}
+    features: dict[str, list[str]] = {name: [] for name in data.features if data.table_of(name) == name}
     for name in data.features:
-        features[data.schema.table_of(name)].append(name)
+        features[data.table_of(name)].append(name)
     for name in config.overridden:
         if name in data.features and name not in features:
             raise ConfigurationError(
-                f"tables.{name}: feature {name!r} has the table {data.schema.table_of(name)!r}, whose vocabulary it "
-                f"shares; write tables.{data.schema.table_of(name)}"
+                f"tables.{name}: feature {name!r} has the table {data.table_of(name)!r}, whose vocabulary it "
+                f"shares; write tables.{data.table_of(name)}"
             )
         if name not in features:
             suggestion = hint(name, features) or f"; known: {', '.join(features)}"
-            raise ConfigurationError(f"tables.{name}: {data.place} has no table of this name{suggestion}")
+            raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
     if isinstance(data, RawData) and (stored := [name for name in features if config.of(name).storage != "dynamic"]):
         raise ConfigurationError(
             f'tables {", ".join(stored)}: nobody knows how many ids raw data have; give tables.storage = "dynamic", '

@@ -27,7 +27,6 @@ from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.finished import FinishedRun
 from rowmesh.train.job import Job
 from rowmesh.train.placement import Placement, shapes_of
-from rowmesh.train.raw import prepared
 from rowmesh.train.resolve import resolve
 
 
@@ -62,7 +61,7 @@ class TrainedModel(nn.Module):
         self._opened = opened  # closes the tables when the model is freed
         self.job, self.encoder, self.steps = job, encoder, steps
         self.embeddings, self.network = job.embeddings, job.network
-        self.schema = job.data.schema.for_scoring()
+        self.schema = job.clicks.schema.for_scoring()
         self.eval()
 
     @property
@@ -101,7 +100,7 @@ class TrainedModel(nn.Module):
         Raises:
             RowmeshError: scores are not finite.
         """
-        batch: Batch = to_batch(samples, prepared(self.job.data, "a trained model"))
+        batch: Batch = to_batch(samples, self.job.clicks)
         with torch.no_grad():
             logits = self.job.logits(batch)
         if count := int((~torch.isfinite(logits)).sum()):
@@ -140,8 +139,8 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
         scores = model({"price": [3.5, None], "user": ["ann", "bob"], "tags": [["new", "red"], []]})
     """
     finished = FinishedRun.open(Path(folder))
-    trained_on = finished.data(Path(data) if data is not None else None, verify=verify)
-    return load_finished(finished, trained_on, verify=verify)
+    prepared = finished.data(Path(data) if data is not None else None, verify=verify)
+    return load_finished(finished, prepared, verify=verify)
 
 
 def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True) -> TrainedModel:
@@ -151,7 +150,7 @@ def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True)
         RowmeshError: see `load_run`.
     """
     finished.check_meaning(data, "the same ids and values mean something else")
-    config, _ = choose_defaults(_for_one_process(resolve(finished.folder.config)), data)
+    config, _ = choose_defaults(for_one_process(resolve(finished.folder.config)), data)
     mesh, shapes = Mesh(timeout_s=config.parallel.timeout_s), shapes_of(config, data)
     with ExitStack() as stack:
 
@@ -206,7 +205,7 @@ def _as_array(name: str, column: Column) -> pa.Array | pa.ChunkedArray:
         raise DataError(f"{VALUES}: column {name!r} cannot be read ({error}); give values of one type") from None
 
 
-def _for_one_process(config: Config) -> Config:
+def for_one_process(config: Config) -> Config:
     """The same model, wherever it was trained."""
     parallel = type(config.parallel)(timeout_s=config.parallel.timeout_s)
     train = config.train.model_copy(update={"device": "cpu"})

@@ -19,11 +19,12 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
+from rowmesh.train.build import build
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.config import Config
 from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.evaluation import Evaluation
-from rowmesh.train.job import Job, build
+from rowmesh.train.job import Job
 from rowmesh.train.loop import Trainer
 from rowmesh.train.own_model import ModelError
 from rowmesh.train.placement import Placement, shapes_of

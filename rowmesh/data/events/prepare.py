@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ def prepare_events(
     overwrite: bool = False,
     part_events: int = PART_EVENTS,
     progress: Progress = silent,
+    optimum: Mapping[str, Mapping[str, float]] | None = None,
+    request: Mapping[str, Any] | None = None,
 ) -> Sequences:
     """Sorts the events of tables by user and time; the output folder appears whole or not at all.
 
@@ -53,6 +55,8 @@ def prepare_events(
         overwrite: replace a folder that an earlier call wrote.
         part_events: how many events are sorted at a time; the result does not depend on it.
         progress: receives every step.
+        optimum: split → what the best ranking reaches, where it is known.
+        request: what the folder depends on, in place of the files, the schema and `max_bad_rows`.
 
     Raises:
         DataError: too many bad rows, a missing column, an unreadable file, or no event is left.
@@ -61,7 +65,7 @@ def prepare_events(
     if not files:
         raise ConfigurationError("no files of events; name one or more")
     out, sums = out.absolute(), dict[str, Checksums]()
-    request = event_request(files, schema, max_bad_rows)
+    request = dict(request or event_request(files, schema, max_bad_rows))
     with replacing_folder(out, kind=SEQUENCES, request=request, overwrite=overwrite, checksums=sums) as folder:
         keep_at = out.with_name(f"{out.name}.{_QUARANTINE}")
         with Quarantine(folder / _QUARANTINE, max_bad_rows, keep_at) as quarantine:
@@ -76,7 +80,7 @@ def prepare_events(
         progress("k-core", 1.0)
         counts = _write(folder, events, core, schema, part_events, progress)
         counts = EventCounts(**counts, bad_rows=quarantine.num_bad_rows, num_negative=events.num_negative)
-        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts)
+        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts, optimum)
         events.path.unlink()
     return Sequences.open(out)
 

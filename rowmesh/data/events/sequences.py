@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,7 @@ class _Metadata(BaseModel):
     rowmesh_version: str
     columns: Annotated[dict[str, Any], Field(alias="schema")]
     counts: dict[str, _Count]
+    optimum: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +78,7 @@ class Sequences:
         offsets: int64 `[users + 1]`, where the events of each user begin.
         train_ends, validation_ends: int64 `[users]`, where the training events of each user end, and where those of the
             validation, which follow, do.
+        optimum: split → `hr@K`, `ndcg@K` and `mrr` of the model that events were drawn from; empty of real ones.
     """
 
     folder: Path
@@ -87,6 +90,7 @@ class Sequences:
     train_ends: NDArray[np.int64]
     validation_ends: NDArray[np.int64]
     files: PinnedFolder
+    optimum: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @staticmethod
     def open(folder: str | Path, *, verify: bool = True) -> Sequences:
@@ -112,18 +116,25 @@ class Sequences:
             name: files.array(f"{name}.npy", dtype, lengths.get(name, counts.num_users))
             for name, dtype in ARRAYS.items()
         }
-        opened = Sequences(folder=folder, schema=schema, counts=counts, files=files, **arrays)
+        opened = Sequences(folder=folder, schema=schema, counts=counts, files=files, optimum=metadata.optimum, **arrays)
         opened._check()
         return opened
 
     @staticmethod
-    def write_metadata(folder: Path, version: str, schema: EventSchema, counts: EventCounts) -> None:
+    def write_metadata(
+        folder: Path,
+        version: str,
+        schema: EventSchema,
+        counts: EventCounts,
+        optimum: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Writes what `open` reads beside the arrays."""
         values = {
             "format_version": 1,
             "rowmesh_version": version,
             "schema": schema.model_dump(mode="json"),
             "counts": asdict(counts),
+            **({"optimum": optimum} if optimum else {}),
         }
         (folder / METADATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 

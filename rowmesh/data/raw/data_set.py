@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from rowmesh.data.prepared import Split, Table
 from rowmesh.data.raw.files import FileSource
@@ -85,6 +87,11 @@ class RawData:
         return len(self.schema.dense)
 
     @property
+    def folder(self) -> Path:
+        """Where the rows are, as a path; see `place`."""
+        return Path(self.place)
+
+    @property
     def place(self) -> str:
         """Where the rows are, without a password."""
         if not is_server(self.location):
@@ -109,6 +116,21 @@ class RawData:
             if table.name == name:
                 return table
         raise DataError(f"the schema has no feature {name!r}{hint(name, self.features)}")
+
+    def table_of(self, feature: str) -> str:
+        """The feature after which the table of a feature is named: itself, unless it shares another's."""
+        return self.schema.table_of(feature)
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """Raises ConfigurationError: nobody has counted ids of raw data."""
+        raise ConfigurationError(
+            "a placement by frequency needs prepared data, and data.source is raw; leave it out, or run `rowmesh data "
+            "prepare` first"
+        )
+
+    def unordered_rows(self, name: str) -> range:
+        """None are known."""
+        return range(0)
 
     def source(self, location: str = "") -> Source:
         """The rows, from their start: these, or those at another place, which are not followed.

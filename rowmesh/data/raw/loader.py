@@ -123,9 +123,6 @@ class RawLoader:
     def num_batches(self) -> None:
         """Unknown: rows are read once, until there are no more."""
 
-    def global_size(self, number: int) -> None:
-        """Unknown: some rows of a batch may be of no use, which only the rank that parses them sees."""
-
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was yielded, and what it means; equal on all ranks."""
         return self.state_after(self.batches)

@@ -1,0 +1,78 @@
+"""build: the tables and the network of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.linear_layers import FastLinear, fast_linear
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.ops.linear import Choices
+from rowmesh.tables import Tiers
+from rowmesh.train.config import Config
+from rowmesh.train.device import use_device
+from rowmesh.train.job import Job
+from rowmesh.train.networks import network_dtype
+from rowmesh.train.placement import Placement
+from rowmesh.train.precision import check_precision
+from rowmesh.train.table_data import TableData
+from rowmesh.train.tables import table_specs
+from rowmesh.train.tasks import task_of
+
+
+def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, trains: bool = True) -> Job:
+    """Makes the tables and the network for a data set.
+
+    Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
+    layers are computed best; a model that was trained says so itself.
+
+    Raises:
+        ConfigurationError: tables, sizes or a placement that cannot work.
+    """
+    tables = table_specs(config.tables, data)
+    check_precision(config.train.precision, config.train.device, tables)
+    seed, device = config.train.seed, use_device(config)
+    torch.manual_seed(seed)
+    dtype = network_dtype(tables)
+    task = task_of(config, data)
+    made, own = task.make_network(tables)
+    network = made.to(dtype)
+    transport = config.parallel.transport
+    synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
+    embeddings = EmbeddingCollection(
+        tables,
+        mesh=mesh,
+        seed=seed,
+        transport=transport,
+        plan=placement.plan,
+        synchronization=synchronization,
+        tiers=_tiers(config),
+        device=device,
+        wire_dtype=torch.bfloat16 if config.parallel.wire_dtype == "bfloat16" else None,
+    )
+    network = network.to(embeddings.device)
+    linear = _linear(config, mesh, network, task.linear_rows()) if trains else FastLinear(Choices(), "by torch")
+    return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
+
+
+def _linear(config: Config, mesh: Mesh, network: nn.Module, rows: int) -> FastLinear:
+    if config.train.precision == "bfloat16":
+        return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
+    return fast_linear(network, rows, mesh=mesh, use=config.train.linear)
+
+
+def _tiers(config: Config) -> Tiers:
+    tiers = config.tiers
+    return Tiers(
+        fast_share=tiers.fast_share,
+        fast_rows=tiers.fast_rows,
+        folder=Path(tiers.folder) if tiers.folder else None,
+        threads=tiers.threads,
+        direct=tiers.direct,
+        verify=config.pipeline.verify,
+        timeout_s=config.parallel.timeout_s,
+    )

@@ -1,0 +1,173 @@
+"""RawTask: labels of raw rows, which are read once, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from rowmesh.data.quarantine import NoBadRows
+from rowmesh.data.raw import RawData, RawLoader
+from rowmesh.embeddings import Embeddings
+from rowmesh.errors import ConfigurationError
+from rowmesh.tables import TableSpec
+from rowmesh.train.checks import check_batch
+from rowmesh.train.click_task import as_clicks, compute
+from rowmesh.train.config import Config, chosen
+from rowmesh.train.defaults import choose_defaults
+from rowmesh.train.evaluate import evaluate
+from rowmesh.train.evaluation import Evaluation
+from rowmesh.train.fingerprint import Fingerprint, raw_fingerprint
+from rowmesh.train.graphs import Network
+from rowmesh.train.job import Job
+from rowmesh.train.network_memory import network_bytes
+from rowmesh.train.networks import make_network, own_model, takes_vectors
+from rowmesh.train.own_model import OwnModel
+from rowmesh.train.raw import Following
+from rowmesh.train.report import click_loss, results
+from rowmesh.train.stopping import EarlyStopping
+from rowmesh.train.targets import Target, is_click, targets_of
+from rowmesh.train.task import Computed, StepBatch, TrainingLoader
+from rowmesh.train.together import summed
+
+
+@dataclass(frozen=True, eq=False)
+class RawTask:
+    """What models of clicks do with raw rows: as with prepared ones, but for splits and all that counts samples.
+
+    Attributes:
+        config: of the run.
+        data: where the rows are.
+    """
+
+    config: Config
+    data: RawData
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """One for each label; means are not known."""
+        return self._targets
+
+    @cached_property
+    def _targets(self) -> tuple[Target, ...]:
+        return targets_of(self.config, self.data)
+
+    @property
+    def is_relative(self) -> bool:
+        """Nothing is validated."""
+        return not is_click(self.targets)
+
+    def choose_defaults(self) -> tuple[Config, list[str]]:
+        """Rates and a batch size, without the number of samples."""
+        return choose_defaults(self.config, self.data)
+
+    def check(self) -> None:
+        """Refuses what is not there to be read, and losses that do not fit the labels."""
+        self.data.source()
+        if self.tested:
+            self.data.source(self.tested)
+        targets_of(self.config, self.data)
+
+    def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
+        """DLRM, or a model that takes vectors by feature."""
+        if takes_vectors(self.config, tables):
+            own = own_model(self.config, self.data, tables)
+            return own.network, own
+        return make_network(self.config, self.data), None
+
+    def network_bytes(self, world_size: int, *, trains: bool) -> int:
+        """See `rowmesh.train.network_memory`."""
+        return network_bytes(self.config, self.data, world_size, trains=trains)
+
+    def linear_rows(self) -> int:
+        """One a sample."""
+        return chosen(self.config.data.batch_size)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the hash of ids, and of dense features."""
+        return raw_fingerprint(self.data)
+
+    def check_split(self, key: str, split: str) -> str:
+        """A folder or file of raw rows."""
+        place = split if key == "--split" else self.tested
+        if not place:
+            raise ConfigurationError("data.test: name a folder or file of raw rows to evaluate the model on")
+        self.data.source(place)
+        return place
+
+    @property
+    def tested(self) -> str:
+        """Where other rows are, if anywhere."""
+        return self.config.data.raw_test
+
+    def loader(self, job: Job, *, validates: bool, is_asked: Callable[[], bool]) -> TrainingLoader:
+        """All rows, once. Collective, where they are followed."""
+        return self._loader(job, agree=Following(job.mesh, is_asked) if self.data.follow else None)
+
+    def _loader(self, job: Job, location: str = "", agree: Following | None = None) -> RawLoader:
+        return RawLoader(
+            self.data.source(location),
+            self.data.schema,
+            batch_size=chosen(self.config.data.batch_size),
+            quarantine=NoBadRows(),
+            rank=job.mesh.rank,
+            world_size=job.mesh.world_size,
+            seed=self.data.hash_seed,
+            multi_hot=self.data.multi_hot,
+            agree=agree,
+        )
+
+    def check_batch(self, batch: StepBatch, where: str) -> None:
+        """Refuses values and labels that cannot be."""
+        check_batch(as_clicks(batch), self.data.schema, where)
+
+    def global_weight(self, job: Job, batch: StepBatch, step: int) -> float:
+        """Σ w over the samples of all ranks: each alone knows which of its rows are of use. Collective."""
+        return summed(job.mesh, batch.weight, "summing the sample weights of all ranks")
+
+    def compute(
+        self, job: Job, batch: StepBatch, embeddings: Embeddings, network: Network | None, samples: slice | None = None
+    ) -> Computed:
+        """Logits and their losses."""
+        return compute(job, batch, embeddings, network, samples)
+
+    def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
+        """Every row of a folder or file once."""
+        return evaluate(job, "test", on_batch, self._loader(job, split))
+
+    def validate(self, job: Job) -> Evaluation:
+        """Never: `check_raw` refuses it."""
+        raise NotImplementedError
+
+    def num_evaluation_batches(self, split: str) -> None:
+        """Nobody knows."""
+
+    def chosen_by(self, loss: float | None) -> dict[str, float | None]:
+        """Nothing: the last model is kept."""
+        return {}
+
+    def describe(self, job: Job) -> list[tuple[str, str]]:
+        """Where rows come from, and how many features they have."""
+        data = self.data
+        features = f"{data.num_dense} dense, {len(data.tables)} sparse features"
+        lines = [("data", f"{data.place}: raw rows{', followed' if data.follow else ''}; {features}")]
+        if data.num_dense:
+            lines.append(("dense", f"transform {data.schema.dense_transform}; missing values read as 0"))
+        return lines
+
+    def describe_loss(self, job: Job) -> str:
+        """Of what it is the sum."""
+        return click_loss(job)
+
+    def results(self, split: str, evaluation: Evaluation) -> list[str]:
+        """Beside the base rate."""
+        return results("test", evaluation, None)
+
+    def optimum(self, split: str) -> None:
+        """Not known."""
+
+    def advice(self, job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Evaluation | None) -> list[str]:
+        """None: it compares splits."""
+        return []

@@ -1,0 +1,156 @@
+"""Steps of sequence models: what is looked up in a step, and the items that are drawn for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowmesh.data.events import SequenceLoader
+from rowmesh.data.events.batch import SequenceBatch
+from rowmesh.sparse import SparseBatch
+from rowmesh.train.sequence.data import ITEM, SCORED
+from rowmesh.train.sequence.options import SequenceOptions
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceStep:
+    """One step on one rank; P positions, at each of which the item that followed is predicted.
+
+    Attributes:
+        events: of this rank's users.
+        sparse: one sample: as `item` the events, as `scored` what they are compared with.
+        negative_ids: int64 `[S]`, shared by all positions, or `[P, S]`; None where all items are compared.
+    """
+
+    events: SequenceBatch
+    sparse: SparseBatch
+    negative_ids: Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Users."""
+        return len(self.events.users)
+
+    @property
+    def weight(self) -> float:
+        """P."""
+        return float(len(self.events.targets))
+
+    def take(self, samples: Tensor) -> SequenceStep:
+        """Itself: it is one sample."""
+        return self
+
+
+class Draws:
+    """Draws items that did not follow.
+
+    They are a function of seed, step, user and position alone: any number of ranks draws the same.
+
+    Args:
+        options: of the model.
+        counts: int64 `[M]`, training events of each item.
+        seed: of the run.
+    """
+
+    def __init__(self, options: SequenceOptions, counts: NDArray[np.int64], seed: int) -> None:
+        self._options, self._seed = options, np.array([seed], np.uint64)
+        weights = counts if options.draw == "popularity" else np.ones_like(counts)
+        self._ends = weights.cumsum()
+        with np.errstate(divide="ignore"):  # items that never occur are never drawn
+            self._log_q = torch.from_numpy(np.log(weights / weights.sum()))
+
+    def log_q(self, ids: Tensor) -> Tensor:
+        """The log of the probability with which each item is drawn."""
+        return self._log_q[ids]
+
+    def ids(self, events: SequenceBatch, step: int, epoch: int) -> Tensor:
+        """int64 `[S]` for all positions of a step of the run, or `[P, S]`."""
+        columns = np.arange(self._options.num_negatives, dtype=np.uint64)
+        if self._options.shares:
+            keys = hashed(hashed(self._seed, np.uint64(step)), columns)
+        else:
+            users = events.users.numpy().repeat(events.offsets.diff().numpy()).astype(np.uint64)
+            places = _places(events.offsets.numpy()).astype(np.uint64)
+            keys = hashed(hashed(hashed(hashed(self._seed, np.uint64(epoch)), users), places)[:, None], columns)
+        drawn = (keys % np.uint64(self._ends[-1])).astype(np.int64)
+        return torch.from_numpy(np.searchsorted(self._ends, drawn, side="right"))
+
+
+class StepLoader:
+    """The steps of one rank, epoch after epoch.
+
+    Args:
+        loader: of the training split.
+        scored: this rank's part of all items, or what draws some.
+    """
+
+    def __init__(self, loader: SequenceLoader, scored: range | Draws) -> None:
+        self._loader, self._scored = loader, scored
+        self.waited_s = 0.0
+
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch."""
+        return self._loader.num_batches
+
+    def __iter__(self) -> Iterator[SequenceStep]:
+        started_s = time.perf_counter()
+        for batch in self._loader:
+            self.waited_s += time.perf_counter() - started_s
+            position = self._loader.state_dict()
+            yield self._step(batch, position["epoch"] * self.num_batches + position["batch"] - 1)
+            started_s = time.perf_counter()
+
+    def _step(self, events: SequenceBatch, number: int) -> SequenceStep:
+        if isinstance(self._scored, range):
+            return SequenceStep(events, _sparse(events.items, torch.arange(self._scored.start, self._scored.stop)))
+        drawn = self._scored.ids(events, number, number // self.num_batches)
+        return SequenceStep(events, _sparse(events.items, torch.cat([events.targets, drawn.flatten()])), drawn)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """The position after so many batches since the first."""
+        return self._loader.state_after(batches)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a position."""
+        self._loader.load_state_dict(state)
+
+
+def hashed(keys: NDArray[np.uint64], more: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+    """Random numbers of 64 bits, a function of both: the finalizer of SplitMix64.
+
+    >>> numbers = hashed(np.zeros(3, np.uint64), np.arange(3, dtype=np.uint64))
+    >>> len(set(numbers.tolist()))
+    3
+    """
+    with np.errstate(over="ignore"):
+        z = keys + _STEP * (np.asarray(more) + np.uint64(1))
+        z = (z ^ (z >> np.uint64(30))) * _MIX[0]
+        z = (z ^ (z >> np.uint64(27))) * _MIX[1]
+        return z ^ (z >> np.uint64(31))
+
+
+def items_alone(items: Tensor, feature: str = ITEM) -> SparseBatch:
+    """A look-up of one feature."""
+    return SparseBatch((feature,), items, 1, jagged_offsets=torch.tensor([0, len(items)]))
+
+
+def _sparse(items: Tensor, scored: Tensor) -> SparseBatch:
+    ends = torch.tensor([0, len(items), len(items) + len(scored)])
+    return SparseBatch((ITEM, SCORED), torch.cat([items, scored]), 1, jagged_offsets=ends)
+
+
+def _places(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each event, how many follow it: the same however long the history is that is read before it."""
+    lengths = np.diff(offsets)
+    return np.repeat(offsets[1:], lengths) - np.arange(offsets[-1])

@@ -1,0 +1,138 @@
+"""RankingEvaluation: where the items that came stand among all, over sharded tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.data.events import SequenceLoader, Sequences
+from rowmesh.data.events.batch import SequenceBatch, spans
+from rowmesh.data.events.sequences import SplitName
+from rowmesh.faults import reach
+from rowmesh.train.checks import naming_lost_peers
+from rowmesh.train.evaluation import Evaluation
+from rowmesh.train.job import Job
+from rowmesh.train.sequence.batches import items_alone
+from rowmesh.train.sequence.data import SCORED
+from rowmesh.train.sequence.options import SequenceOptions
+from rowmesh.train.sequence.ranking import Seen, rank_targets
+from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
+from rowmesh.train.sequence.sharded_softmax import item_range
+
+USERS = 1024
+"""Users of a batch of an evaluation, over all ranks."""
+SHOWN = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+
+
+@dataclass(frozen=True)
+class RankingEvaluation(Evaluation):
+    """How well a sequence model ranks the item that came.
+
+    Attributes:
+        users: of whom something was predicted.
+        means: `hr@K`, `ndcg@K`, `mrr`, and `tied`, the share of targets that tie.
+        floor: the same of a ranking by popularity; empty where that was not asked for.
+    """
+
+    users: int = 0
+    means: Mapping[str, Mean] = field(default_factory=dict)
+    floor: Mapping[str, Mean] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Users."""
+        return self.users
+
+    @property
+    def text(self) -> str:
+        """The most telling numbers, in a line."""
+        return f"NDCG@10 {self.means['ndcg@10'].value:.5f}, HR@10 {self.means['hr@10'].value:.5f}"
+
+    def as_record(self) -> dict[str, Any]:
+        """Every mean; `loss` is 1 − NDCG@10."""
+        return {"samples": self.users, "loss": self.loss, **{name: mean.value for name, mean in self.means.items()}}
+
+    def as_file(self) -> dict[str, Any]:
+        """The same with 95 % intervals over users, and what popularity reaches."""
+        intervals = {name: list(mean.interval) for name, mean in self.means.items()}
+        floor = {name: mean.value for name, mean in self.floor.items()}
+        return {**self.as_record(), "intervals": intervals, **({"popularity": floor} if floor else {})}
+
+
+def evaluate_ranking(
+    job: Job,
+    data: Sequences,
+    split: SplitName,
+    options: SequenceOptions,
+    on_batch: Callable[[int], None] = lambda number: None,
+    *,
+    with_floor: bool = False,
+) -> RankingEvaluation:
+    """Ranks all items for every user of a split. Collective and blocking: every rank calls it, and gets the same.
+
+    Every rank holds its part of all items, `M D / W` numbers.
+
+    Raises:
+        RowmeshError: vectors are not finite.
+        PeerError: a rank died, or did not come within the mesh's timeout.
+    """
+    mesh, doing = job.mesh, f"evaluating {split}"
+    metrics, floor = RankingMetrics(options.ties), RankingMetrics(options.ties)
+    loader = _loader(job, data, split, options)
+    counts = torch.from_numpy(data.popularity(split)).float()[:, None]
+    part = item_range(data.num_items, mesh.rank, mesh.world_size)
+    job.embeddings.synchronize()
+    was_training = job.network.training
+    job.network.eval()
+    with torch.no_grad(), naming_lost_peers(mesh, doing):
+        items = vectors_of(job, torch.arange(part.start, part.stop), options)
+        for number, batch in enumerate(loader):
+            reach("evaluate.batch")
+            last = batch.offsets[1:] - 1
+            queries, targets = queries_of(job, batch, options)[last], batch.targets[last]
+            seen = seen_by(data, batch.users.numpy(), split) if options.seen == "remove" else None
+            metrics.add(rank_targets(mesh, queries, targets, items, part.start, seen))
+            if with_floor:
+                ones = torch.ones(len(targets), 1)
+                floor.add(rank_targets(mesh, ones, targets, counts[part.start : part.stop], part.start, seen))
+            on_batch(number + 1)
+        means = metrics.compute(mesh)
+        floors = floor.compute(mesh) if with_floor else {}
+    job.network.train(was_training)
+    return RankingEvaluation({}, 1.0 - means["ndcg@10"].value, loader.num_users, means, floors)
+
+
+def queries_of(job: Job, batch: SequenceBatch, options: SequenceOptions) -> Tensor:
+    """`[N, D]`, what the network gives after each event. Collective: every rank looks its events up."""
+    vectors = job.embeddings(items_alone(batch.items), features=("item",))["item"].values
+    with job.linear():
+        queries = job.network(vectors, batch.offsets, batch.times, batch.request_times)
+    return torch.nn.functional.normalize(queries, dim=-1) if options.is_cosine else queries
+
+
+def vectors_of(job: Job, items: Tensor, options: SequenceOptions) -> Tensor:
+    """`[len(items), D]`, to be compared with queries. Collective."""
+    vectors = job.embeddings(items_alone(items, SCORED), features=(SCORED,))[SCORED].values
+    return torch.nn.functional.normalize(vectors, dim=-1) if options.is_cosine else vectors
+
+
+def seen_by(data: Sequences, users: np.ndarray, split: SplitName) -> Seen:
+    """All that users did before what a split predicts, also what is too long ago to be read."""
+    events, offsets = spans(data.offsets[:-1][users], data.targets(split)[users])
+    return Seen(torch.from_numpy(offsets), torch.from_numpy(data.items[events].astype(np.int64)))
+
+
+def _loader(job: Job, data: Sequences, split: SplitName, options: SequenceOptions) -> SequenceLoader:
+    return SequenceLoader(
+        data,
+        split,
+        batch_size=USERS,
+        max_length=options.max_length,
+        rank=job.mesh.rank,
+        world_size=job.mesh.world_size,
+    )

@@ -1,0 +1,67 @@
+"""TableData: what tables, placement, checkpoints and reports need to know of the data of a run, whatever its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.data.prepared import Split, Table
+
+
+class TableData(Protocol):
+    """Data that say which tables they need: `Prepared` of clicks, `SequenceData` of events, or `RawData`."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where they are, for people and for what a run leaves."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A digest of what they are, the same for copies."""
+        ...
+
+    @property
+    def verification(self) -> str:
+        """Why what is read is not verified, in words; "" where it is."""
+        ...
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of what is looked up."""
+        ...
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """What is known of the ids of each feature."""
+        ...
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """Those that there are."""
+        ...
+
+    def table(self, name: str) -> Table:
+        """The table of a feature."""
+        ...
+
+    def table_of(self, feature: str) -> str:
+        """The feature after which the table of a feature is named."""
+        ...
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """How often each row of a table occurs in the training split."""
+        ...
+
+    def unordered_rows(self, name: str) -> range:
+        """The rows of a table that are not in order of frequency."""
+        ...

@@ -1,0 +1,55 @@
+"""Which task a configuration asks for, and the data that it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rowmesh.data import Prepared
+from rowmesh.data.events.sequences import SEQUENCES
+from rowmesh.data.raw import RawData
+from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.files.manifest import Manifest
+from rowmesh.models.sequence import KINDS
+from rowmesh.train.click_task import ClickTask
+from rowmesh.train.config import Config
+from rowmesh.train.raw import open_raw
+from rowmesh.train.raw_task import RawTask
+from rowmesh.train.sequence.data import SequenceData
+from rowmesh.train.sequence.task import SequenceTask
+from rowmesh.train.table_data import TableData
+from rowmesh.train.task import Task
+
+
+def open_data(config: Config, *, verify: bool = True) -> TableData:
+    """The prepared data of a configuration: events for a sequence model, else samples with labels.
+
+    Raises:
+        DataError: they are not there, damaged, or of the other kind.
+    """
+    if config.data.is_raw:
+        return open_raw(config)
+    if config.model.is_sequence:
+        return SequenceData.open(config.data.folder, verify=verify)
+    manifest = Manifest.read(Path(config.data.folder))
+    if manifest is not None and manifest.kind == SEQUENCES:
+        raise DataError(
+            f"{config.data.folder} holds {SEQUENCES}, and {config.model.name} needs samples with labels; give "
+            f"model.name={KINDS[0]} or another of {', '.join(KINDS)}, or other data"
+        )
+    return Prepared.open(config.data.folder, verify=verify)
+
+
+def task_of(config: Config, data: TableData) -> Task:
+    """What is to be done with the data.
+
+    Raises:
+        ConfigurationError: the data are not what the model needs.
+    """
+    if not config.model.is_sequence and isinstance(data, RawData):
+        return RawTask(config, data)
+    if config.model.is_sequence and isinstance(data, SequenceData):
+        return SequenceTask(config, data)
+    if not config.model.is_sequence and isinstance(data, Prepared):
+        return ClickTask(config, data)
+    kind = "sequences of events" if config.model.is_sequence else "samples with labels"
+    raise ConfigurationError(f"model.name = {config.model.name!r} needs {kind}, and {data.place} holds others")

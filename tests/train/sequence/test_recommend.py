@@ -1,0 +1,63 @@
+"""`rowmesh recommend`: the items that a run ranks highest, by the names of the raw files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rowmesh.cli.__main__ import main
+from rowmesh.train.commands import run_training
+from rowmesh.train.resolve import resolve
+from rowmesh.train.sequence.recommend import recommend
+
+
+@pytest.fixture
+def run(sequence_file, tmp_path):
+    run_training(resolve(sequence_file, ["train.epochs=1"]))
+    return tmp_path / "run"
+
+
+def history(events, path, *, held_out=1):
+    """The events of all users but their last ones, as raw rows."""
+    items, lines = events.item_values().to_pylist(), ["user_id,item_id,timestamp"]
+    for user, (start, end) in enumerate(zip(events.offsets[:-1], events.offsets[1:], strict=True)):
+        lines += [f"u{user},{items[events.items[at]]},{events.times[at]}" for at in range(start, end - held_out)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_item_that_came_is_in_the_top_as_often_as_the_test_says(run, events, tmp_path):
+    """Every user asked at the time of the last event, alone, as the evaluation asks."""
+    file, hits = history(events, tmp_path / "all.csv"), 0
+    names = events.item_values().to_pylist()
+    alone = recommend(run, file, top=10, seen="remove")
+    found = alone.table.to_pydict()
+    for user, last in enumerate(events.offsets[1:] - 1):
+        own = [item for name, item in zip(found["user"], found["item"], strict=True) if name == f"u{user}"]
+        assert len(own) == 10
+        seen = {names[item] for item in events.items[events.offsets[user] : last]}
+        assert not seen & set(own)
+        hits += names[events.items[last]] in own
+    assert hits > 0
+    scores = np.array(found["score"]).reshape(-1, 10)
+    assert (np.diff(scores) <= 0).all()
+
+
+def test_later_and_unknown_events_are_left_out_and_counted(run, events, tmp_path, capsys):
+    file = history(events, tmp_path / "all.csv", held_out=0)
+    with file.open("a") as stream:
+        stream.write("new,no_such_item,946700000\n")
+    at = int(np.median(events.times))
+    main_at = ["recommend", str(run), "--user-history", str(file), "--top", "3", "--at", str(at)]
+    with pytest.raises(SystemExit) as stop:
+        main(main_at)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert f"left out  {int((events.times > at).sum()):,} events after that time" in out
+    assert "left out  1 events of items that the training did not have" in out
+    assert "nothing   for" in out
+    assert set(pq.read_table(f"{file}.top.parquet").column_names) == {"user", "rank", "item", "score"}
+    with pytest.raises(SystemExit):
+        main(main_at)
+    assert "is there already" in capsys.readouterr().err
