@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rowmesh.data import Prepared
 from rowmesh.train import fingerprint as module
-from rowmesh.train.fingerprint import _digest_values, differences, fingerprint
+from rowmesh.train.fingerprint import digest_values, differences, fingerprint
 
 VALUES = st.one_of(
     st.lists(st.none() | st.text(max_size=4), max_size=8), st.lists(st.none() | st.integers(0, 5), max_size=8)
@@ -23,27 +23,27 @@ def array(values):
 @given(VALUES, VALUES)
 def test_digests_are_equal_where_values_are(left, right):
     left, right = array(left), array(right)
-    assert (_digest_values(left) == _digest_values(right)) == left.equals(right)
+    assert (digest_values(left) == digest_values(right)) == left.equals(right)
 
 
 @given(VALUES, st.integers(1, 3))
 def test_neither_slices_nor_their_first_position_matter(values, before):
     values = array(values)
     padded = pa.concat_arrays([values.slice(0, 0), pa.nulls(before, values.type), values])
-    assert _digest_values(padded.slice(before)) == _digest_values(values)
+    assert digest_values(padded.slice(before)) == digest_values(values)
 
 
 def test_large_unsigned_values_count_too():
     """Beyond 63 bits, where the same bits are negative values of another table."""
     values = [2**64 - 1, None, 7]
-    digests = [_digest_values(pa.array(each, pa.uint64())) for each in (values, [2**64 - 2, None, 7])]
-    digests.append(_digest_values(pa.array([-1, None, 7], pa.int64())))
+    digests = [digest_values(pa.array(each, pa.uint64())) for each in (values, [2**64 - 2, None, 7])]
+    digests.append(digest_values(pa.array([-1, None, 7], pa.int64())))
     assert len(set(digests)) == 3
-    assert _digest_values(pa.array(values, pa.uint64()).slice(1)) == _digest_values(pa.array(values[1:], pa.uint64()))
+    assert digest_values(pa.array(values, pa.uint64()).slice(1)) == digest_values(pa.array(values[1:], pa.uint64()))
 
 
 def test_bytes_that_are_no_text_count_too():
-    assert _digest_values(pa.array([b"\xff", None], pa.large_binary())) != _digest_values(
+    assert digest_values(pa.array([b"\xff", None], pa.large_binary())) != digest_values(
         pa.array([b"\xfe", None], pa.large_binary())
     )
 
@@ -51,7 +51,7 @@ def test_bytes_that_are_no_text_count_too():
 def test_chunks_hold_whole_values(monkeypatch):
     values = array(["a", "bcd", None, "", "ef"])
     monkeypatch.setattr(module, "CHUNK_VALUES", 2)
-    assert _digest_values(values) != _digest_values(array(["ab", "cd", None, "", "ef"]))
+    assert digest_values(values) != digest_values(array(["ab", "cd", None, "", "ef"]))
 
 
 def test_a_copy_means_the_same_and_other_dense_features_do_not(clicks, tmp_path):
