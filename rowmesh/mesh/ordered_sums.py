@@ -168,7 +168,11 @@ def add_in_order(vectors: Sequence[Tensor] | Tensor, out: Tensor) -> Tensor:
 
     >>> add_in_order([torch.tensor([1.0]), torch.tensor([2.0])], torch.zeros(1))
     tensor([3.])
+    >>> add_in_order([torch.tensor([1.0])], torch.zeros(1))  # under torchrun with one rank
+    tensor([1.])
     """
+    if len(vectors) == 1:
+        return out.copy_(vectors[0])
     torch.add(vectors[0], vectors[1], out=out)
     for vector in vectors[2:]:
         out += vector
