@@ -21,7 +21,7 @@ def are_sole(gradients: Sequence[Tensor]) -> bool:
         gradients: the arguments of `backward`, the tuple itself: another one would refer to them too.
     """
     only = _only_references()
-    return all(not gradient.is_contiguous() or _references(gradient) in only for gradient in gradients)
+    return bool(only) and all(not gradient.is_contiguous() or _references(gradient) in only for gradient in gradients)
 
 
 def _references(gradient: Tensor) -> tuple[int, ...]:
@@ -51,7 +51,9 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def _only_references() -> set[tuple[int, ...]]:
-    """Of a gradient that was just computed, and of one that is a view of such."""
+    """Of a gradient that was just computed, and of one that is a view of such; nothing where torch cannot count."""
+    if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+        return set()
     found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device="cpu")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rowmesh.ops import sole as module
 from rowmesh.ops.sole import are_sole
 
 
@@ -99,3 +100,12 @@ def test_a_gradient_that_a_leaf_gets_too_is_not_shared_with_it(leaf_is_first):
     assert leaf.grad is not None
     leaf.grad.zero_()
     assert torch.equal(kept[0], torch.full((3, 4), 2.0))
+
+
+def test_a_torch_that_cannot_count_has_no_sole_gradients(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "_use_count")
+    module._only_references.cache_clear()
+    try:
+        assert not module.are_sole((torch.ones(2),))
+    finally:
+        module._only_references.cache_clear()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rowmesh.data import Prepared
 from rowmesh.train import fingerprint as module
-from rowmesh.train.fingerprint import digest_values, differences, fingerprint
+from rowmesh.train.fingerprint import differences, digest_values, fingerprint
 
 VALUES = st.one_of(
     st.lists(st.none() | st.text(max_size=4), max_size=8), st.lists(st.none() | st.integers(0, 5), max_size=8)
