@@ -28,7 +28,7 @@ from rowmesh.faults import reach
 
 logger = logging.getLogger("rowmesh")
 _DIGEST_BYTES = 16
-WAIT_S = 60.0
+WAIT_S = 30.0
 """How long a process waits for another one that compiles the same kernel."""
 _said: set[str] = set()
 _njit: Any = numba.njit
@@ -89,6 +89,8 @@ class _Cache(FunctionCache):
         """
         from filelock import FileLock  # where there is something to compile
 
+        if path in self._claims:  # compiling failed, and is tried again
+            return False
         lock = FileLock(path.with_suffix(".lock"), timeout=WAIT_S, thread_local=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
