@@ -233,8 +233,8 @@ def specs(tmp_path, *overrides):
     """The tables of a run on data with two features."""
     (tmp_path / "run.toml").write_text('[data]\nfolder = "clicks"\n')
     tables = {name: SimpleNamespace(name=name, num_rows=9) for name in ("C1", "C2")}
-    schema = SimpleNamespace(table_of=lambda feature: feature)
-    data = SimpleNamespace(folder="clicks", features=tuple(tables), table=tables.__getitem__, schema=schema)
+    names = {"folder": "clicks", "features": tuple(tables), "table_of": lambda feature: feature}
+    data = SimpleNamespace(**names, table=tables.__getitem__)
     return table_specs(resolve(tmp_path / "run.toml", list(overrides)).tables, cast(Prepared, data))
 
 
