@@ -112,8 +112,8 @@ def test_mistakes_are_named(own_file, name, options, message):
         (
             {"name": "dlmr"},
             "model.name: should be one of dlrm, dcn_v2, deep_fm, mmoe, shared_bottom, two_tower, wide_and_deep, "
-            "sasrec, hstu, fuxi_alpha, fuxi_beta, or a class of your own as 'package.module:Class', got 'dlmr'; did you "
-            "mean 'dlrm'?",
+            "sasrec, hstu, fuxi_alpha, fuxi_beta, or a class of your own as 'package.module:Class', got 'dlmr'; did "
+            "you mean 'dlrm'?",
         ),
         ({"name": "model.py:Mine"}, "'package.module:Class', without .py, got 'model.py:Mine'"),
         ({"options": {"width": 3}}, "model: options width are for other models; dlrm has bottom and top"),
