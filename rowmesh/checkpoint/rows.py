@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -79,6 +81,42 @@ class SavedRows:
             as_numpy(core)[:] = self._files.array(self.table, f"core{number}", entry.files, core, tuple(of_core))[:]
             cores.append(core)
         return shape, tuple(cores)
+
+
+class SavedKnown:
+    """The ids that a dynamic table knows, with their counts and rows, in the order of the shards.
+
+    Args:
+        folder: the checkpoint.
+        manifest: of the checkpoint.
+        table: its name; of a dynamic table.
+        verify: compare what is read with the checksums in the manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, table: str, *, verify: bool = True) -> None:
+        self.table, self._files = table, SavedFiles(folder, manifest, verify=verify)
+        entry = manifest.tables[table]
+        assert entry.known is not None
+        self._parts, self.dim, self.dtype = entry.known.parts, entry.dim, getattr(torch, entry.dtype)
+        self.num_ids = sum(part.num_ids for part in self._parts)
+
+    def read(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Tensor]]:
+        """Ids, counts and values `[n, D]`, at most `size` at a time.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+        rows = torch.empty(0, self.dim, dtype=self.dtype, device="cpu")
+        for part in self._parts:
+            ids, counts = (
+                self._files.array(self.table, kind, part.files, numbers, (part.num_ids,)) for kind in ("ids", "counts")
+            )
+            values = self._files.array(self.table, "values", part.files, rows, (part.num_ids, self.dim))
+            for begin in range(0, part.num_ids, size):
+                some = slice(begin, begin + size)
+                found = torch.from_numpy(np.array(values[some]))
+                yield np.array(ids[some]), np.array(counts[some]), found.view(self.dtype)
 
 
 def as_float(values: Tensor) -> npt.NDArray[Any]:

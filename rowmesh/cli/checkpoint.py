@@ -168,9 +168,14 @@ def _description(folder: Path) -> Iterator[str]:
     yield f"checkpoint  {folder}"
     yield f"step        {step:,}, written {facts['written']} by {manifest.world_size} rank(s), {facts['size']}"
     yield from _chain_text(folder, manifest)
-    yield f"data        {manifest.metadata.get('data')}: epoch {position.get('epoch')}, batch {position.get('batch')}"
+    at = position.get("position") or {}  # of raw rows
+    place = ", ".join(f"{name} {value}" for name, value in at.items())
+    place = place or f"epoch {position.get('epoch')}, batch {position.get('batch')}"
+    yield f"data        {manifest.metadata.get('data')}: {place}"
     for name, table in manifest.tables.items():
         kind = f"cores of ranks {table.cores.ranks}" if table.cores else "rows"
+        if table.known is not None:
+            kind = f"dynamic, {sum(part.num_ids for part in table.known.parts):,} ids known"
         state = sorted({kind for part in table.parts for kind in part.files} - {"values", ROWS})
         more = f" with {', '.join(state)}" if state else ""
         if manifest.parent is not None and not table.cores:

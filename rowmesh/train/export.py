@@ -27,7 +27,7 @@ import torch
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.rows import SavedRows, as_float
+from rowmesh.checkpoint.rows import SavedKnown, SavedRows, as_float
 from rowmesh.data import Prepared
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.progress import Progress, silent
@@ -72,7 +72,8 @@ def export(
 ) -> list[Exported]:
     """Writes the tables of a finished run by the values of the raw data, and its dense network.
 
-    The last line of a table is the row that rare and unseen values share; its value is null, as is that of the line
+    Of a dynamic table there are the ids that it knows. The last line of another one is the row that rare and unseen
+    values share; its value is null, as is that of the line
     for missing values, if there is one. Memory is bounded, whatever the size of the tables.
 
     Args:
@@ -102,8 +103,14 @@ def export(
         (partial / TABLES).mkdir()
         torch.save(_network(SavedFiles(folder.model, manifest, verify=verify)), partial / NETWORK)
         write_json(partial / DENSE, _dense(prepared))
-        opened = (SavedRows(folder.model, manifest, table, verify=verify) for table in chosen)  # one at a time
-        return [_write(each, prepared, partial / TABLES, progress) for each in opened]
+        written = []
+        for table in chosen:  # one open at a time
+            opened, to = (folder.model, manifest, table), (prepared, partial / TABLES, progress)
+            if manifest.tables[table].known:
+                written.append(_write_known(SavedKnown(*opened, verify=verify), *to))
+            else:
+                written.append(_write(SavedRows(*opened, verify=verify), *to))
+        return written
 
 
 def _choose(tables: Sequence[str], manifest: checkpoint.Manifest) -> list[str]:
@@ -154,6 +161,29 @@ def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -
             f"id {first}: nothing is exported; train again with smaller learning rates, or restore the model"
         )
     return Exported(saved.table, saved.num_rows, saved.dim, path.stat().st_size)
+
+
+def _write_known(saved: SavedKnown, data: Prepared, folder: Path, progress: Progress) -> Exported:
+    """Of a dynamic table the ids that it knows; `count` is how often the table has seen each."""
+    path, values = folder / f"{quote(saved.table, safe='')}.parquet", data.vocabulary(saved.table)
+    vector = pa.list_(pa.from_numpy_dtype(as_float(torch.empty(0, dtype=saved.dtype)).dtype), saved.dim)
+    schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})
+    done = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        for ids, counts, rows in saved.read(max(CHUNK_BYTES // (4 * saved.dim), 1)):
+            vectors = as_float(rows)
+            if len(found := ids[~np.isfinite(vectors).all(axis=1)]):
+                raise RowmeshError(
+                    f"table {saved.table!r}: rows are not finite, the first of them that of id {found[0]}: nothing is "
+                    "exported; train again with smaller learning rates, or restore the model"
+                )
+            named = values.take(pa.array(ids, mask=(ids < 0) | (ids >= len(values))))  # rare values have no name
+            writer.write_table(
+                pa.table([pa.array(ids), named, pa.array(counts), _lists(vectors, vector)], schema=schema)
+            )
+            done += len(ids)
+            progress(saved.table, done / saved.num_ids)
+    return Exported(saved.table, saved.num_ids, saved.dim, path.stat().st_size)
 
 
 def _by_rank(

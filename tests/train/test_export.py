@@ -18,6 +18,7 @@ from rowmesh.train.commands import run_training
 from rowmesh.train.export import export
 from rowmesh.train.fingerprint import fingerprint
 from rowmesh.train.resolve import resolve
+from tests.support.clicks import write_config
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
 from tests.support.prepared import forget_checksums, forget_own_sum
 
@@ -228,3 +229,23 @@ def test_a_flipped_bit_is_not_exported(both, tmp_path, name):
     assert not (tmp_path / "out").exists()
     if name != "dense.pt":
         assert export(run, tmp_path / "out", verify=False)[0].table == "item"
+
+
+def test_a_dynamic_table_is_exported_by_what_it_knows(clicks, tmp_path, command):
+    path = write_config(tmp_path / "clicks.toml", tmp_path / "run", clicks.folder, "[train]", "steps = 5")
+    dynamic = [
+        "tables.storage=dynamic",
+        "tables.dynamic.capacity=40",
+        "tables.initializer.bound=0.1",
+        "data.batch_size=16",
+    ]
+    done = command(["train", str(path), *dynamic], ranks=2)
+    assert done.status == 0, done.err
+    done = command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")], ranks=1)
+    assert done.status == 0, done.err
+    found = pq.read_table(tmp_path / "out" / "tables" / "C1.parquet")
+    vocabulary = clicks.vocabulary("C1").to_pylist()
+    assert 20 < found.num_rows <= 40
+    assert found["count"].to_numpy().min() >= 1
+    for i, value in zip(found["id"].to_pylist(), found["value"].to_pylist(), strict=True):
+        assert value == (vocabulary[i] if i < len(vocabulary) else None)
