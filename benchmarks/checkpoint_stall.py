@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from benchmarks.command import Options, Report
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec, checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.checkpoint.snapshot import Room
 from rowmesh.sparse import SparseBatch
 
 IDS = 20
@@ -43,6 +44,7 @@ class Training:
     def __init__(self, num_rows: int, dim: int, batch_size: int, seed: int) -> None:
         self.embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=num_rows, dim=dim)])
         self._optimizer = EmbeddingOptimizer(self.embeddings)
+        self.room = Room()  # kept from one checkpoint to the next, as `rowmesh train` does
         self._network = torch.nn.Sequential(torch.nn.Linear(dim, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
         self._draw, self._num_rows, self._batch_size = np.random.default_rng(seed), num_rows, batch_size
 
@@ -65,7 +67,7 @@ class Training:
 
 @contextmanager
 def _in_background(training: Training, folder: Path) -> Iterator[Callable[[], bool]]:
-    save = BackgroundSave(folder / "rowmesh", training.embeddings, {})
+    save = BackgroundSave(folder / "rowmesh", training.embeddings, {}, room=training.room)
     yield lambda: save.is_done
     save.wait()
 
