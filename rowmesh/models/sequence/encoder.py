@@ -52,7 +52,8 @@ class SequenceEncoder(nn.Module):
         max_length: N, the most events of a user.
         dropout: probability; of the vectors, and in each block.
         scale: what silu attention is divided by: N ("longest", as HSTU's implementation has it), or the number of
-            events of the user ("actual"). Published results differ by it.
+            events of the user ("actual"). Published results differ by it. `sasrec` and `fuxi_beta` have no silu
+            attention, and refuse "actual".
         request_time: whether durations end when the next event is asked for, `s_i − t_j`, as in HSTU's implementation;
             else at the event itself, `t_i − t_j`.
         ffn_dim: width of feed-forward layers, which `hstu` has none of; default D of `sasrec`, 2 D of FuXi.
@@ -207,6 +208,9 @@ def _check(
         raise ConfigurationError(f"{kind}: dropout must be at least 0 and below 1, got {dropout}")
     if scale not in get_args(Scale):
         raise ConfigurationError(f"{kind}: scale must be 'longest' or 'actual', got {scale!r}")
+    form = _FORMS[kind]
+    if scale == "actual" and not (form.products and form.activation == "silu"):
+        raise ConfigurationError(f"{kind}: scale is of silu attention, and {kind} has none; leave it out")
     if time is not None and (kind != "fuxi_beta" or time not in ("power", "exponential")):
         raise ConfigurationError(f"{kind}: time is an option of fuxi_beta alone, 'power' or 'exponential': {time!r}")
     if time_unit is not None and time_unit <= 0:
