@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -42,7 +43,7 @@ class SequenceEncoder(nn.Module):
     - `fuxi_beta`: no products; time is a function, `a (Δt + 1)^−b` or `a e^(−b Δt)`.
 
     Positions count from a user's first event in the batch. Sequences longer than `max_length` are to be cut at their
-    old end. Tables are elsewhere: `vectors` are what they gave, side features added.
+    old end. Tables are elsewhere: `vectors`, and those of side features, are what they gave.
 
     Args:
         kind: which of the four.
@@ -117,7 +118,12 @@ class SequenceEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, vectors: Tensor, offsets: Tensor, times: Tensor | None = None, request_times: Tensor | None = None
+        self,
+        vectors: Tensor,
+        offsets: Tensor,
+        times: Tensor | None = None,
+        request_times: Tensor | None = None,
+        side: Sequence[Tensor] = (),
     ) -> Tensor:
         """`[T, D]`, the representation after each event, from which the next is predicted.
 
@@ -127,12 +133,18 @@ class SequenceEncoder(nn.Module):
             times: int64 `[T]`, when each event was; all kinds but `sasrec` need them.
             request_times: int64 `[T]`, when the event after each is asked for. Default: when it was, and for a user's
                 last event that one's own time. Read with `request_time` alone.
+            side: `[T, D]` each, of what else is known of the events once they happened, such as what the user did;
+                added to the vectors.
 
         Raises:
             ValueError: shapes do not fit, times are missing, or a user has more than `max_length` events.
         """
         self._check_batch(vectors, offsets, times, request_times)
         x = vectors
+        for number, each in enumerate(side):
+            if each.shape != vectors.shape:
+                raise ValueError(f"side[{number}] must be {list(vectors.shape)} as vectors are, got {list(each.shape)}")
+            x = x + each
         if self.positions is not None:
             x = x + self.positions[_places(offsets, x.shape[0])]
         x = self.dropout(x)

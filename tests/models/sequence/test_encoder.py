@@ -175,6 +175,17 @@ def test_a_user_is_the_same_in_any_batch(kind):
     torch.testing.assert_close(encoder(vectors, offsets, times, asked)[4:11], alone)
 
 
+def test_side_features_are_added_to_the_vectors():
+    torch.manual_seed(0)
+    encoder = SequenceEncoder("fuxi_alpha", DIM, 1, HEADS, LONGEST).double()
+    vectors, offsets, times, asked = draw()
+    side = [torch.randn_like(vectors), torch.randn_like(vectors)]
+    together = encoder(vectors, offsets, times, asked, side)
+    torch.testing.assert_close(together, encoder(vectors + side[0] + side[1], offsets, times, asked))
+    with pytest.raises(ValueError, match=r"side\[1\] must be \[13, 8\] as vectors are, got \[13, 1\]"):
+        encoder(vectors, offsets, times, asked, [side[0], side[1][:, :1]])
+
+
 def test_the_next_event_asks_where_nothing_is_said():
     torch.manual_seed(0)
     encoder = SequenceEncoder("hstu", DIM, 1, HEADS, LONGEST).double()
