@@ -126,6 +126,24 @@ def test_buckets_are_the_formula():
     assert buckets(torch.tensor([2**63 - 1])).item() == 127
 
 
+@pytest.mark.parametrize("form", ["buckets", "power"])
+def test_the_longest_differences_that_times_can_have(form):
+    """From −2⁶² + 1 to 2⁶² − 1; what is longer is refused, since a difference could overflow."""
+    arguments, leaves = draw(lengths=[3], form=form)
+    ends = torch.tensor([1 - (1 << 62), 0, (1 << 62) - 1])
+    arguments["bias"] = replace(arguments["bias"], times=ends, query_times=ends.flip(0))
+    ours, theirs = attend(**arguments), by_reference(**arguments)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    gradients = [torch.autograd.grad(each.sum(), leaves) for each in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    for name in ("times", "query_times"):
+        for wrong in (-(1 << 63), 1 << 62):
+            broken = replace(arguments["bias"], **{name: torch.tensor([0, wrong, 0])})
+            with pytest.raises(ValueError, match=rf"^{name} must be between"):
+                attend(**(arguments | {"bias": broken}))
+
+
 def test_gradients_have_gradients():
     arguments, leaves = draw(lengths=[3, 2], heads=1)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class SequenceBatch:
         request_times: int64 `[N]`, the time of the event that follows, for which a prediction is asked.
         targets: int64 `[N]`, the item that follows, or −1 where nothing is predicted: in held-out splits something is
             after the last event alone.
+        side: int64 `[N]` of each side column, rows of its own table.
     """
 
     users: Tensor
@@ -32,6 +34,7 @@ class SequenceBatch:
     times: Tensor
     request_times: Tensor
     targets: Tensor
+    side: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_ids(self) -> int:
@@ -50,6 +53,7 @@ class SequenceBatch:
             times=self.times[index],
             request_times=self.request_times[index],
             targets=self.targets[index],
+            side={name: values[index] for name, values in self.side.items()},
         )
 
     def split(self, num_parts: int) -> list[SequenceBatch]:

@@ -163,4 +163,5 @@ class SequenceLoader:
             times=torch.from_numpy(data.times[events]),
             request_times=torch.from_numpy(data.times[events + 1]),
             targets=torch.from_numpy(targets),
+            side={name: torch.from_numpy(rows[events].astype(np.int64)) for name, rows in data.side.items()},
         )

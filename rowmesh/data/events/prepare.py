@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 import rowmesh
 from rowmesh.data.events.core import Core, find_core
-from rowmesh.data.events.read import EVENT, CodedEvents, read_events
+from rowmesh.data.events.read import CodedEvents, read_events
 from rowmesh.data.events.schema import EventSchema, EventSplit
-from rowmesh.data.events.sequences import ARRAYS, SEQUENCES, EventCounts, Sequences
+from rowmesh.data.events.sequences import ARRAYS, SEQUENCES, EventCounts, Sequences, side_file
 from rowmesh.data.prepared import write_vocabulary
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
@@ -45,7 +45,7 @@ def prepare_events(
     Users are numbered in the order in which they appear first, items by falling number of kept events (ties: the item
     that appears first). Events are read once, counted once for every round of the k-core, put beside their user's
     others on disk, and sorted `part_events` at a time. Memory: that many events (more where one user has more), and the
-    distinct users and items. Disk: 32 bytes an event while it works.
+    distinct users, items and values of side columns. Disk: 32 bytes an event while it works, 8 for each side column.
 
     Args:
         files: read in order.
@@ -79,8 +79,9 @@ def prepare_events(
             )
         progress("k-core", 1.0)
         counts = _write(folder, events, core, schema, part_events, progress)
+        num_side = _write_side(folder, events)
         counts = EventCounts(**counts, bad_rows=quarantine.num_bad_rows, num_negative=events.num_negative)
-        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts, optimum)
+        Sequences.write_metadata(folder, rowmesh.__version__, schema, counts, num_side, optimum)
         events.path.unlink()
     return Sequences.open(out)
 
@@ -112,6 +113,7 @@ def _write(
     grouped = _group(folder / "events.grouped", events, core, user_rows, item_rows, offsets)
     total = int(offsets[-1])
     out_items, out_times = _new(folder, "items", total), _new(folder, "times", total)
+    out_side = [_new(folder, side_file(number), total) for number in range(len(events.side))]
     num_ties = 0
     for first, last in _parts(offsets, part_events):
         low, high = offsets[first], offsets[last]
@@ -121,6 +123,8 @@ def _write(
         num_ties += int(is_same[(offsets[first + 1 : last + 1] - low - 2)[has_two]].sum())
         out_items[low:high] = part["item"]
         out_times[low:high] = part["time"] // _SECOND
+        for number, out in enumerate(out_side):
+            out[low:high] = part["side"][:, number]
         progress("sort", high / total)
     del grouped
     (folder / "events.grouped").unlink()
@@ -128,8 +132,8 @@ def _write(
     ends = _ends(out_times, offsets, schema.split)
     for name, values in {"offsets": offsets, "train_ends": ends[0], "validation_ends": ends[1]}.items():
         np.save(folder / f"{name}.npy", values.astype(ARRAYS[name]))
-    out_items.flush()
-    out_times.flush()
+    for out in (out_items, out_times, *out_side):
+        out.flush()
     write_vocabulary(folder / "users.arrow", events.users.values(users))
     write_vocabulary(folder / "items.arrow", events.items.values(items))
     return {
@@ -139,6 +143,24 @@ def _write(
         "num_outside_core": events.num_events - total,
         "num_tied_last": num_ties,
     }
+
+
+def _write_side(folder: Path, events: CodedEvents) -> dict[str, int]:
+    """Numbers the values of side columns anew, the most frequent first; writes them, and returns how many there are."""
+    num_side = {}
+    for number, (name, vocabulary) in enumerate(events.side.items()):
+        codes = np.load(folder / f"{side_file(number)}.npy", mmap_mode="r+")
+        blocks = [slice(at, at + PART_EVENTS) for at in range(0, len(codes), PART_EVENTS)]
+        counts = sum((np.bincount(codes[block], minlength=len(vocabulary)) for block in blocks), np.int64(0))
+        kept = _by_frequency(np.asarray(counts))
+        rows = np.zeros(len(vocabulary), np.int32)
+        rows[kept] = np.arange(len(kept), dtype=np.int32)
+        for block in blocks:
+            codes[block] = rows[codes[block]]
+        codes.flush()
+        write_vocabulary(folder / f"{side_file(number)}.arrow", vocabulary.values(kept))
+        num_side[name] = len(kept)
+    return num_side
 
 
 def _by_frequency(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -156,7 +178,7 @@ def _group(
     offsets: NDArray[np.int64],
 ) -> NDArray[np.void]:
     """Kept events on disk, those of a user side by side, in the order of the files: a counting sort."""
-    grouped = np.memmap(path, EVENT, "w+", shape=(int(offsets[-1]),))
+    grouped = np.memmap(path, events.dtype, "w+", shape=(int(offsets[-1]),))
     cursors = offsets[:-1].copy()
     for block in events.blocks():
         kept = block[core.keeps(block)]
@@ -186,7 +208,8 @@ def _sort(events: NDArray[np.void], schema: EventSchema) -> NDArray[np.void]:
 
 
 def _new(folder: Path, name: str, length: int) -> np.memmap:
-    return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.dtype(ARRAYS[name]), (length,), version=(1, 0))
+    dtype = np.dtype(ARRAYS.get(name, np.int32))
+    return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (length,), version=(1, 0))
 
 
 def _ends(

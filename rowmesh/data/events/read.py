@@ -21,7 +21,7 @@ from rowmesh.data.reader import read_blocks, total_size
 from rowmesh.data.vocabulary import Vocabulary
 
 EVENT = np.dtype([("user", np.int32), ("item", np.int32), ("time", np.int64)])
-"""A coded event; the time is in microseconds."""
+"""A coded event without side columns; the time is in microseconds."""
 
 BLOCK_EVENTS = 1 << 18
 _MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1}
@@ -33,8 +33,9 @@ class CodedEvents:
     """Events on disk whose users and items are codes, in the order of the files.
 
     Attributes:
-        path: an array of EVENT.
+        path: an array of `dtype`.
         users, items: what the codes stand for.
+        side: of each side column what its codes stand for.
         num_events: that are there.
         num_negative: events that the schema does not count, which were left out.
     """
@@ -42,14 +43,21 @@ class CodedEvents:
     path: Path
     users: Vocabulary = field(default_factory=lambda: Vocabulary("user"))
     items: Vocabulary = field(default_factory=lambda: Vocabulary("item"))
+    side: dict[str, Vocabulary] = field(default_factory=dict)
     num_events: int = 0
     num_negative: int = 0
+
+    @property
+    def dtype(self) -> np.dtype:
+        """EVENT, and a field `side` of a code for each side column where there are any."""
+        more = [("side", np.int32, (len(self.side),))] if self.side else []
+        return np.dtype([*EVENT.descr, *more])
 
     def blocks(self) -> Iterator[NDArray[np.void]]:
         """The events, `BLOCK_EVENTS` at a time."""
         with self.path.open("rb") as file:
-            while data := file.read(BLOCK_EVENTS * EVENT.itemsize):
-                yield np.frombuffer(data, EVENT)
+            while data := file.read(BLOCK_EVENTS * self.dtype.itemsize):
+                yield np.frombuffer(data, self.dtype)
 
 
 def read_events(
@@ -60,13 +68,13 @@ def read_events(
     Raises:
         DataError: a file cannot be read, lacks a column, or has too many bad rows.
     """
-    events, reading = CodedEvents(path), schema.reading()
+    events, reading = CodedEvents(path, side={name: Vocabulary(name) for name in schema.side}), schema.reading()
     with path.open("wb") as out:
         for source in files:
             size = max(total_size(source, reading), 1)
             for block in read_blocks(source, reading, quarantine):
                 columns = dict(zip(reading.copied_columns, block.copied, strict=True))
-                users, items = block.categorical
+                users, items, *side = block.categorical
                 times, has_time = _times(columns[schema.time], schema)
                 good = has_time & _is_there(users) & _is_there(items)
                 counts = np.ones(len(good), np.bool_)
@@ -78,9 +86,11 @@ def read_events(
                     text = f"{users[row]}, {items[row]}, {columns[schema.time][row]}"
                     quarantine.add(source, int(block.lines[row]), _reason(schema), text)
                 kept = np.flatnonzero(good & counts)
-                coded = np.empty(len(kept), EVENT)
+                coded = np.empty(len(kept), events.dtype)
                 coded["user"], coded["item"] = _codes(events.users, users, kept), _codes(events.items, items, kept)
                 coded["time"] = times[kept]
+                for number, (vocabulary, values) in enumerate(zip(events.side.values(), side, strict=True)):
+                    coded["side"][:, number] = _codes(vocabulary, values, kept)
                 out.write(coded.tobytes())
                 events.num_events += len(kept)
                 events.num_negative += int((good & ~counts).sum())

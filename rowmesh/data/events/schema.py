@@ -68,6 +68,8 @@ class EventSchema(BaseModel):
         k_core: users and items with fewer events are left out, again and again until all have as many; 1: none is.
         ties: how events of one user at one time are ordered: "file": as in the files; "item": the more frequent
             item first.
+        side: columns of what else is known of an event once it happened, such as what the user did, or the item's
+            category; each distinct value gets a row, one that is missing too.
         split: which events are held out.
 
     Example:
@@ -89,10 +91,20 @@ class EventSchema(BaseModel):
     positive: Positive | None = None
     k_core: int = Field(default=1, ge=1)
     ties: Literal["file", "item"] = "file"
+    side: tuple[str, ...] = ()
     split: EventSplit = EventSplit()
 
+    @model_validator(mode="after")
+    def _check_side(self) -> EventSchema:
+        for name in self.side:
+            if name in (self.user, self.item, self.time):
+                raise ValueError(f"side names {name!r}, which is the user, the item or the time; leave it out")
+            if self.side.count(name) > 1:
+                raise ValueError(f"side names {name!r} twice; leave one out")
+        return self
+
     def reading(self) -> ScoringSchema:
-        """How the files are read: users and items are ids, other columns come as they are.
+        """How the files are read: users, items and side columns are ids, others come as they are.
 
         Raises:
             ConfigurationError: columns that cannot be.
@@ -106,7 +118,7 @@ class EventSchema(BaseModel):
                     "quote": self.quote,
                     "columns": self.columns,
                     "label": _NO_LABEL,
-                    "categorical": (self.user, self.item),
+                    "categorical": (self.user, self.item, *self.side),
                     "keep": tuple(dict.fromkeys((self.time, *positive))),
                 }
             )

@@ -63,6 +63,7 @@ class _Metadata(BaseModel):
     columns: Annotated[dict[str, Any], Field(alias="schema")]
     counts: dict[str, _Count]
     optimum: dict[str, dict[str, float]] = {}
+    side: dict[str, _Count] = {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +79,8 @@ class Sequences:
         offsets: int64 `[users + 1]`, where the events of each user begin.
         train_ends, validation_ends: int64 `[users]`, where the training events of each user end, and where those of the
             validation, which follow, do.
+        side: int32 `[E]` of each side column, rows by falling frequency.
+        num_side: how many rows each of these columns has.
         optimum: split → `hr@K`, `ndcg@K` and `mrr` of the model that events were drawn from; empty of real ones.
     """
 
@@ -90,6 +93,8 @@ class Sequences:
     train_ends: NDArray[np.int64]
     validation_ends: NDArray[np.int64]
     files: PinnedFolder
+    side: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    num_side: Mapping[str, int] = field(default_factory=dict)
     optimum: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @staticmethod
@@ -116,7 +121,22 @@ class Sequences:
             name: files.array(f"{name}.npy", dtype, lengths.get(name, counts.num_users))
             for name, dtype in ARRAYS.items()
         }
-        opened = Sequences(folder=folder, schema=schema, counts=counts, files=files, optimum=metadata.optimum, **arrays)
+        if list(metadata.side) != list(schema.side):
+            raise DataError(f"{folder / METADATA}: its side columns are not the schema's; prepare the data again")
+        side = {
+            name: files.array(f"{side_file(number)}.npy", np.int32, counts.num_events)
+            for number, name in enumerate(schema.side)
+        }
+        opened = Sequences(
+            folder=folder,
+            schema=schema,
+            counts=counts,
+            files=files,
+            side=side,
+            num_side=metadata.side,
+            optimum=metadata.optimum,
+            **arrays,
+        )
         opened._check()
         return opened
 
@@ -126,6 +146,7 @@ class Sequences:
         version: str,
         schema: EventSchema,
         counts: EventCounts,
+        num_side: Mapping[str, int],
         optimum: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Writes what `open` reads beside the arrays."""
@@ -134,6 +155,7 @@ class Sequences:
             "rowmesh_version": version,
             "schema": schema.model_dump(mode="json"),
             "counts": asdict(counts),
+            **({"side": dict(num_side)} if num_side else {}),
             **({"optimum": optimum} if optimum else {}),
         }
         (folder / METADATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -150,6 +172,11 @@ class Sequences:
     def user_values(self) -> pa.Array:
         """The users as the files name them, by number."""
         return self.files.column("users.arrow", self.counts.num_users)
+
+    def side_values(self, name: str) -> pa.Array:
+        """The values of a side column as the files have them, by row; null or "" where it is missing."""
+        number = list(self.side).index(name)
+        return self.files.column(f"{side_file(number)}.arrow", self.num_side[name])
 
     def users(self, split: SplitName) -> NDArray[np.int64]:
         """The users of whom a split predicts something: after one event or more."""
@@ -184,3 +211,11 @@ class Sequences:
             raise DataError(f"{self.folder}: the bounds of its users do not rise; prepare the data again")
         if len(self.items) and int(self.items.view(np.uint32).max()) >= self.num_items:
             raise DataError(f"{self.folder}: items.npy holds items that do not exist; prepare the data again")
+        for name, rows in self.side.items():
+            if len(rows) and int(rows.view(np.uint32).max()) >= self.num_side[name]:
+                raise DataError(f"{self.folder}: side column {name!r} holds rows that do not exist; prepare it again")
+
+
+def side_file(number: int) -> str:
+    """What the files of a side column are called: names of columns may be no names of files."""
+    return f"side_{number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -42,7 +43,7 @@ class SequenceEncoder(nn.Module):
     - `fuxi_beta`: no products; time is a function, `a (Δt + 1)^−b` or `a e^(−b Δt)`.
 
     Positions count from a user's first event in the batch. Sequences longer than `max_length` are to be cut at their
-    old end. Tables are elsewhere: `vectors` are what they gave, side features added.
+    old end. Tables are elsewhere: `vectors`, and those of side features, are what they gave.
 
     Args:
         kind: which of the four.
@@ -52,7 +53,8 @@ class SequenceEncoder(nn.Module):
         max_length: N, the most events of a user.
         dropout: probability; of the vectors, and in each block.
         scale: what silu attention is divided by: N ("longest", as HSTU's implementation has it), or the number of
-            events of the user ("actual"). Published results differ by it.
+            events of the user ("actual"). Published results differ by it. `sasrec` and `fuxi_beta` have no silu
+            attention, and refuse "actual".
         request_time: whether durations end when the next event is asked for, `s_i − t_j`, as in HSTU's implementation;
             else at the event itself, `t_i − t_j`.
         ffn_dim: width of feed-forward layers, which `hstu` has none of; default D of `sasrec`, 2 D of FuXi.
@@ -116,7 +118,12 @@ class SequenceEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, vectors: Tensor, offsets: Tensor, times: Tensor | None = None, request_times: Tensor | None = None
+        self,
+        vectors: Tensor,
+        offsets: Tensor,
+        times: Tensor | None = None,
+        request_times: Tensor | None = None,
+        side: Sequence[Tensor] = (),
     ) -> Tensor:
         """`[T, D]`, the representation after each event, from which the next is predicted.
 
@@ -126,12 +133,18 @@ class SequenceEncoder(nn.Module):
             times: int64 `[T]`, when each event was; all kinds but `sasrec` need them.
             request_times: int64 `[T]`, when the event after each is asked for. Default: when it was, and for a user's
                 last event that one's own time. Read with `request_time` alone.
+            side: `[T, D]` each, of what else is known of the events once they happened, such as what the user did;
+                added to the vectors.
 
         Raises:
             ValueError: shapes do not fit, times are missing, or a user has more than `max_length` events.
         """
         self._check_batch(vectors, offsets, times, request_times)
         x = vectors
+        for number, each in enumerate(side):
+            if each.shape != vectors.shape:
+                raise ValueError(f"side[{number}] must be {list(vectors.shape)} as vectors are, got {list(each.shape)}")
+            x = x + each
         if self.positions is not None:
             x = x + self.positions[_places(offsets, x.shape[0])]
         x = self.dropout(x)
@@ -207,6 +220,9 @@ def _check(
         raise ConfigurationError(f"{kind}: dropout must be at least 0 and below 1, got {dropout}")
     if scale not in get_args(Scale):
         raise ConfigurationError(f"{kind}: scale must be 'longest' or 'actual', got {scale!r}")
+    form = _FORMS[kind]
+    if scale == "actual" and not (form.products and form.activation == "silu"):
+        raise ConfigurationError(f"{kind}: scale is of silu attention, and {kind} has none; leave it out")
     if time is not None and (kind != "fuxi_beta" or time not in ("power", "exponential")):
         raise ConfigurationError(f"{kind}: time is an option of fuxi_beta alone, 'power' or 'exponential': {time!r}")
     if time_unit is not None and time_unit <= 0:

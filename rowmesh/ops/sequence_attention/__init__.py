@@ -32,6 +32,7 @@ __all__ = [
     "num_channels",
 ]
 Activation = Literal["silu", "softmax"]
+TIMES_END = 1 << 62
 
 
 def attend(
@@ -227,7 +228,19 @@ def _check_bias(num_events: int, bias: Bias) -> None:
 
 
 def check_times(num_events: int, **times: Tensor | None) -> None:
-    """Raises ValueError where times, by name, are not those of so many events."""
+    """Raises ValueError where times, by name, are not those of so many events; a GPU's values are not read.
+
+    Kernels subtract times: from ±2⁶² on a difference could overflow. A missing time, NaT, is one of these.
+    """
     for name, each in times.items():
-        if each is not None and (each.dtype != torch.int64 or each.shape != (num_events,)):
+        if each is None:
+            continue
+        if each.dtype != torch.int64 or each.shape != (num_events,):
             raise ValueError(f"{name} must be int64 [{num_events}], got {list(each.shape)} of {each.dtype}")
+        if each.is_cpu and num_events and not torch.compiler.is_compiling():
+            for bound in map(int, each.aminmax()):
+                if abs(bound) >= TIMES_END:
+                    raise ValueError(
+                        f"{name} must be between −2**62 and 2**62, got {bound}"
+                        f"{', which is NaT, a missing time' if bound == -(2**63) else ''}; leave such events out"
+                    )

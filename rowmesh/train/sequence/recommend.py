@@ -104,7 +104,8 @@ def recommend(
         with tempfile.TemporaryDirectory() as folder:
             keep_at = file.with_name(f"{file.name}.quarantine.jsonl")
             with Quarantine(Path(folder) / "bad", max_bad_rows, keep_at) as quarantine:
-                events = read_events([file], Path(folder) / "events", known.schema, quarantine, silent)
+                schema = known.schema.model_copy(update={"side": ()})  # which the model does not read
+                events = read_events([file], Path(folder) / "events", schema, quarantine, silent)
             coded = np.concatenate([np.zeros(0, EVENT), *events.blocks()])
         if not len(coded):
             raise DataError(f"{file} holds no event that counts; it is read with the schema of {known.folder}")

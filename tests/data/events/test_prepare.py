@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from rowmesh.data.events import EventSchema, Sequences, prepare_events
+from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare, prepare_events
 from rowmesh.data.events.prepare import _ends, _moment, _parts
 from rowmesh.data.events.schema import LAYOUTS, EventSplit
 from rowmesh.errors import ConfigurationError, DataError
@@ -81,6 +81,58 @@ def test_only_positive_events_count(tmp_path):
     data = prepare_events([path], tmp_path / "out", schema)
     assert histories(data) == {"a": [("x", 1), ("z", 3)]}
     assert data.counts.num_negative == 1
+
+
+@pytest.mark.parametrize("part_events", [1, 1 << 20])
+def test_side_columns_follow_their_events(tmp_path, part_events, monkeypatch):
+    """Through the core, the sort and the filter; rows by frequency among what is kept, and one of missing values."""
+    monkeypatch.setattr(prepare, "PART_EVENTS", 3)
+    actions = ["look", "", "buy", "look", "share", "look", "buy"]
+    events = [("a", f"i{n % 2}", 10 - n, 5, action, n // 2) for n, action in enumerate(actions)]
+    events += [("b", "i0", 1, 1, "rare", 9), ("c", "i9", 1, 5, "rarer", 9)]  # not positive; outside the core
+    schema = EventSchema.parse(
+        {
+            "user": "u",
+            "item": "i",
+            "time": "t",
+            "positive": {"column": "rating", "minimum": 4},
+            "k_core": 2,
+            "side": ["action", "rating", "shelf/name"],
+        }
+    )
+    path = written(tmp_path / "e.csv", events, "u,i,t,rating,action,shelf/name")
+    data = prepare_events([path], tmp_path / "out", schema, part_events=part_events)
+    assert data.num_side == {"action": 4, "rating": 1, "shelf/name": 4}
+    assert data.side_values("action").to_pylist() == ["look", "buy", None, "share"]
+    found = [data.side_values(name).to_numpy(zero_copy_only=False)[data.side[name]] for name in schema.side]
+    expected = [(action or None, "5", str(n // 2)) for n, action in enumerate(actions)]
+    assert list(zip(*found, strict=True)) == expected[::-1]
+    (batch,) = SequenceLoader(data, "train", batch_size=4, max_length=3)
+    assert {name: rows.tolist() for name, rows in batch.side.items()} == {
+        name: rows[1:4].tolist() for name, rows in data.side.items()
+    }
+    (again,) = batch.split(1)
+    assert all(again.side[name].equal(rows) for name, rows in batch.side.items())
+
+
+@pytest.mark.parametrize(
+    "side, says",
+    [(["t"], "side names 't', which is the user, the item or the time"), (["a", "a"], "side names 'a' twice")],
+)
+def test_side_columns_that_cannot_be(side, says):
+    with pytest.raises(ConfigurationError, match=says):
+        EventSchema.parse({"user": "u", "item": "i", "time": "t", "side": side})
+
+
+def test_a_side_column_that_was_changed_is_refused(tmp_path):
+    path = written(tmp_path / "e.csv", [("a", "x", 1, "p"), ("a", "y", 2, "q")], "u,i,t,s")
+    data = prepare_events([path], tmp_path / "out", SCHEMA.model_copy(update={"side": ("s",)}))
+    rows = np.load(data.folder / "side_0.npy")
+    np.save(data.folder / "side_0.npy", rows + 7)
+    with pytest.raises(DataError, match=r"side_0\.npy"):
+        Sequences.open(data.folder)
+    with pytest.raises(DataError, match="side column 's' holds rows that do not exist"):
+        Sequences.open(data.folder, verify=False)
 
 
 def test_times_are_read_as_the_schema_says_and_bad_ones_are_kept_apart(tmp_path):

@@ -175,6 +175,17 @@ def test_a_user_is_the_same_in_any_batch(kind):
     torch.testing.assert_close(encoder(vectors, offsets, times, asked)[4:11], alone)
 
 
+def test_side_features_are_added_to_the_vectors():
+    torch.manual_seed(0)
+    encoder = SequenceEncoder("fuxi_alpha", DIM, 1, HEADS, LONGEST).double()
+    vectors, offsets, times, asked = draw()
+    side = [torch.randn_like(vectors), torch.randn_like(vectors)]
+    together = encoder(vectors, offsets, times, asked, side)
+    torch.testing.assert_close(together, encoder(vectors + side[0] + side[1], offsets, times, asked))
+    with pytest.raises(ValueError, match=r"side\[1\] must be \[13, 8\] as vectors are, got \[13, 1\]"):
+        encoder(vectors, offsets, times, asked, [side[0], side[1][:, :1]])
+
+
 def test_the_next_event_asks_where_nothing_is_said():
     torch.manual_seed(0)
     encoder = SequenceEncoder("hstu", DIM, 1, HEADS, LONGEST).double()
@@ -208,6 +219,8 @@ def test_dropout_is_drawn_in_training_alone():
         ({"num_heads": 3}, "dim 8 does not divide by 3 heads"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
         ({"scale": "mean"}, "scale must be 'longest' or 'actual'"),
+        ({"kind": "sasrec", "scale": "actual"}, "sasrec: scale is of silu attention, and sasrec has none"),
+        ({"kind": "fuxi_beta", "scale": "actual"}, "fuxi_beta: scale is of silu attention, and fuxi_beta has none"),
         ({"time": "power"}, "fuxi_beta alone"),
         ({"time_unit": 0.0}, "time_unit must be positive"),
         ({"time_unit": 60.0}, "hstu: time_unit is of functions of time, of fuxi_beta alone"),
@@ -233,6 +246,12 @@ def test_batches_that_cannot_work():
         encoder(vectors[:3], torch.tensor([0, 3]), times[:2])
     with pytest.raises(ValueError, match=r"request_times must be int64 \[3\], got \[3\] of torch.float32"):
         encoder(vectors[:3], torch.tensor([0, 3]), times[:3], times[:3].float())
+    missing = times[:3].clone()
+    missing[1] = -(2**63)
+    with pytest.raises(
+        ValueError, match=r"times must be between −2\*\*62 and 2\*\*62, got -9223372036854775808, which is NaT"
+    ):
+        encoder(vectors[:3], torch.tensor([0, 3]), missing)
     for kind in KINDS:
         encoder = SequenceEncoder(kind, DIM, 1, HEADS, LONGEST).double()
         for offsets in (torch.tensor([0, 2]), torch.tensor([0, 4]), torch.tensor([0, 2, 1, 3])):
