@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import threading
 
 import hypothesis
 import pytest
@@ -50,6 +51,13 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_loader_behind():
+    """A thread that reads ahead ends with its loop, also where an error ended that."""
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "rowmesh-prefetch"]
 
 
 @pytest.fixture

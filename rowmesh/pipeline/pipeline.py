@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Self
 
@@ -163,7 +163,7 @@ class Pipeline(Generic[T]):
         """
         return self.recorder.take().exposed_share
 
-    def windows(self, items: Iterable[T], features: Sequence[str] | None = None) -> Iterator[BatchInFlight[T]]:
+    def windows(self, items: Iterable[T], features: Sequence[str] | None = None) -> Generator[BatchInFlight[T]]:
         """The batches of a loader, one after the other. They are read in another thread, `depth` ahead.
 
         Where tables are on a device, items may be there too; what they have is kept until the next batch is computed.

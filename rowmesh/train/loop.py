@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -106,11 +106,13 @@ class Trainer:
             steps = self._make_steps(drift is not None, log)
             best = BestModel(self.job, run, log.progress.write)
             interval = self._go_on(best, drift)
+            self._keep_bad_rows(run, stack)
+            batches = stack.enter_context(closing(self._batches()))  # threads read ahead for them, until closed
+            done = stack.enter_context(closing(steps(batches, self._steps_left())))
             survivors = Survivors(self.job, run, checkpoints, drift, self._requests)
             stack.enter_context(survivors.saving(lambda: self._standing(interval), partial(self._whole_state, best)))
             self._clock.begin()
-            self._keep_bad_rows(run, stack)
-            for batch, loss in steps(self._batches(), self._steps_left()):
+            for batch, loss in done:
                 reach("loop.step")
                 interval.loss += loss
                 interval.weight += batch.weight
@@ -367,7 +369,7 @@ class Trainer:
         }
         return {**self.state_dict(), "progress": progress}
 
-    def _batches(self) -> Iterator[StepBatch]:
+    def _batches(self) -> Generator[StepBatch]:
         """Epoch after epoch; raw rows once."""
         yield from self._loader
         while self._loader.num_batches is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -43,7 +44,7 @@ class Trains(Protocol):
 class Steps(Protocol):
     """How batches are trained on."""
 
-    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Generator[tuple[StepBatch, float]]:
         """Trains on so many batches, or on all of them (None).
 
         Gives each with the sum of the losses of this rank that became known by it.
@@ -69,7 +70,7 @@ class PlainSteps:
     def __init__(self, trainer: Trains) -> None:
         self._trainer = trainer
 
-    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Generator[tuple[StepBatch, float]]:
         """Trains on so many batches."""
         for batch in islice(batches, count):
             yield batch, self._trainer.train_step(batch)
@@ -103,7 +104,7 @@ class PipelinedSteps:
         share = job.config.pipeline.communication_share
         self._work = None if share == "auto" else WindowWork.of_share(share)
 
-    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Iterator[tuple[StepBatch, float]]:
+    def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Generator[tuple[StepBatch, float]]:
         """Trains on so many batches."""
         config, left = self._job.config.pipeline, count
         if config.is_measured:
@@ -171,7 +172,7 @@ class PipelinedSteps:
 
     def _run(
         self, pipeline: Pipeline[StepBatch], batches: Iterator[StepBatch], count: int | None
-    ) -> Iterator[tuple[StepBatch, float]]:
+    ) -> Generator[tuple[StepBatch, float]]:
         """So many batches, or all there are, with pauses."""
         end = None if count is None else self._trainer.step + count
         while (now := self._trainer.step) != end:
@@ -183,15 +184,16 @@ class PipelinedSteps:
 
     def _run_on(
         self, pipeline: Pipeline[StepBatch], batches: Iterator[StepBatch], count: int | None
-    ) -> Iterator[tuple[StepBatch, float]]:
+    ) -> Generator[tuple[StepBatch, float]]:
         """So many batches; the last is given when nothing is under way any more."""
         self._pipeline, last = pipeline, None
-        for number, window in enumerate(pipeline.windows(islice(batches, count)), 1):
-            done = (window.item, self._trainer.train_window(window))
-            if count is None or number < count:
-                yield done
-            else:
-                last = done
+        with closing(pipeline.windows(islice(batches, count))) as windows:
+            for number, window in enumerate(windows, 1):
+                done = (window.item, self._trainer.train_window(window))
+                if count is None or number < count:
+                    yield done
+                else:
+                    last = done
         if last is not None:
             yield last
 

@@ -118,7 +118,7 @@ def test_a_followed_folder_is_trained_on_to_its_end(config_file, tmp_path, comma
         assert same["loss"] == pytest.approx(line["loss"], abs=1e-9)
 
 
-def test_a_run_that_waits_for_rows_ends_when_asked_to_and_goes_on(config_file, tmp_path):
+def test_a_run_that_waits_for_rows_ends_when_asked_to_and_goes_on(config_file, tmp_path, command):
     run, rows = tmp_path / "run", tmp_path / "rows"
     options = [*TABLES, "data.follow=true", "checkpoint.every_steps=4", "train.log_every=1"]
     process = start(config_file, *options, ranks=2)
@@ -131,12 +131,11 @@ def test_a_run_that_waits_for_rows_ends_when_asked_to_and_goes_on(config_file, t
     assert "after step 9" in out, (out, err)
     write_rows(rows / "3.csv", 3, 50)
     (rows / "_END").touch()
-    resumed = start(config_file, *options, "--resume")
-    out, err = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, (out, err)
-    whole = start(config_file, *TABLES, "train.log_every=1", f"run.folder={tmp_path / 'whole'}")
-    out, err = whole.communicate(timeout=120)
-    assert whole.returncode == 0, (out, err)
+    resumed = command(["train", str(config_file), *options, "--resume"], ranks=1)
+    assert resumed.status == 0, resumed.err
+    untouched = [*TABLES, "train.log_every=1", f"run.folder={tmp_path / 'whole'}"]
+    whole = command(["train", str(config_file), *untouched], ranks=1)
+    assert whole.status == 0, whole.err
     for line, same in zip(lines_of(run, "train"), lines_of(tmp_path / "whole", "train"), strict=True):
         assert same["step"] == line["step"]
         assert same["loss"] == pytest.approx(line["loss"], abs=1e-9)
