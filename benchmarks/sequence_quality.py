@@ -14,8 +14,10 @@ import argparse
 import copy
 import json
 import math
+import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,20 +61,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--patience", type=int, default=10, help="epochs without a better validation before the end")
-    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--dropout", type=float, default=0.5)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
     if options.quick:
         options.models, options.seeds, options.epochs = ["sasrec"], 1, 3
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    spawning = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.processes, spawning, torch.set_num_threads, (1,)) as processes,
+    ):
         data = prepare_events([options.data / FILE], Path(folder) / "beauty", SCHEMA)
-        floor = popularity(data)
-        write({"model": "popularity", **shown(floor)})
-        for kind in cast(list[Kind], options.models):
-            runs = [train(kind, data, seed, options) for seed in range(options.seeds)]
-            write({"model": kind, "seeds": options.seeds, **over_seeds(runs)})
+        write({"model": "popularity", **shown(popularity(data))})
+        runs = {
+            kind: [processes.submit(train, kind, data.folder, seed, options) for seed in range(options.seeds)]
+            for kind in cast(list[Kind], options.models)
+        }
+        for kind, of_kind in runs.items():
+            write({"model": kind, "seeds": options.seeds, **over_seeds([run.result() for run in of_kind])})
 
 
 def popularity(data: Sequences) -> dict[str, Mean]:
@@ -86,8 +95,9 @@ def popularity(data: Sequences) -> dict[str, Mean]:
     return metrics.compute(Mesh())
 
 
-def train(kind: Kind, data: Sequences, seed: int, options: argparse.Namespace) -> dict[str, Mean]:
+def train(kind: Kind, folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Mean]:
     """The test's scores of the epoch that is best on the validation."""
+    data = Sequences.open(folder)
     torch.manual_seed(seed)
     model = Recommender(kind, data.num_items, options.dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
