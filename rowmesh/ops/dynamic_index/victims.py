@@ -147,24 +147,32 @@ def _offer(header, heap, kind, records, slot, epoch, decay_steps):
 
 @kernel
 def touch(headers, records, records_address, heaps, kind, decay_steps, step, slots, shards, counts, given):
-    """Counts and scores of known ids; those of a slot below zero are passed over."""
-    epoch = step // decay_steps if decay_steps > 0 else 0
+    """Counts and scores of known ids; those of a slot below zero are passed over. Returns how many are new in the step.
+
+    An id may come several times, in one call or in several: its counts add up.
+    """
+    epoch, num_new = step // decay_steps if decay_steps > 0 else 0, 0
     for i in range(len(slots)):
         ahead = slots[min(i + _AHEAD, len(slots) - 1)]
         prefetch(records_address + 8 * records.shape[1] * max(ahead, 0), 32)
         slot = slots[i]
         if slot >= 0:
+            is_new, changes = records[slot, SEEN] != step + 1, True
             if kind != RECENCY:
                 old = _halved(records, slot, epoch, decay_steps)
                 records[slot, SCORE] = _new_score(kind, old, counts[i], given[i])
+                changes = records[slot, SCORE] != old
             records[slot, COUNT] = _add(records[slot, COUNT], counts[i])
             records[slot, SEEN] = step + 1
+            num_new += is_new
             shard = shards[i]
             if headers[shard, EPOCH] != epoch:
                 headers[shard, HEAP_SIZE] = -1
                 headers[shard, EPOCH] = epoch
-            if _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
+            # A heap that had one key of a record twice would give it away twice.
+            if (is_new or changes) and _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
                 _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
+    return num_new
 
 
 @kernel
