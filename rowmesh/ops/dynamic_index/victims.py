@@ -16,6 +16,7 @@ from rowmesh.ops.dynamic_index.cpu import (
     ADDRESS,
     COUNT,
     EPOCH,
+    GROUP,
     GROUPS,
     HEAP_SIZE,
     ID,
@@ -27,11 +28,13 @@ from rowmesh.ops.dynamic_index.cpu import (
     SEEN,
     USED,
     ask_for,
+    holds,
     mix,
     place_with,
+    slot_at,
     take_out,
 )
-from rowmesh.ops.simd import inlined, kernel, load_i64, load_u32, prefetch
+from rowmesh.ops.simd import inlined, kernel, prefetch
 
 RECENCY, FREQUENCY, BOTH, GIVEN = 0, 1, 2, 3
 _MAX = np.int64(2**63 - 1)
@@ -201,11 +204,10 @@ def _gather(header, records, records_address, kind, epoch, decay_steps, step, fr
     """
     address, groups = header[ADDRESS], header[GROUPS]
     count = 0
-    for word_number in range(2 * groups):
-        word = np.uint64(load_i64(address + 64 * groups + 8 * word_number))
-        for byte in range(8):
-            if (word >> np.uint64(8 * byte)) & np.uint64(0x80) != np.uint64(0):
-                frames[count] = load_u32(address + 4 * (8 * word_number + byte))
+    for group in range(groups):
+        for place in range(16 * group, 16 * group + GROUP):
+            if holds(address, place):
+                frames[count] = slot_at(address, place)
                 count += 1
     front, back = 0, count
     for i in range(count):
