@@ -27,6 +27,10 @@ class Owners:
 
     def __init__(self, tables: Sequence[DynamicTable]) -> None:
         self._tables = tables
+        self._owned = [(place, table.owned) for place, table in enumerate(tables) if table.owned is not None]
+        self._is_always_plain = np.array(
+            [each.owned is not None and each.owned.shards.is_always_plain for each in tables]
+        )
         self._described = np.zeros((len(tables), cpu.OWNER_COLUMNS), np.int64)
         for row, table in zip(self._described, tables, strict=True):
             if table.owned is not None:
@@ -36,9 +40,8 @@ class Owners:
 
     def release(self, first: int) -> None:
         """What batches before number `first` held is free: they have ended on all ranks."""
-        for table in self._tables:
-            if table.owned is not None:
-                table.owned.release(first)
+        for _, owned in self._owned:
+            owned.release(first)
 
     def decide(self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:
         """Answers all requests, at `arrived.rows_at`.
@@ -56,12 +59,10 @@ class Owners:
         begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
         known = self._open_known(arrived, begins, opens, step)
         failure = ""
-        for place, table in enumerate(self._tables):
-            owned = table.owned
-            if owned is None:
-                continue
-            if known[place]:
-                owned.count_known(int(self._outcome[place, cpu.HITS]), step)
+        is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
+        for place, owned in self._owned:
+            if is_known[place]:
+                owned.count_known(hits[place], step)
                 continue
             try:
                 self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place])
@@ -71,12 +72,11 @@ class Owners:
 
     def _open_known(self, arrived: Arrived, begins: np.ndarray, opens: Sequence[bool], step: int) -> np.ndarray:
         """Opens the step of tables that know all ids; bool `[T]`: which did."""
-        is_plain = np.array(
-            [
-                is_open and table.owned is not None and table.owned.shards.is_plain(step)
-                for table, is_open in zip(self._tables, opens, strict=True)
-            ]
-        )
+        is_plain = np.array(opens)
+        if not self._is_always_plain.all():
+            is_plain &= self._is_always_plain
+            for place, owned in self._owned:
+                is_plain[place] = opens[place] and owned.shards.is_plain(step)
         if not is_plain.any():
             return is_plain
         described = self._described

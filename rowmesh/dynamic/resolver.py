@@ -141,6 +141,11 @@ class Resolver:
         if has_failed:
             self._raise(failure)
         self._dealer.take(asked, rows_at)
+        if not all(opened):
+            self._note_shared(asked, opened)
+
+    def _note_shared(self, asked: Sequence[Asked], opened: Sequence[bool]) -> None:
+        """Notes where unknown ids may share a row of zeros."""
         tables, place = [*self.tables.values()], 0
         for each in asked:
             of_group = range(place, place + len(each.offsets) - 1)

@@ -120,8 +120,13 @@ class DynamicShards:
         described[requests.KIND], described[requests.DECAY_STEPS] = self._kind, self.rules.decay_steps
         return described
 
+    @property
+    def is_always_plain(self) -> bool:
+        """Whether a step of known ids never changes more than their counts and scores."""
+        return not self.rules.window_steps and not self.rules.ttl_steps and self._kind != victims.GIVEN
+
     def is_plain(self, step: int) -> bool:
-        """Whether a step of known ids changes no more than their counts and scores."""
+        """Whether a step of known ids changes no more than that."""
         rules = self.rules
         is_same_window = not rules.window_steps or step // rules.window_steps == self._window
         return is_same_window and not rules.ttl_steps and self._kind != victims.GIVEN

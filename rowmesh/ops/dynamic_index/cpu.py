@@ -240,14 +240,17 @@ def _ask_for_records(line, hashed, records_address, record_bytes):
 def find(headers, records, records_address, ids, hashes, shards, slots):
     """The slot of each id, or −1.
 
-    Ahead of an id, in turns, its group is asked for; the records of the slots that fit, or the next group where the
-    first was passed; and the records of that one.
+    Ahead of an id, in turns, its shard's header is asked for; its group; the records of the slots that fit, or the next
+    group where the first was passed; and the records of that one.
     """
     num_ids, record_bytes = np.int64(len(ids)), 8 * records.shape[1]
     lines = np.empty(4 * _AHEAD, np.int64)  # of the ids ahead
-    for i in range(-3 * _AHEAD, num_ids):
+    at, header_bytes = headers.ctypes.data, 8 * headers.shape[1]
+    for i in range(-4 * _AHEAD, num_ids):
+        if i + 4 * _AHEAD < num_ids:
+            prefetch(np.int64(at) + header_bytes * shards[i + 4 * _AHEAD], 8)
         first, second, third = i + 3 * _AHEAD, i + 2 * _AHEAD, i + _AHEAD
-        if first < num_ids:
+        if first >= 0 and first < num_ids:
             shard = shards[first]
             line = headers[shard, ADDRESS] + GROUP_BYTES * _group_of(hashes[first], headers[shard, GROUPS])
             prefetch(line, 8)

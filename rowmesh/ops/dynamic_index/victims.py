@@ -168,6 +168,8 @@ def touch(headers, records, records_address, heaps, kind, decay_steps, step, slo
             records[slot, COUNT] = _add(records[slot, COUNT], counts[i])
             records[slot, SEEN] = step + 1
             num_new += is_new
+            if kind == RECENCY:  # its new key is beyond every limit
+                continue
             shard = shards[i]
             if headers[shard, EPOCH] != epoch:
                 headers[shard, HEAP_SIZE] = -1
