@@ -5,10 +5,10 @@
 Times are processor time of the one thread, so that other work on the machine adds less: the median of the steps, and
 the smallest (`_min`). `growth_p99` is that of steps in which no shard is full yet.
 
-Peers: `pandas.Index.get_indexer`, `cykhash` and TorchRec's managed collision module, where the Python of
-`--peer-python` (or, without it, this one) has them. The first two only find and insert: no counts, no scores, no
-eviction. The module counts, and evicts every ten steps. An `open` of ours does all of these each step, with admission
-at the first sighting.
+Peers: `pandas.Index.get_indexer`, `cykhash`, TorchRec's managed collision module and a dynamic variable of TensorFlow
+Recommenders Addons, where the Python of `--peer-python` (or, without it, this one) has them. The first two only find
+and insert: no counts, no scores, no eviction. The module counts; it and the variable, whose time is that of all
+threads, evict every ten steps. An `open` of ours does all of these each step, with admission at the first sighting.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
 from rowmesh.dynamic.leases import Lease
 from rowmesh.dynamic.records import Records
-from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
@@ -128,7 +127,8 @@ class Engine:
             held = exchange.address_map.held
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
         self.shard_groups.connect()
-        self.resolver = make_resolver(self.exchanges, plan, mesh, seed)
+        shares_memory = shard_groups.transport == "one_sided"
+        self.resolver = make_resolver(self.exchanges, plan, mesh, seed, shares_memory=shares_memory)
         self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
@@ -215,28 +215,11 @@ class Engine:
             lease.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
-        if self.resolver is None:
-            route = self.router(batch, self.exchanges, moment)
-        else:
-            route = self._resolve(self.resolver, batch, moment, is_ahead=is_ahead)
+        resolve = None if self.resolver is None else partial(self.resolver, is_ahead=is_ahead)
+        route = self.router(batch, self.exchanges, moment, resolve)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
                 group.count_into(self.traffic)
-        return route
-
-    def _resolve(
-        self, resolver: Resolver, batch: SparseBatch, moment: tuple[int, int] | None, *, is_ahead: bool
-    ) -> Route:
-        """Routes a batch with frames in place of the ids of dynamic tables. Collective."""
-        self.outputs.layouts.check(batch)
-        frozen = {table.name: each.is_frozen for each in self.exchanges for table in each.group.tables}
-        batch, lease = resolver(batch, {name: frozen[name] for name in resolver.tables}, is_ahead=is_ahead)
-        try:
-            route = self.router(batch, self.exchanges, moment)
-        except BaseException:
-            lease.end()
-            raise
-        route.lease = lease
         return route
 
     def _fetch(self, route: Route) -> None:

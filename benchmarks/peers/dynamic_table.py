@@ -7,6 +7,7 @@ PEER/bin/python -m benchmarks.peers.dynamic_table NUM_IDS BATCH
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,15 +23,17 @@ def draw(count: int, seed: int) -> np.ndarray:
     return ((np.arange(count, dtype=np.uint64) + first) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
-def probe(find: Callable[[np.ndarray], object], ids: np.ndarray, batch: int) -> dict[str, float]:
+def probe(
+    find: Callable[[np.ndarray], object], ids: np.ndarray, batch: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
     """Nanoseconds of processor time an id, of ids that are known, in another order."""
     known = np.random.default_rng(0).permutation(ids)
     spent = []
     for start in range(0, len(ids) - batch, batch):
         part = known[start : start + batch]
-        began = time.thread_time()
+        began = clock()
         find(part)
-        spent.append((time.thread_time() - began) * 1e9 / batch)
+        spent.append((clock() - began) * 1e9 / batch)
     return {"probe_ns": round(statistics.median(spent), 1), "probe_min_ns": round(min(spent), 1)}
 
 
@@ -90,10 +93,54 @@ def measure_torchrec(ids: np.ndarray, batch: int) -> dict[str, float]:
     return {**numbers, "insert_evict_ns": round((time.thread_time() - began) * 1e9 / len(new), 1)}
 
 
+def measure_tensorflow_recommenders_addons(ids: np.ndarray, batch: int) -> dict[str, float]:
+    """A dynamic variable of dim 1 on the CPU, with the least recently seen removed every ten steps.
+
+    Processor time of all threads: TensorFlow computes in threads of its own.
+    """
+    os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = "3", ""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    from tensorflow_recommenders_addons import dynamic_embedding
+
+    interval, row = 10, tf.zeros([batch, 1])
+    table = dynamic_embedding.get_variable(
+        "benchmark", key_dtype=tf.int64, dim=1, devices=["/CPU:0"], init_size=len(ids)
+    )
+    policy = dynamic_embedding.TimestampRestrictPolicy(table)
+
+    def add(part: np.ndarray) -> None:
+        keys = tf.constant(part)
+        table.upsert(keys, row)
+        policy.apply_update(keys)
+
+    spent = []
+    for start in range(0, len(ids), batch):
+        began = time.process_time()
+        add(ids[start : start + batch])
+        spent.append((time.process_time() - began) * 1e9 / batch)
+    numbers = probe(lambda part: table.lookup(tf.constant(part)), ids, batch, time.process_time)
+    new = draw(interval * batch, 3)
+    began = time.process_time()
+    for start in range(0, len(new), batch):
+        table.lookup(tf.constant(new[start : start + batch]))  # as it must find what is new
+        add(new[start : start + batch])
+    policy.apply_restriction(len(ids), trigger=len(ids))
+    evicted = (time.process_time() - began) * 1e9 / len(new)
+    return {"insert_ns": round(statistics.median(spent), 1), **numbers, "insert_evict_ns": round(evicted, 1)}
+
+
 def main() -> None:
     """Runs all that are here."""
     num_ids, batch = int(sys.argv[1]), int(sys.argv[2])
-    peers = {"pandas": measure_pandas, "cykhash": measure_cykhash, "torchrec": measure_torchrec}
+    peers = {
+        "pandas": measure_pandas,
+        "cykhash": measure_cykhash,
+        "torchrec": measure_torchrec,
+        "tensorflow_recommenders_addons": measure_tensorflow_recommenders_addons,
+    }
     for name, run in peers.items():
         if find_spec(name) is not None:
             print(json.dumps({"contestant": name, **run(draw(num_ids, 1), batch)}), flush=True)

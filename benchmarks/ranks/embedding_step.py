@@ -14,7 +14,9 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh.dynamic.asking import Dealer
 from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.engine import Engine
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
@@ -23,7 +25,6 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
-from rowmesh.ops.distinct_ids import DistinctIds
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
@@ -33,9 +34,13 @@ from rowmesh.pooling import Pooling
 PHASES = [
     (Engine, "_route", "route"),
     (Resolver, "__call__", "resolve"),
-    (DistinctIds, "__call__", "ask"),
+    (Dealer, "count", "deal"),
+    (Dealer, "fill", "deal"),
+    (Dealer, "take", "take"),
+    (Owners, "decide", "decide"),
     (OwnedTable, "open", "open"),
-    (HostLookUps, "find", "find"),
+    (HostLookUps, "find_unique", "find"),
+    (HostLookUps, "place", "find"),
     (Engine, "_fetch", "fetch"),
     (Engine, "_pool", "pool"),
     (HostLookUp, "compress", "compress"),

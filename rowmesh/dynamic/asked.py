@@ -1,4 +1,4 @@
-"""What a rank asks the owners of a dynamic table for: distinct ids, in the order of their owners."""
+"""A dynamic table as every rank knows it: who owns which ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.layout import owner_of_shard, rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.mesh.grid import Grid
-from rowmesh.ops.distinct_ids import Distinct, DistinctIds
+from rowmesh.ops.distinct_ids import DistinctIds
 from rowmesh.tables import TableSpec
 
 
@@ -30,11 +30,6 @@ class DynamicTable:
         self.spec, self.grid, self.owned = spec, grid, owned
         self.ask = DistinctIds(seed_of(spec.name), owner_of_shard(rules_of(spec), grid.shards), grid.shards)
         self.merge = DistinctIds()
-
-    def part_for(self, asked: Distinct, rank: int) -> slice:
-        """Which of the ids go to a rank, as the owner in its replica group."""
-        member = self.grid.place(rank)[1]
-        return slice(int(asked.bounds[member]), int(asked.bounds[member + 1]))
 
 
 def message_of(array: np.ndarray) -> torch.Tensor:

@@ -57,8 +57,18 @@ def check_dynamic(
             )
 
 
-def make_resolver(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh, seed: int) -> Resolver | None:
-    """The resolver of all dynamic tables; None where there are none. Collective where there are some."""
+def make_resolver(
+    exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh, seed: int, *, shares_memory: bool
+) -> Resolver | None:
+    """The resolver of all dynamic tables; None where there are none. Collective where there are some.
+
+    Args:
+        exchanges: of all groups.
+        plan: where frames are.
+        mesh: all ranks.
+        seed: of initial values.
+        shares_memory: whether ranks of one host may exchange ids in memory that they share.
+    """
     tables = []
     for exchange in exchanges:
         if exchange.group.storage != "dynamic":
@@ -72,4 +82,4 @@ def make_resolver(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh, seed: i
                 assert isinstance(exchange.arena, DenseArena)
                 owned = OwnedTable(spec, shards, exchange.arena, piece, seed)
             tables.append(DynamicTable(spec, grid, owned))
-    return Resolver(tables, mesh) if tables else None
+    return Resolver(tables, mesh, shares_memory=shares_memory and mesh.is_one_host) if tables else None

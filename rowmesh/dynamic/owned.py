@@ -13,6 +13,7 @@ from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Opened, ShardState
 from rowmesh.errors import DataError
+from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
 from rowmesh.tables.dynamic import Dynamic
@@ -81,6 +82,19 @@ class OwnedTable:
             )
         self._count(opened, counts)
         return opened.frames + self._piece.rows.start
+
+    @property
+    def described(self) -> np.ndarray:
+        """What `rowmesh.ops.dynamic_requests.open_known` must know; the same for as long as the table lives."""
+        described = self.shards.described
+        described[cpu.FIRST_ROW] = self._piece.rows.start
+        return described
+
+    def count_known(self, num_hits: int, step: int) -> None:
+        """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known."""
+        self.shards.note_step(step)
+        self.counters.steps += 1
+        self.counters.hits += num_hits
 
     def _count(self, opened: Opened, counts: np.ndarray) -> None:
         counters = self.counters

@@ -1,12 +1,11 @@
-"""Resolver: replaces the ids of dynamic tables in a batch by frames, before the batch is routed.
+"""Resolver: replaces the distinct ids of dynamic tables in a batch by frames, before the batch is routed.
 
 A rank's distinct ids and their counts go to the owners of their logical shards. Each owner adds up the counts of all
-ranks, takes the ids in ascending order, opens the step, writes the rows of new ids, and answers frames. From there on
-the batch is one of dense tables. Where tables have replicas, counts go to the owners in every replica group, which so
-decide alike; a rank takes the answers of its own group.
+ranks, opens the step, writes the rows of new ids, and answers frames. From there on the batch is one of dense tables.
+Where tables have replicas, counts go to the owners in every replica group, which so decide alike; a rank takes the
+answers of its own group.
 
-Two messages a batch, whatever the number of tables: the ids with their counts, and the answers. Room for ids is as much
-as the last batches needed; where it is too small on some rank, ids follow in a message of their own.
+All tables travel together, see `rowmesh.dynamic.mail`.
 
 Source: FusedRec §3.2 (missing keys are initialized by their owner). Differs: decisions are taken on the whole batch.
 """
@@ -14,27 +13,27 @@ Source: FusedRec §3.2 (missing keys are initialized by their owner). Differs: d
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.asking import Asked, Dealer
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.known import ask_statistics
+from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.leases import Lease, Leases
+from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, SharedMail
+from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.state import Statistics
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.ops.distinct_ids import Distinct
-from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec
 
-_KIND, _FIRST, _LARGEST, _HEAD = 0, 1, 2, 3  # numbers of a header before those of the tables
 _FIND, _OPEN = 0, 1
 
 
@@ -42,8 +41,9 @@ class Resolver:
     """The dynamic tables of a collection. Making one is collective, where there are several ranks.
 
     Args:
-        tables: all of them.
+        tables: all of them, in the order of their groups.
         mesh: all ranks.
+        shares_memory: whether ids travel in memory that all ranks share.
 
     Attributes:
         tables: by name.
@@ -52,30 +52,32 @@ class Resolver:
         step: how many batches were opened for training.
     """
 
-    def __init__(self, tables: Sequence[DynamicTable], mesh: Mesh) -> None:
+    def __init__(self, tables: Sequence[DynamicTable], mesh: Mesh, *, shares_memory: bool = False) -> None:
         self.tables = {table.spec.name: table for table in tables}
         self._mesh = mesh.with_process_group("dynamic")
         self._channel = Channel.between_hosts(self._mesh)
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
-        self._room = 0  # ids that travel with a header; the same on all ranks
-        places = {table.spec.name: [table.grid.place(rank) for rank in range(mesh.world_size)] for table in tables}
-        self._members = {name: [member for _, member in each] for name, each in places.items()}
-        self._is_mine = {name: [group == each[mesh.rank][0] for group, _ in each] for name, each in places.items()}
-        self._is_mine_of = list(zip(*self._is_mine.values(), strict=True))  # by rank, then by table
+        self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
+        self._mail: Mail
+        if mesh.world_size == 1:
+            self._mail = LocalMail()
+        elif shares_memory:
+            self._mail = SharedMail(self._mesh, len(tables), self.counters)
+        else:
+            self._mail = MessageMail(self._channel, self.counters)
 
-    def __call__(self, batch: SparseBatch, frozen: Mapping[str, bool], *, is_ahead: bool) -> tuple[SparseBatch, Lease]:
-        """The batch with frames for ids. Collective.
+    def __call__(self, asked: Sequence[Asked], *, is_ahead: bool) -> Lease:
+        """Puts frames in the place of ids. Collective.
 
         Under `torch.no_grad()`, and for frozen tables, nothing is counted or admitted.
 
         Args:
-            batch: with the features of the tables.
-            frozen: of each table, whether it is.
+            asked: the ids of a batch, by group.
             is_ahead: whether a pipeline opens it before its turn.
 
         Returns:
-            The batch, and what keeps its frames until it has ended.
+            What keeps the frames until the batch has ended.
 
         Raises:
             NoRoomError, DataError: on all ranks alike, where an owner cannot open the step; names it.
@@ -87,7 +89,8 @@ class Resolver:
             try:
                 lease.is_ahead = is_ahead
                 self.step += opens
-                return self._resolve(batch, lease.number, {name: opens and not frozen[name] for name in frozen}), lease
+                self._resolve(asked, lease.number, opens=opens)
+                return lease
             except BaseException:
                 lease.end()
                 raise
@@ -126,194 +129,40 @@ class Resolver:
         with self._lock:
             return ask_statistics(self.tables[table], ids, self._channel, self._mesh.rank)
 
-    def _resolve(self, batch: SparseBatch, number: int, opens: Mapping[str, bool]) -> SparseBatch:
-        parts = {name: _slices(batch, table.spec) for name, table in self.tables.items()}
-        ids = batch.ids.numpy()
-        asked = {name: table.ask(_joined(ids, parts[name])) for name, table in self.tables.items()}
-        rows = self._exchange(asked, number, opens)
-        resolved = batch.ids.clone()
-        target = resolved.numpy()
-        for name, each in asked.items():
-            begin = 0
-            for part in parts[name]:
-                end = begin + part.stop - part.start
-                np.take(rows[name], each.inverse[begin:end], out=target[part], mode="clip")  # which needs no buffer
-                begin = end
-        return batch.with_ids(resolved)
-
-    def _exchange(self, asked: Mapping[str, Distinct], number: int, opens: Mapping[str, bool]) -> dict[str, np.ndarray]:
-        """The rows of the ids asked for, of each table."""
-        if self._mesh.world_size == 1:
-            return self._decide_alone(asked, number, opens)
-        sent, received = self._ask_owners(asked, any(opens.values()))
-        doing = "resolving ids"
-        answer, back_out, failure = self._answer(received, sent, number, opens)
-        back_in = [1 + self._num_answers(asked, rank) for rank in range(self._mesh.world_size)]
-        came = self._channel.post(answer, back_out, back_in, self.counters, doing).wait().numpy()
-        starts = list(accumulate(back_in, initial=0))
-        if any(came[start] for start in starts[:-1]):
+    def _resolve(self, asked: Sequence[Asked], number: int, *, opens: bool) -> None:
+        opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]
+        sizes = self._dealer.count(asked)
+        letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers)
+        arrived = self._mail.send(letter, partial(self._dealer.fill, asked, sizes))
+        self._check_kinds(arrived)
+        self._owners.release(arrived.first)
+        failure = self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
+        has_failed, rows_at = self._mail.answer(failed=bool(failure))
+        if has_failed:
             self._raise(failure)
-        return self._sorted(came, starts, asked)
+        self._dealer.take(asked, rows_at)
+        if not all(opened):
+            self._note_shared(asked, opened)
 
-    def _decide_alone(
-        self, asked: Mapping[str, Distinct], number: int, opens: Mapping[str, bool]
-    ) -> dict[str, np.ndarray]:
-        """The same without messages."""
-        self._release(self.leases.first)
-        return {
-            name: self._decide(table, asked[name].ids, asked[name].counts, number, opens=opens[name])
-            for name, table in self.tables.items()
-        }
+    def _note_shared(self, asked: Sequence[Asked], opened: Sequence[bool]) -> None:
+        """Notes where unknown ids may share a row of zeros."""
+        tables, place = [*self.tables.values()], 0
+        for each in asked:
+            of_group = range(place, place + len(each.offsets) - 1)
+            each.is_distinct = all(opened[i] or rules_of(tables[i].spec).missing != "zero" for i in of_group)
+            place = of_group.stop
 
-    def _release(self, first: int) -> None:
-        for table in self.tables.values():
-            if table.owned is not None:
-                table.owned.release(first)
-
-    def _ask_owners(self, asked: Mapping[str, Distinct], opens: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Sends ids to their owners; releases what batches held that have ended everywhere.
-
-        Returns:
-            How many ids of each table came from each rank, int64 `[W, T]`; and these with their counts, `[n, 2]`.
-        """
-        size, room, head, doing = self._mesh.world_size, self._room, _HEAD + len(asked), "resolving ids"
-        pieces = [
-            [(each, self.tables[name].part_for(each, rank)) for name, each in asked.items()] for rank in range(size)
-        ]
-        message = np.empty((size, head + 2 * room), np.int64)
-        message[:, _KIND], message[:, _FIRST] = _OPEN if opens else _FIND, self.leases.first
-        message[:, _HEAD:head] = [[part.stop - part.start for _, part in own] for own in pieces]
-        sizes_out = message[:, _HEAD:head].sum(axis=1).tolist()
-        message[:, _LARGEST] = max(sizes_out)
-        for row, own, number in zip(message, pieces, sizes_out, strict=True):
-            if number <= room:
-                _fill(row[head : head + 2 * number], own)
-        came = self._channel.exchange_equal(torch.from_numpy(message), self.counters, doing).numpy()
-        self._check_kinds(came[:, _KIND].tolist())
-        self._release(int(came[:, _FIRST].min()))
-        largest, sent = int(came[:, _LARGEST].max()), came[:, _HEAD:head]
-        self._room = max(largest + largest // 4, room - room // 8)
-        sizes_in = sent.sum(axis=1).tolist()
-        if largest <= room:
-            parts = [row[head : head + 2 * number] for row, number in zip(came, sizes_in, strict=True)]
-            return sent, np.concatenate(parts).reshape(-1, 2)
-        ids = torch.empty((sum(sizes_out), 2), dtype=torch.int64, device="cpu")
-        _fill(ids.numpy().reshape(-1), [piece for own in pieces for piece in own])
-        return sent, self._channel.post(ids, sizes_out, sizes_in, self.counters, doing).wait().numpy()
-
-    def _check_kinds(self, kinds: Sequence[int]) -> None:
-        if len(set(kinds)) > 1:
-            training = [self._mesh.name(rank) for rank, kind in enumerate(kinds) if kind == _OPEN]
+    def _check_kinds(self, arrived: Arrived) -> None:
+        if len(set(arrived.kinds)) > 1:
+            self._mail.answer(failed=True)  # all have read what they were sent
+            training = [self._mesh.name(rank) for rank, kind in enumerate(arrived.kinds) if kind == _OPEN]
             raise PeerError(
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks {training} look up with gradients, the others "
                 "without; every rank must train and evaluate alike"
             )
-
-    def _num_answers(self, asked: Mapping[str, Distinct], rank: int) -> int:
-        """Answers that come from a rank: in each replica group one owner answers its own ranks."""
-        num = 0
-        for name, each in asked.items():
-            if self._is_mine[name][rank]:
-                part = self.tables[name].part_for(each, rank)
-                num += part.stop - part.start
-        return num
-
-    def _answer(
-        self, received: np.ndarray, sent: np.ndarray, number: int, opens: Mapping[str, bool]
-    ) -> tuple[torch.Tensor, list[int], str]:
-        """For each rank whether this one failed, then the rows that it asked for; how many; and why this one failed."""
-        ends = sent.cumsum().reshape(sent.shape)  # rank by rank, table by table
-        begins = ends - sent
-        rows, failure = np.empty(len(received), np.int64), ""
-        for column, (name, table) in enumerate(self.tables.items()):
-            parts = [
-                slice(*bounds) for bounds in zip(begins[:, column].tolist(), ends[:, column].tolist(), strict=True)
-            ]
-            try:
-                self._decide_together(table, received, parts, number, rows, opens=opens[name])
-            except RowmeshError as error:
-                failure = failure or f"{type(error).__name__}\n{error}"
-        answers, sizes = [], []
-        status = np.array([bool(failure)], np.int64)
-        for rank, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-            own = [status]
-            own += [
-                rows[slice(*part)]
-                for part, mine in zip(zip(begin, end, strict=True), self._is_mine_of[rank], strict=True)
-                if mine
-            ]
-            answers += own
-            sizes.append(sum(map(len, own)))
-        message = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")
-        np.concatenate(answers, out=message.numpy())
-        return message, sizes, failure
-
-    def _decide_together(
-        self,
-        table: DynamicTable,
-        received: np.ndarray,
-        parts: Sequence[slice],
-        number: int,
-        rows: np.ndarray,
-        *,
-        opens: bool,
-    ) -> None:
-        """Sets the rows of what all ranks ask of a table."""
-        if table.owned is None:
-            return
-        requests = np.concatenate([received[part] for part in parts])
-        found = table.merge(requests[:, 0], requests[:, 1])
-        decided = self._decide(table, found.ids, found.counts, number, opens=opens)[found.inverse]
-        begin = 0
-        for part in parts:
-            end = begin + part.stop - part.start
-            rows[part] = decided[begin:end]
-            begin = end
-
-    def _decide(
-        self, table: DynamicTable, ids: np.ndarray, counts: np.ndarray, number: int, *, opens: bool
-    ) -> np.ndarray:
-        """The rows of distinct ids, in any order, which all ranks together have so often."""
-        assert table.owned is not None
-        order = np.argsort(ids)
-        ascending, rows = ids[order], np.empty(len(ids), np.int64)
-        if opens:
-            rows[order] = table.owned.open(number, ascending, counts[order], self.step)
-        else:
-            rows[order] = table.owned.find(number, ascending, self.leases.ahead)
-        return rows
-
-    def _sorted(self, came: np.ndarray, starts: Sequence[int], asked: Mapping[str, Distinct]) -> dict[str, np.ndarray]:
-        """The answers of all owners, by table."""
-        found = {name: np.empty(len(each.ids), np.int64) for name, each in asked.items()}
-        for rank, start in enumerate(starts[:-1]):
-            place = start + 1
-            for name, each in asked.items():
-                if self._is_mine[name][rank]:
-                    part = self.tables[name].part_for(each, rank)
-                    end = place + part.stop - part.start
-                    found[name][part] = came[place:end]
-                    place = end
-        return found
 
     def _raise(self, failure: str) -> None:
         """Raises on all ranks what one of them could not do."""
         everyone = gather_objects(self._mesh, failure, "resolving ids")
         name, text = next(text.split("\n", 1) for text in everyone if text)
         raise next((kind for kind in (NoRoomError, DataError) if kind.__name__ == name), RowmeshError)(text)
-
-
-def _slices(batch: SparseBatch, table: TableSpec) -> list[slice]:
-    """Where the ids of each feature of a table are."""
-    return [slice(*batch.feature_range(batch.features.index(name))) for name in table.features]
-
-
-def _joined(ids: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
-    return ids[parts[0]] if len(parts) == 1 else np.concatenate([ids[part] for part in parts])
-
-
-def _fill(message: np.ndarray, pieces: Sequence[tuple[Distinct, slice]]) -> None:
-    """Writes ids and counts, in turns."""
-    columns = message.reshape(-1, 2)
-    np.concatenate([each.ids[part] for each, part in pieces], out=columns[:, 0])
-    np.concatenate([each.counts[part] for each, part in pieces], out=columns[:, 1])

@@ -17,6 +17,7 @@ from rowmesh.dynamic.state import Opened, ShardState, Statistics, check_batch, c
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, HEAP_SIZE, ID, SCORE, SEEN, USED
+from rowmesh.ops.dynamic_requests import cpu as requests
 from rowmesh.tables.dynamic import Dynamic
 
 _KINDS = {
@@ -104,6 +105,36 @@ class DynamicShards:
         frames = self._index.find(ids, batch.hashes, batch.shards)
         decision = self._decide(batch, counts, frames, step)
         return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
+
+    @property
+    def described(self) -> np.ndarray:
+        """What `rowmesh.ops.dynamic_requests.open_known` must know, but for the row of the first frame."""
+        index, heaps = self._index, self._selection.heaps
+        described = np.zeros(requests.OWNER_COLUMNS, np.int64)
+        described[requests.SEED] = index.seed.view(np.int64)
+        described[requests.NUM_SHARDS] = self.rules.num_shards
+        described[requests.FIRST_SHARD], described[requests.NUM_HERE] = self.shards.start, len(self.shards)
+        described[requests.HEADERS], described[requests.RECORDS] = index.headers.ctypes.data, index.records.ctypes.data
+        described[requests.NUM_SLOTS], described[requests.RECORD_COLUMNS] = index.records.shape
+        described[requests.HEAPS], described[requests.HEAP_SIZE] = heaps.ctypes.data, heaps.shape[1]
+        described[requests.KIND], described[requests.DECAY_STEPS] = self._kind, self.rules.decay_steps
+        return described
+
+    @property
+    def is_always_plain(self) -> bool:
+        """Whether a step of known ids never changes more than their counts and scores."""
+        return not self.rules.window_steps and not self.rules.ttl_steps and self._kind != victims.GIVEN
+
+    def is_plain(self, step: int) -> bool:
+        """Whether a step of known ids changes no more than that."""
+        rules = self.rules
+        is_same_window = not rules.window_steps or step // rules.window_steps == self._window
+        return is_same_window and not rules.ttl_steps and self._kind != victims.GIVEN
+
+    def note_step(self, step: int) -> None:
+        """A step was opened by `rowmesh.ops.dynamic_requests.open_known`."""
+        check_step(self.table, step, self._step)
+        self._step = step
 
     def _locate(self, ids: np.ndarray) -> Located:
         ids = np.ascontiguousarray(ids, np.int64)

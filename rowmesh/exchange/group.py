@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.counters import GroupCounters
+from rowmesh.dynamic.asking import Asked
 from rowmesh.errors import IdRangeError, NoRoomError
 from rowmesh.exchange.route import (
     AnyRouteGroup,
     DeviceRouteGroup,
+    Found,
     HostRouteGroup,
     RouteGroup,
     refused_ids,
@@ -28,10 +30,10 @@ from rowmesh.exchange.route import (
 )
 from rowmesh.faults import reach
 from rowmesh.mesh.channel import Wire
-from rowmesh.ops.look_up import HostLookUps
+from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
-from rowmesh.ops.memory import Buffer, Memory, held_bytes
+from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.pool import DESCRIPTOR
@@ -73,6 +75,7 @@ class GroupExchange:
     Attributes:
         row_wire, gradient_wire: the same, for each.
         is_tiered: whether rows must be brought into fast memory before they are read.
+        is_dynamic: whether rows are frames that ids are given.
         lane_kinds: kinds of rows that devices ask for apart from each other; the first is "direct".
         num_destinations: where devices ask for rows: the ranks, and perhaps that one.
         features: name and table of each.
@@ -103,6 +106,7 @@ class GroupExchange:
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
         self.is_tiered, self.comes_early = isinstance(arena, CachedArena), True
+        self.is_dynamic = group.storage == "dynamic"
         self.copies = address_map.segments(COPIES)
         self.lane_kinds = ("direct", *(kind for kind in address_map.kinds if kind != "direct"))
         self.features = [(name, table) for table in group.tables for name in table.features]
@@ -129,7 +133,8 @@ class GroupExchange:
         tables = np.repeat(np.arange(len(self.group.tables)), [len(table.features) for table in self.group.tables])
         header = self.address_map.header(self.arenas.ctypes.data, self.row_bytes)
         shape = self.world_size, self.num_segments
-        return HostLookUps(self.address_map.num_rows, tables, header, shape, self.group.dim, self.group.dtype, allocate)
+        num_rows = [0] * len(self.group.tables) if self.is_dynamic else self.address_map.num_rows
+        return HostLookUps(num_rows, tables, header, shape, self.group.dim, self.group.dtype, allocate)
 
     def _make_device_look_ups(self, device: torch.device, asks_owners: bool, is_computed: bool) -> DeviceLookUps:
         from rowmesh.ops.route.cuda import DeviceMap
@@ -195,12 +200,7 @@ class GroupExchange:
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
-        look_ups = self.look_ups
-        assert isinstance(look_ups, HostLookUps)
-        try:
-            look_up = look_ups.idle.pop()
-        except IndexError:  # asking before would not do: another thread may take the last one
-            look_up = look_ups.make()
+        look_ups, look_up = self._take_look_up()
         ids = batch.ids
         try:
             is_found = look_ups.find(look_up, ids, layout, inverse)
@@ -211,6 +211,17 @@ class GroupExchange:
         except BaseException:  # peers know this send buffer: it must not be lost
             look_ups.give_back(look_up)
             raise
+        return self._routed(look_up, layout)
+
+    def _take_look_up(self) -> tuple[HostLookUps, HostLookUp]:
+        look_ups = self.look_ups
+        assert isinstance(look_ups, HostLookUps)
+        try:
+            return look_ups, look_ups.idle.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
+            return look_ups, look_ups.make()
+
+    def _routed(self, look_up: HostLookUp, layout: GroupLayout) -> HostRouteGroup:
         counters = self.counters
         with self._counting:
             counters.routes += 1
@@ -218,11 +229,55 @@ class GroupExchange:
             counters.unique_ids += look_up.num_unique
         return RouteGroup(self, layout, look_up)
 
+    # The same of dynamic tables, whose ids become frames in between
+
+    def find_unique(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> Found:
+        """Finds the distinct ids; what is returned goes to `place`, or to `drop`. Arguments as for `route`."""
+        look_ups, look_up = self._take_look_up()
+        try:
+            unique = look_ups.find_unique(look_up, batch.ids, layout, inverse)
+        except BaseException:
+            look_ups.give_back(look_up)
+            raise
+        number = int(unique.offsets[-1])
+        ids, counts = array_at(unique.ids, np.int64, number), array_at(look_up.counts, np.uint32, number)
+        return Found(look_up, unique, Asked(ids, unique.offsets, counts, self.is_frozen))
+
+    def place(self, found: Found, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
+        """Routes what `find_unique` found, which is frames now."""
+        look_ups, look_up = self.look_ups, found.look_up
+        assert isinstance(look_ups, HostLookUps)
+        try:
+            if found.asked.is_distinct:
+                is_found = look_ups.place(look_up, found.unique, inverse, batch.ids.numel())
+            else:  # ids share a frame
+                frames = torch.from_numpy(self._frames(found.asked.ids, layout, inverse, batch.ids.numel()))
+                look_ups.drop_unique(found.unique)
+                is_found = look_ups.find(look_up, frames, layout, inverse)
+            assert is_found
+        except BaseException:  # peers know this send buffer: it must not be lost
+            look_ups.give_back(look_up)
+            raise
+        return self._routed(look_up, layout)
+
+    def drop(self, found: Found) -> None:
+        """What `find_unique` found is of no use."""
+        assert isinstance(self.look_ups, HostLookUps)
+        self.look_ups.drop_unique(found.unique)
+        self.look_ups.give_back(found.look_up)
+
+    @staticmethod
+    def _frames(frames: np.ndarray, layout: GroupLayout, inverse: int, num_ids: int) -> np.ndarray:
+        """The frame of each id of the batch that is of the group."""
+        taken = np.zeros(num_ids, np.int64)
+        which = array_at(inverse, np.uint32, num_ids)
+        for begin, end in layout.features[:, :2].tolist():
+            taken[begin:end] = frames[which[begin:end]]
+        return taken
+
     def nothing(self) -> HostRouteGroup:
         """The group's part of a route that asks for no row."""
-        look_ups = self.look_ups
-        assert isinstance(look_ups, HostLookUps)
-        look_up = look_ups.idle.pop() if look_ups.idle else look_ups.make()
+        _, look_up = self._take_look_up()
         look_up.take_nothing()
         return RouteGroup(self, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), look_up)
 

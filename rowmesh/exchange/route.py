@@ -7,19 +7,20 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.dynamic.asking import Asked
 from rowmesh.dynamic.leases import Lease
 from rowmesh.errors import IdRangeError
 from rowmesh.layout import Layouts
-from rowmesh.ops.look_up import HostLookUp
+from rowmesh.ops.look_up import HostLookUp, UniqueIds
 from rowmesh.ops.look_up.device import DeviceIds, DeviceLookUp
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.pool.layout import GroupLayout
@@ -35,6 +36,23 @@ if TYPE_CHECKING:
 
 Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
+
+Resolve = Callable[[Sequence[Asked]], Lease]
+"""Puts frames in the place of the ids of dynamic tables; returns what keeps these. Collective."""
+
+
+class Found(NamedTuple):
+    """The distinct ids of a group's batch, before they are placed.
+
+    Attributes:
+        look_up: takes what is found.
+        unique: the ids.
+        asked: the same, as the resolver sees them.
+    """
+
+    look_up: HostLookUp
+    unique: UniqueIds
+    asked: Asked
 
 
 L = TypeVar("L", HostLookUp, DeviceLookUp)
@@ -245,15 +263,23 @@ class Router:
             rows = [None if table.out_of_range == "error" else table.out_of_range for table in tables]
             self._ids = DeviceIds([table.num_rows for table in tables], rows, device)
 
-    def __call__(self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: Moment | None = None) -> Route:
+    def __call__(
+        self,
+        batch: SparseBatch,
+        exchanges: Sequence[GroupExchange],
+        moment: Moment | None = None,
+        resolve: Resolve | None = None,
+    ) -> Route:
         """Routes a batch.
 
         Args:
             batch: of this rank.
             exchanges: of all groups.
             moment: which look-up this is, and after how many steps; None where others name it.
+            resolve: of dynamic tables, where there are some; it is collective.
 
         Raises:
+            NoRoomError, PeerError: see `rowmesh.dynamic.resolver.Resolver`.
             DataError: the batch's features are not the tables', or its buffers do not fit together any more.
             IdRangeError: an id is out of range; on a device that is found later.
         """
@@ -268,15 +294,38 @@ class Router:
         route.batch = batch = batch.routed(memory.offsets)
         layouts = self._layouts(batch)
         inverse = memory.inverse.reserve(4 * batch.ids.numel())
+        found = None if resolve is None else self._resolve(route, exchanges, layouts, inverse, resolve)
         refused: list[str] = []
         for exchange, layout in zip(exchanges, layouts, strict=True):
             try:
-                route.groups.append(exchange.route(batch, layout, inverse))
+                if found is not None and exchange.is_dynamic:
+                    route.groups.append(exchange.place(next(found), batch, layout, inverse))
+                else:
+                    route.groups.append(exchange.route(batch, layout, inverse))
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if refused:
+            if route.lease is not None:
+                route.lease.end()
             raise refusal(self._rank, refused, moment)
         return route
+
+    @staticmethod
+    def _resolve(
+        route: Route, exchanges: Sequence[GroupExchange], layouts: Sequence[GroupLayout], inverse: int, resolve: Resolve
+    ) -> Iterator[Found]:
+        """Finds the distinct ids of dynamic tables, which become frames."""
+        dynamic = [each for each in zip(exchanges, layouts, strict=True) if each[0].is_dynamic]
+        found = list[Found]()
+        try:
+            for exchange, layout in dynamic:
+                found.append(exchange.find_unique(route.batch, layout, inverse))
+            route.lease = resolve([each.asked for each in found])
+        except BaseException:
+            for (exchange, _), each in zip(dynamic, found, strict=False):
+                exchange.drop(each)
+            raise
+        return iter(found)
 
     def _route_on_device(
         self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: Moment | None, device_ids: DeviceIds

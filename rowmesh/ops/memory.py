@@ -83,6 +83,10 @@ class Memory:
 class Buffer(Memory):
     """Private memory with a stable address, aligned to 64 bytes (to 2 MiB where it is that big).
 
+    Args:
+        num_bytes: its size.
+        is_sparse: whether little of it may ever be used: no huge pages are asked for.
+
     Example:
         >>> buffer = Buffer(64)
         >>> buffer.array(np.int64, 8)[:] = 1
@@ -90,7 +94,7 @@ class Buffer(Memory):
         0
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, is_sparse: bool = False) -> None:
         self.num_bytes = max(num_bytes, 64)
         alignment = HUGE_PAGE if self.num_bytes >= HUGE_PAGE else 64
         self._map = _private_map(round_up(self.num_bytes, mmap.PAGESIZE) + alignment)
@@ -98,7 +102,8 @@ class Buffer(Memory):
         start = -whole.ctypes.data % alignment
         self.bytes = whole[start : start + self.num_bytes]
         self.address: int = self.bytes.ctypes.data
-        advise_huge_pages(self.address, self.num_bytes)
+        if not is_sparse:
+            advise_huge_pages(self.address, self.num_bytes)
 
 
 def _private_map(num_bytes: int) -> mmap.mmap:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.ops.dynamic_index import cpu
+from rowmesh.ops.memory import Buffer, Scratch, advise_huge_pages, array_at
 
-_PER_GROUP = 14  # of 16 places: load 7/8
+_PER_TWO_GROUPS = 21  # of 24 places: load 7/8
+_UNBOUNDED_IDS = 1 << 40  # from here on shards have memory of their own
+_MOST_EAGER_BYTES = 256 << 20  # groups of more are not committed at once
 _GROWTH = 1.25
 _GOLDEN_RATIO = 0.6180339887498949
-_LINE = 64
 
 
 class Index:
     """Shards of (id → slot), and the records of the slots.
 
     Args:
-        capacities: ids that each shard holds at most.
+        capacities: ids that each shard holds at most. Where that is known, groups of all shards are in one memory, on
+            huge pages, each with room for all it may get; else (from 2^40 on) each has memory of its own.
         seed: of the hash.
         num_shards: P, of which these are some, beginning with `first_shard`.
         num_slots: slots are below it.
@@ -40,17 +43,25 @@ class Index:
     ) -> None:
         self.capacities, self.seed = capacities, np.uint64(seed)
         self._num_shards, self._first_shard = np.uint64(num_shards), first_shard
-        self.records = np.zeros((num_slots, num_columns), np.int64)
+        self.records = _records(num_slots, num_columns)
         self.headers = np.zeros((len(capacities), cpu.COLUMNS), np.int64)
         self.headers[:, cpu.HEAP_SIZE] = -1
-        self._buffers: list[np.ndarray] = [np.empty(0, np.uint8)] * len(capacities)
-        for shard in range(len(capacities)):
-            self._set_groups(shard, -(-min(initial, int(capacities[shard])) // _PER_GROUP))
+        self._buffers: dict[int, np.ndarray] = {}
+        self._scratch = Scratch()
+        most = int(_groups_for(capacities).max(initial=1))
+        self._stride, self._region, self._is_eager = cpu.GROUP_BYTES * most, None, True
+        if len(capacities) and int(capacities.max()) < _UNBOUNDED_IDS:
+            num_bytes = self._stride * len(capacities)
+            self._is_eager = num_bytes <= _MOST_EAGER_BYTES
+            self._region = Buffer(num_bytes, is_sparse=not self._is_eager)
+            self.headers[:, cpu.ADDRESS] = self._region.address + self._stride * np.arange(len(capacities))
+        every = np.arange(len(capacities))
+        self._grow(every, _groups_for(np.minimum(initial, capacities)))
 
     @property
     def num_bytes(self) -> int:
         """Of digests, slots and overflow, without records."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return cpu.GROUP_BYTES * int(self.headers[:, cpu.GROUPS].sum())
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Hash (uint64) and local shard (int64) of each id, and where one is that is not of these, or −1."""
@@ -84,39 +95,52 @@ class Index:
     def clear(self, shard: int) -> None:
         """Forgets all ids of one shard."""
         self.records[self.slots_in(shard), cpu.SEEN] = 0
-        self._buffers[shard][:] = 0
+        address, groups = self.headers[shard, : cpu.GROUPS + 1].tolist()
+        array_at(address, np.int64, cpu.GROUP_BYTES // 8 * groups)[:] = 0
         self.headers[shard, cpu.USED], self.headers[shard, cpu.HEAP_SIZE] = 0, -1
 
     def set_num_slots(self, num_slots: int) -> None:
         """More records; those there are stay."""
-        records = np.zeros((num_slots, self.records.shape[1]), np.int64)
+        records = _records(num_slots, self.records.shape[1])
         records[: len(self.records)] = self.records
         self.records = records
 
     def _reserve(self, shards: np.ndarray) -> None:
-        wanted = self.headers[:, cpu.USED] + np.bincount(shards, minlength=len(self.headers))
-        needed = -(-wanted // _PER_GROUP)
+        needed = _groups_for(self.headers[:, cpu.USED] + np.bincount(shards, minlength=len(self.headers)))
         growing = np.flatnonzero(needed > self.headers[:, cpu.GROUPS])
         if len(growing):
             # Sizes are powers of the factor, shifted by shard, so that shards which fill alike do not grow together.
             phase = growing * _GOLDEN_RATIO % 1.0
             exponent = np.ceil(np.log(needed[growing]) / np.log(_GROWTH) - phase) + phase
-            most = -(-self.capacities[growing] // _PER_GROUP)
-            groups = np.minimum(most, np.ceil(_GROWTH**exponent).astype(np.int64))
-            for shard, number in zip(growing.tolist(), np.maximum(groups, needed[growing]).tolist(), strict=True):
-                self._grow(shard, number)
+            groups = np.minimum(_groups_for(self.capacities[growing]), np.ceil(_GROWTH**exponent).astype(np.int64))
+            self._grow(growing, np.maximum(groups, needed[growing]))
 
-    def _grow(self, shard: int, groups: int) -> None:
-        kept, (old, old_groups) = self._buffers[shard], self.headers[shard, : cpu.GROUPS + 1].tolist()
-        self._set_groups(shard, groups)
-        new = int(self.headers[shard, cpu.ADDRESS])
-        cpu.rehash(old, old_groups, new, groups, self.records, self.records.ctypes.data, self.seed)
+    def _grow(self, shards: np.ndarray, groups: np.ndarray) -> None:
+        kept = [self._buffers.get(shard) for shard in shards.tolist()]
+        if self._region is None:
+            for shard, number in zip(shards.tolist(), groups.tolist(), strict=True):
+                self._buffers[shard] = np.zeros(cpu.GROUP_BYTES * (number + 1), np.uint8)
+            addresses = np.array([self._buffers[shard].ctypes.data for shard in shards.tolist()], np.int64)
+            addresses = -(-addresses // cpu.GROUP_BYTES) * cpu.GROUP_BYTES
+        else:
+            addresses = self.headers[shards, cpu.ADDRESS]
+        scratch = self._scratch.reserve(cpu.GROUP_BYTES * int(self.headers[shards, cpu.GROUPS].max(initial=0)))
+        records = self.records, self.records.ctypes.data
+        cpu.grow(self.headers, shards, groups, addresses, *records, self.seed, scratch)
         del kept  # until here its memory was read
+        if not self._is_eager and self._region is not None and 2 * self.num_bytes > self._region.num_bytes:
+            self._is_eager = True
+            advise_huge_pages(self._region.address, self._region.num_bytes)
 
-    def _set_groups(self, shard: int, groups: int) -> None:
-        self._buffers[shard] = buffer = np.zeros(groups * cpu.GROUP_BYTES + _LINE, np.uint8)
-        self.headers[shard, cpu.ADDRESS] = -(-buffer.ctypes.data // _LINE) * _LINE
-        self.headers[shard, cpu.GROUPS] = groups
+
+def _records(num_slots: int, num_columns: int) -> np.ndarray:
+    """Zeros, on huge pages; committed where they are used, from the first on."""
+    return Buffer(8 * num_slots * num_columns).array(np.int64, num_slots, num_columns)
+
+
+def _groups_for(num_ids: np.ndarray) -> np.ndarray:
+    """How many groups hold so many ids."""
+    return -(-2 * num_ids // _PER_TWO_GROUPS)
 
 
 __all__ = ["Index"]

@@ -16,6 +16,7 @@ from rowmesh.ops.dynamic_index.cpu import (
     ADDRESS,
     COUNT,
     EPOCH,
+    GROUP,
     GROUPS,
     HEAP_SIZE,
     ID,
@@ -27,11 +28,13 @@ from rowmesh.ops.dynamic_index.cpu import (
     SEEN,
     USED,
     ask_for,
+    holds,
     mix,
     place_with,
+    slot_at,
     take_out,
 )
-from rowmesh.ops.simd import inlined, kernel, load_i64, load_u32, prefetch
+from rowmesh.ops.simd import inlined, kernel, prefetch
 
 RECENCY, FREQUENCY, BOTH, GIVEN = 0, 1, 2, 3
 _MAX = np.int64(2**63 - 1)
@@ -147,24 +150,34 @@ def _offer(header, heap, kind, records, slot, epoch, decay_steps):
 
 @kernel
 def touch(headers, records, records_address, heaps, kind, decay_steps, step, slots, shards, counts, given):
-    """Counts and scores of known ids; those of a slot below zero are passed over."""
-    epoch = step // decay_steps if decay_steps > 0 else 0
+    """Counts and scores of known ids; those of a slot below zero are passed over. Returns how many are new in the step.
+
+    An id may come several times, in one call or in several: its counts add up.
+    """
+    epoch, num_new = step // decay_steps if decay_steps > 0 else 0, 0
     for i in range(len(slots)):
         ahead = slots[min(i + _AHEAD, len(slots) - 1)]
         prefetch(records_address + 8 * records.shape[1] * max(ahead, 0), 32)
         slot = slots[i]
         if slot >= 0:
+            is_new, changes = records[slot, SEEN] != step + 1, True
             if kind != RECENCY:
                 old = _halved(records, slot, epoch, decay_steps)
                 records[slot, SCORE] = _new_score(kind, old, counts[i], given[i])
+                changes = records[slot, SCORE] != old
             records[slot, COUNT] = _add(records[slot, COUNT], counts[i])
             records[slot, SEEN] = step + 1
+            num_new += is_new
+            if kind == RECENCY:  # its new key is beyond every limit
+                continue
             shard = shards[i]
             if headers[shard, EPOCH] != epoch:
                 headers[shard, HEAP_SIZE] = -1
                 headers[shard, EPOCH] = epoch
-            if _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
+            # A heap that had one key of a record twice would give it away twice.
+            if (is_new or changes) and _primary(kind, records, slot, epoch, decay_steps) <= headers[shard, LIMIT]:
                 _offer(headers[shard], heaps[shard], kind, records, slot, epoch, decay_steps)
+    return num_new
 
 
 @kernel
@@ -193,11 +206,10 @@ def _gather(header, records, records_address, kind, epoch, decay_steps, step, fr
     """
     address, groups = header[ADDRESS], header[GROUPS]
     count = 0
-    for word_number in range(2 * groups):
-        word = np.uint64(load_i64(address + 64 * groups + 8 * word_number))
-        for byte in range(8):
-            if (word >> np.uint64(8 * byte)) & np.uint64(0x80) != np.uint64(0):
-                frames[count] = load_u32(address + 4 * (8 * word_number + byte))
+    for group in range(groups):
+        for place in range(16 * group, 16 * group + GROUP):
+            if holds(address, place):
+                frames[count] = slot_at(address, place)
                 count += 1
     front, back = 0, count
     for i in range(count):

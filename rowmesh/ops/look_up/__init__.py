@@ -10,6 +10,6 @@ A caller sees only how many unique ids there are, and what to send.
 Source: FusedRec §3 (segment unique, rank-wise sort, recovery) and Algorithm 1, lines 1–4.
 """
 
-from rowmesh.ops.look_up.host import HostLookUp, HostLookUps, SendBuffer, slots_offset
+from rowmesh.ops.look_up.host import HostLookUp, HostLookUps, SendBuffer, UniqueIds, slots_offset
 
-__all__ = ["HostLookUp", "HostLookUps", "SendBuffer", "slots_offset"]
+__all__ = ["HostLookUp", "HostLookUps", "SendBuffer", "UniqueIds", "slots_offset"]

@@ -291,8 +291,13 @@ class HostLookUp:
         return held_bytes(self) + self.send.num_bytes
 
 
-class _UniqueIds:
-    """What finding the unique ids of a group needs; lent to one call at a time."""
+class UniqueIds:
+    """Unique ids of a group, and what finding them needs; lent to one look-up at a time.
+
+    Attributes:
+        ids: address of int64 `[U]`, by table.
+        offsets: int64 `[tables + 1]`: where the ids of each table begin.
+    """
 
     def __init__(self, num_rows: Sequence[int]) -> None:
         self.hash = SegmentHash(list(num_rows))
@@ -316,7 +321,7 @@ class HostLookUps:
     """The look-ups of one group, and their memory.
 
     Args:
-        num_rows: of each table.
+        num_rows: of each table; 0 where ids may be any number.
         tables: int64 `[F]`: which table each feature is of.
         header: the words of the group's address map that `rowmesh.ops.route` reads.
         shape: W and S.
@@ -353,8 +358,8 @@ class HostLookUps:
         self._keep = tables, header
         self._tables_address: int = tables.ctypes.data
         self._header_address: int = header.ctypes.data
-        self._idle_uniques: list[_UniqueIds] = []
-        self._uniques: list[_UniqueIds] = []
+        self._idle_uniques: list[UniqueIds] = []
+        self._uniques: list[UniqueIds] = []
 
     def make(self) -> HostLookUp:
         """One more for a route, which gives it back when it is gone."""
@@ -371,12 +376,16 @@ class HostLookUps:
             layout: where those of the group's features are.
             inverse: address of uint32 `[N]`: where the inverse goes.
         """
+        return self.place(look_up, self.find_unique(look_up, ids, layout, inverse), inverse, ids.numel())
+
+    def find_unique(self, look_up: HostLookUp, ids: Tensor, layout: GroupLayout, inverse: int) -> UniqueIds:
+        """The first half of `find`: what is returned goes to `place`, or back by `drop_unique`."""
         if layout.num_ids > look_up.num_ids:
             look_up.make_room(layout.num_ids)
         try:
             unique = self._idle_uniques.pop()
         except IndexError:
-            unique = _UniqueIds(self._num_rows)
+            unique = UniqueIds(self._num_rows)
             self._uniques.append(unique)
         try:
             if layout.num_ids > unique.num_ids:
@@ -392,6 +401,14 @@ class HostLookUps:
                 inverse,
                 unique.offsets_address,
             )
+        except BaseException:
+            self.drop_unique(unique)
+            raise
+        return unique
+
+    def place(self, look_up: HostLookUp, unique: UniqueIds, inverse: int, num_ids: int) -> bool:
+        """The second half of `find`, for a batch of so many ids; unique ids may have become rows meanwhile."""
+        try:
             found, send = int(unique.offsets[-1]), look_up.send
             if found > send.num_slots:
                 send.reserve_lists(found)
@@ -412,9 +429,13 @@ class HostLookUps:
                 look_up.addresses,
             )
         finally:
-            self._idle_uniques.append(unique)
-        look_up.take(inverse, found, ids.numel())
+            self.drop_unique(unique)
+        look_up.take(inverse, found, num_ids)
         return refused < 0
+
+    def drop_unique(self, unique: UniqueIds) -> None:
+        """What `find_unique` returned is of no use any more."""
+        self._idle_uniques.append(unique)
 
     def give_back(self, look_up: HostLookUp) -> None:
         """The route of a look-up is gone."""

@@ -1,0 +1,138 @@
+"""Owners: all dynamic tables of which a rank has shards, as they answer a batch's requests together.
+
+Most ids of most batches are known. Tables that know all of theirs open the step in one kernel; the others one by one,
+with the distinct ids of all ranks in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import numpy as np
+
+from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.mail import Arrived
+from rowmesh.errors import RowmeshError
+from rowmesh.ops import dynamic_requests
+from rowmesh.ops.dynamic_requests import cpu
+from rowmesh.ops.memory import array_at
+
+
+class Owners:
+    """The tables of one rank, those of which it has no shard included.
+
+    Args:
+        tables: all of the collection, as requests have them.
+    """
+
+    def __init__(self, tables: Sequence[DynamicTable]) -> None:
+        self._tables = tables
+        self._owned = [(place, table.owned) for place, table in enumerate(tables) if table.owned is not None]
+        self._is_always_plain = np.array(
+            [each.owned is not None and each.owned.shards.is_always_plain for each in tables]
+        )
+        self._described = np.zeros((len(tables), cpu.OWNER_COLUMNS), np.int64)
+        for row, table in zip(self._described, tables, strict=True):
+            if table.owned is not None:
+                row[:] = table.owned.described
+        self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
+        self._scratch = np.empty((3, 0), np.int64)
+
+    def release(self, first: int) -> None:
+        """What batches before number `first` held is free: they have ended on all ranks."""
+        for _, owned in self._owned:
+            owned.release(first)
+
+    def decide(self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:
+        """Answers all requests, at `arrived.rows_at`.
+
+        Args:
+            arrived: the requests.
+            number: of the batch.
+            opens: of each table, whether its step is opened; else ids are only found.
+            step: the number of the step.
+            ahead: batches that a pipeline has opened before their turn.
+
+        Returns:
+            Which error it was, and its message, in two lines; empty where there was none.
+        """
+        begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
+        known = self._open_known(arrived, begins, opens, step)
+        failure = ""
+        is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
+        for place, owned in self._owned:
+            if is_known[place]:
+                owned.count_known(hits[place], step)
+                continue
+            try:
+                self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place])
+            except RowmeshError as error:
+                failure = failure or f"{type(error).__name__}\n{error}"
+        return failure
+
+    def _open_known(self, arrived: Arrived, begins: np.ndarray, opens: Sequence[bool], step: int) -> np.ndarray:
+        """Opens the step of tables that know all ids; bool `[T]`: which did."""
+        is_plain = np.array(opens)
+        if not self._is_always_plain.all():
+            is_plain &= self._is_always_plain
+            for place, owned in self._owned:
+                is_plain[place] = opens[place] and owned.shards.is_plain(step)
+        if not is_plain.any():
+            return is_plain
+        described = self._described
+        if not is_plain.all():
+            described = described.copy()
+            described[~is_plain, cpu.NUM_HERE] = 0
+        most = int(arrived.sizes.sum(axis=0).max())
+        if most > self._scratch.shape[1]:
+            self._scratch = np.empty((3, most + most // 4), np.int64)
+        slots, hashes, shards = self._scratch
+        dynamic_requests.open_known(
+            described,
+            arrived.sizes,
+            begins,
+            arrived.ids_at,
+            arrived.counts_at,
+            arrived.rows_at,
+            step,
+            slots,
+            hashes.view(np.uint64),
+            shards,
+            self._outcome,
+        )
+        return is_plain & (self._outcome[:, cpu.UNKNOWN] == 0)
+
+    def _decide_one(
+        self,
+        place: int,
+        arrived: Arrived,
+        begins: np.ndarray,
+        number: int,
+        step: int,
+        ahead: Container[int],
+        *,
+        opens: bool,
+    ) -> None:
+        """Answers the requests for one table."""
+        table = self._tables[place]
+        owned = table.owned
+        assert owned is not None
+        sizes = arrived.sizes[:, place].tolist()
+        ids_at, counts_at, rows_at = (
+            (at + 8 * begins[:, place]).tolist() for at in (arrived.ids_at, arrived.counts_at, arrived.rows_at)
+        )
+        ids, counts = (
+            np.concatenate([array_at(at, np.int64, size) for at, size in zip(each, sizes, strict=True)])
+            for each in (ids_at, counts_at)
+        )
+        found = table.merge(ids, counts)
+        order = np.argsort(found.ids)
+        ascending, rows = found.ids[order], np.empty(len(order), np.int64)
+        if opens:
+            rows[order] = owned.open(number, ascending, found.counts[order], step)
+        else:
+            rows[order] = owned.find(number, ascending, ahead)
+        answers, begin = rows[found.inverse], 0
+        for at, size in zip(rows_at, sizes, strict=True):
+            array_at(at, np.int64, size)[:] = answers[begin : begin + size]
+            begin += size
