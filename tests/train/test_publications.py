@@ -157,9 +157,14 @@ def test_a_failure_is_a_line_and_the_next_version_is_whole(ranks, config_file, t
     assert chains(url, range(1, 4)) == [(2, 1), (6, 1), (8, 2)]
 
 
-def test_a_failure_says_what_failed(config_file, tmp_path):
+@pytest.mark.parametrize("kind", ["parquet", "redis"])
+def test_a_failure_says_what_failed(config_file, tmp_path, kind):
     (tmp_path / "file").touch()
-    options = [*STEPS, "publish.every_steps=4", f"publish.to=parquet:{tmp_path / 'file' / 'published'}"]
+    url = f"parquet:{tmp_path / 'file' / 'published'}"
+    if kind == "redis":
+        pytest.importorskip("redis", reason="the package redis is not installed")
+        url = "redis://127.0.0.1:1/0"  # nobody answers
+    options = [*STEPS, "publish.every_steps=4", f"publish.to={url}", "publish.retry_s=0.0"]
     text = said(resolve(config_file, options))
     assert "what step 4 left cannot be published" in text
     assert "training goes on" in text
