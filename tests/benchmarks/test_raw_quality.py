@@ -33,12 +33,12 @@ def test_contestants_read_the_same_rows(tmp_path):
 def test_contestants_are_compared_cut_by_cut(tmp_path, monkeypatch):
     few = {name: raw_quality.CONTESTANTS[name] for name in (BASE, "raw, dynamic")}
     monkeypatch.setattr(raw_quality, "CONTESTANTS", few)
-    cuts = [cut(drawn_rows(640), b"", "criteo", tmp_path / str(seed), seed) for seed in range(2)]
+    cuts = [cut(drawn_rows(320), b"", "criteo", tmp_path / str(seed), seed) for seed in range(2)]
     report = Lines()
-    compare(cuts, dict.fromkeys(raw_quality.FAMILIES.values(), QUICK_RATES), 4, "drawn", report)
+    compare(cuts, dict.fromkeys(raw_quality.FAMILIES.values(), QUICK_RATES), 2, "drawn", report)
     *means, differences = report.lines
     assert [line["contestant"] for line in means] == list(few)
-    assert all(len(line["windows"]) == 2 for line in means)  # eight steps
+    assert all(len(line["windows"]) == 2 for line in means)  # four steps
     gap = means[1]["test"]["auc"] - means[0]["test"]["auc"]
     assert differences["differences"]["test_auc"]["mean"] == pytest.approx(gap, abs=2e-4)
     assert differences["differences"]["progressive_auc"]["seeds"] == 2

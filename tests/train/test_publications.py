@@ -84,7 +84,7 @@ def chains(url, numbers):
     ],
     ids=["dense", "dynamic", "tiered", "tensor-train"],
 )
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_readers_have_the_model(ranks, config_file, tmp_path, options, num_ranks):
     url = f"parquet:{tmp_path / 'published'}"
     options = [*STEPS, *OFTEN, *options, f"publish.to={url}"]
@@ -173,7 +173,7 @@ def test_a_failure_says_what_failed(config_file, tmp_path, kind):
 
 
 @pytest.mark.parametrize("options", [[], DYNAMIC], ids=["dense", "dynamic"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_interrupted_run_publishes_what_one_does_that_is_not(ranks, config_file, tmp_path, options, num_ranks):
     url = f"parquet:{tmp_path / 'published'}"
     options = [*STEPS, *OFTEN, *options, "checkpoint.every_steps=3", f"publish.to={url}"]
