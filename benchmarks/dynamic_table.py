@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import dynamic_table_tiers
+from benchmarks import dynamic_table_stream, dynamic_table_tiers
 from benchmarks.command import Report
 from benchmarks.measure import median
 from benchmarks.peers.dynamic_table import draw
@@ -124,13 +124,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--tier", help=f"measure stores of records instead: {', '.join(dynamic_table_tiers.TIERS)}, with commas between"
     )
+    parser.add_argument("--stream", action="store_true", help="measure training from raw files instead, in samples/s")
+    parser.add_argument("--rows", type=int, default=200_000, help="of the files, with --stream")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, with --stream")
     parser.add_argument("--record-bytes", type=int, default=160, help="of a record, with --tier")
     parser.add_argument("--steps", type=int, default=50, help="measured steps, with --tier")
-    parser.add_argument("--quick", action="store_true", help="100,000 ids; 20,000 and 10 steps with --tier")
+    parser.add_argument(
+        "--quick", action="store_true", help="100,000 ids; 20,000 and 10 steps with --tier; 10,000 rows with --stream"
+    )
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args(arguments)
     num_ids, batch = (100_000, 5_000) if options.quick else (options.ids, options.batch)
     report = Report("dynamic_table", options.output)
+    if options.stream:
+        rows, batch, repeats = (10_000, 1000, 1) if options.quick else (options.rows, 4096, options.repeats)
+        dynamic_table_stream.run(report, rows, batch, repeats)
+        report.finish()
+        return
     if options.tier:
         tiers, steps = options.tier.split(","), 10 if options.quick else options.steps
         size = (20_000, 2_000) if options.quick else (num_ids, batch)

@@ -1,8 +1,8 @@
-"""Changes: which rows were updated since the last checkpoint, one byte a slot."""
+"""Changes: which rows were updated since the last checkpoint, or publication, one byte a slot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rowmesh.checkpoint.snapshot import Source
 
 if TYPE_CHECKING:
-    from rowmesh.tables import RowStore
+    from rowmesh.tables import RowStore, TableSpec
 
 HOOK = "changes"
 
@@ -23,12 +23,15 @@ class Changes:
     rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next checkpoint is
     to be a full one. Not for rows on a device, and not for averaged replicas, whose rows change by messages.
 
+    A new id of a dynamic table is noted too; what is gone is not.
+
     Args:
         embeddings: whose rows.
+        hook: the name of this use, of which a store has one at a time.
     """
 
-    def __init__(self, embeddings: Source) -> None:
-        self._embeddings = embeddings
+    def __init__(self, embeddings: Source, hook: str = HOOK) -> None:
+        self._embeddings, self._hook = embeddings, hook
         self._stores: dict[int, RowStore] = {}
         self._marks: dict[int, npt.NDArray[np.uint8]] = {}
         self._epoch: tuple[int, int] | None = None
@@ -46,24 +49,34 @@ class Changes:
         for table in self._embeddings.tables:
             if table.storage == "tensor_train":
                 continue
-            for store, piece in self._embeddings.stored_pieces(table.name):
+            for store, num_slots in self._stores_of(table):
                 stores[id(store)] = store
                 before = self._marks.get(id(store))
-                if before is None or len(before) < piece.slots.stop:
+                if before is None or len(before) < num_slots:
                     # The system gives zeros without touching their pages.
-                    self._marks[id(store)] = np.zeros(piece.slots.stop, np.uint8)
+                    self._marks[id(store)] = np.zeros(num_slots, np.uint8)
         for number, store in self._stores.items():
             if number not in stores:
-                store.watch(HOOK, None)
+                store.watch(self._hook, None)
         for number, store in stores.items():
-            store.watch(HOOK, _noting(self._marks[number]))
+            store.watch(self._hook, _noting(self._marks[number]))
         self._stores = stores
         return found
+
+    def _stores_of(self, table: TableSpec) -> Iterator[tuple[RowStore, int]]:
+        """Where rows of a table are on this rank, and how many slots are to be noted there."""
+        if table.storage == "dynamic":
+            records = self._embeddings.records(table.name)
+            if records is not None:
+                yield records.arena, records.arena.num_slots
+            return
+        for store, piece in self._embeddings.stored_pieces(table.name):
+            yield store, piece.slots.stop
 
     def close(self) -> None:
         """Updates cost nothing more; may be called again."""
         for store in self._stores.values():
-            store.watch(HOOK, None)
+            store.watch(self._hook, None)
         self._stores, self._marks, self._epoch = {}, {}, None
 
 

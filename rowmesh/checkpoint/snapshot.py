@@ -25,6 +25,7 @@ from rowmesh.ops.claim import claim
 from rowmesh.ops.memory import Buffer, take
 
 if TYPE_CHECKING:
+    from rowmesh.dynamic.records import Records
     from rowmesh.tables import RowStore, TableSpec
     from rowmesh.tables.row_store import Piece
 
@@ -71,6 +72,7 @@ class Source(Protocol):
     def row_epoch(self) -> tuple[int, int]: ...
     def stored_pieces(self, table: str) -> Sequence[tuple[RowStore, Piece]]: ...
     def cores(self, table: str) -> Any: ...
+    def records(self, table: str) -> Records | None: ...
 
 
 class FrozenCores:

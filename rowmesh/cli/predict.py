@@ -42,7 +42,7 @@ def predict(
     label
         Whether lines hold labels and weight, in a file without a header; --no-label where they do not.
     data
-        The prepared data of the training, where they are no longer where they were.
+        The prepared data of the training, where they are no longer where they were; not of a run on raw rows.
     max_bad_rows
         How many bad rows are left out and written to OUT.quarantine.jsonl; one more stops the command.
     overwrite

@@ -90,7 +90,7 @@ class Coder:
 
 
 def encode_block(
-    block: Block, multi_hot: Sequence[bool], encodings: Sequence[Callable[[pa.Array], NDArray[np.int32]]]
+    block: Block, multi_hot: Sequence[bool], encodings: Sequence[Callable[[pa.Array], NDArray[np.integer]]]
 ) -> list[pa.Array]:
     """The columns of `arrow_schema` for checked rows, with a number for each id.
 

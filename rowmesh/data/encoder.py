@@ -1,13 +1,16 @@
-"""Encoder: raw rows as a model sees them, by the readers, scales and vocabularies of the preparation.
+"""Encoder: raw rows as a model sees them, by the readers, scales and ids of its training.
 
-A row takes the way that it would take through `rowmesh data prepare` and the loader, but for the files between.
+A row takes the way that it would take through `rowmesh data prepare` and the loader, but for the files between; of
+raw data that of `rowmesh.data.raw`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +18,11 @@ from numpy.typing import NDArray
 
 from rowmesh.data.codes import encode_block
 from rowmesh.data.parquet import column_forms, is_list
-from rowmesh.data.prepared import Prepared, arrow_schema
+from rowmesh.data.prepared import Prepared, Table, arrow_schema
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.reader import Block, check_rows
-from rowmesh.data.scales import scale_columns
-from rowmesh.data.schema import ScoringSchema
+from rowmesh.data.scales import DenseScale, scale_columns
+from rowmesh.data.schema import Schema, ScoringSchema
 from rowmesh.data.source import RawTable
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import DataError
@@ -28,31 +31,43 @@ VALUES = Path("the values")
 """What errors call a table in memory."""
 
 
-class Encoder:
-    """Maps the raw ids of checked rows to the rows of tables, and scales their dense values.
+class EncodedData(Protocol):
+    """What an encoder needs to know of the data of the training: `Prepared`, or `RawData`."""
 
-    Holds all vocabularies: the bytes of their values, up to twice, and 24 to 48 bytes a value.
+    @property
+    def schema(self) -> Schema: ...
+    @property
+    def features(self) -> tuple[str, ...]: ...
+    @property
+    def tables(self) -> tuple[Table, ...]: ...
+    @property
+    def dense_scales(self) -> Sequence[DenseScale] | None: ...
+
+
+Encoding = Callable[[str, pa.Array], NDArray[np.integer]]
+"""The ids, as batches have them, of raw values of a feature."""
+
+
+class Encoder:
+    """Maps the raw ids of checked rows to those of batches, and transforms their dense values.
 
     Args:
-        prepared: the data whose vocabularies and scales are used.
+        data: of the training.
+        encoding: of ids.
+        kind: the type of ids in batches.
 
     Attributes:
         ids: how many ids were mapped, by feature.
-        unseen: how many of them have no row of their own and got the rare row: they are rare in, or absent from, the
-            training split.
-
-    Raises:
-        DataError: a vocabulary is missing or damaged.
+        unseen: how many of them have no row of their own: they got the rare row, as they are rare in, or absent from,
+            the training split; or a dynamic table does not know them, which its caller counts.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-        self.ids: Counter[str] = Counter(dict.fromkeys(prepared.features, 0))
-        self.unseen: Counter[str] = Counter(dict.fromkeys(prepared.features, 0))
-        self._multi_hot = [table.multi_hot for table in prepared.tables]
-        self._kinds = arrow_schema(prepared.schema, self._multi_hot)
-        self._vocabularies: dict[str, Vocabulary] = {}
-        self._encodings = [self._encoding(name) for name in prepared.features]
+    def __init__(self, data: EncodedData, encoding: Encoding, kind: pa.DataType | None = None) -> None:
+        self.data, self._encoding = data, encoding
+        self.ids: Counter[str] = Counter(dict.fromkeys(data.features, 0))
+        self.unseen: Counter[str] = Counter(dict.fromkeys(data.features, 0))
+        self._multi_hot = [table.multi_hot for table in data.tables]
+        self._kinds = arrow_schema(data.schema, self._multi_hot, kind)
 
     def encode(self, block: Block) -> pa.RecordBatch:
         """The rows as a split's file has them: missing dense values are 0; labels are NaN where none were read.
@@ -60,13 +75,18 @@ class Encoder:
         Raises:
             DataError: a column holds text where the training had integers.
         """
-        columns = encode_block(block, self._multi_hot, self._encodings)
-        dense = scale_columns(block.dense.T, self.prepared.dense_scales)  # the labels keep their NaN
-        first = self.prepared.schema.num_targets
+        encodings = [partial(self._encode, name) for name in self.data.features]
+        columns = encode_block(block, self._multi_hot, encodings)
+        dense = scale_columns(block.dense.T, self.data.dense_scales)  # the labels keep their NaN
+        first = self.data.schema.num_targets
         columns[first : first + len(dense)] = [pa.array(values) for values in dense]
         kinds = self._kinds.types
         arrays = [column.cast(kind) for column, kind in zip(columns, kinds, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._kinds)
+
+    def _encode(self, name: str, values: pa.Array) -> NDArray[np.integer]:
+        self.ids[name] += len(values)
+        return self._encoding(name, values)
 
     def check_forms(self, path: Path, schema: ScoringSchema, types: pa.Schema) -> None:
         """Raises DataError where a column is missing, of no use, or holds lists where the training had single ids.
@@ -79,7 +99,7 @@ class Encoder:
             types: their types.
         """
         forms = column_forms(path, schema, types)
-        for table, feature, (has_lists, _) in zip(self.prepared.tables, schema.categorical, forms, strict=True):
+        for table, feature, (has_lists, _) in zip(self.data.tables, schema.categorical, forms, strict=True):
             if has_lists is not None and has_lists != table.multi_hot:
                 found, trained = ("lists", "single ids") if has_lists else ("single ids", "lists")
                 raise DataError(
@@ -105,25 +125,36 @@ class Encoder:
         raw = RawTable(table.select(list(plain.source_columns)), lines, lambda row: "", table.num_rows)
         return check_rows(raw, VALUES, plain, NoBadRows())
 
-    def _encoding(self, name: str) -> Callable[[pa.Array], NDArray[np.int32]]:
-        rare_row, table = self.prepared.table(name).rare_row, self.prepared.schema.table_of(name)
-        if (vocabulary := self._vocabularies.get(table)) is None:
-            vocabulary = self._vocabularies[table] = Vocabulary(table)
-            vocabulary.encode(self.prepared.vocabulary(table))
-        if len(vocabulary) != rare_row:
-            raise DataError(
-                f"{self.prepared.folder}: the vocabulary of {name!r} has a value twice; prepare the data again"
-            )
 
-        def encode(ids: pa.Array) -> NDArray[np.int32]:
-            rows = vocabulary.find(ids)
-            unseen = rows < 0
-            rows[unseen] = rare_row
-            self.ids[name] += len(rows)
-            self.unseen[name] += int(unseen.sum())
-            return rows
+def prepared_encoder(prepared: Prepared) -> Encoder:
+    """Maps raw ids to the rows of tables.
 
-        return encode
+    Holds all vocabularies: the bytes of their values, up to twice, and 24 to 48 bytes a value.
+
+    Args:
+        prepared: the data whose vocabularies and scales are used.
+
+    Raises:
+        DataError: a vocabulary is missing or damaged.
+    """
+    vocabularies: dict[str, Vocabulary] = {}
+    for name in prepared.features:
+        table = prepared.schema.table_of(name)
+        if (vocabulary := vocabularies.get(table)) is None:
+            vocabulary = vocabularies[table] = Vocabulary(table)
+            vocabulary.encode(prepared.vocabulary(table))
+        if len(vocabulary) != prepared.table(name).rare_row:
+            raise DataError(f"{prepared.folder}: the vocabulary of {name!r} has a value twice; prepare the data again")
+
+    def encode(name: str, values: pa.Array) -> NDArray[np.int32]:
+        rows = vocabularies[prepared.schema.table_of(name)].find(values)
+        unseen = rows < 0
+        rows[unseen] = prepared.table(name).rare_row
+        encoder.unseen[name] += int(unseen.sum())
+        return rows
+
+    encoder = Encoder(prepared, encode)
+    return encoder
 
 
 def rebatched(batches: Sequence[pa.RecordBatch], size: int) -> tuple[list[pa.RecordBatch], list[pa.RecordBatch]]:

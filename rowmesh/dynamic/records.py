@@ -31,10 +31,15 @@ Read = Callable[[str, slice], Tensor]
 
 
 class ShardRows:
-    """The rows and states of some shards: copies, made when they are asked for."""
+    """The rows and states of some shards: copies, made when they are asked for.
+
+    Attributes:
+        rows: int64 `[n]`, the ids.
+        slots: int64 `[n]`, where their rows are in the arena.
+    """
 
     def __init__(self, arena: DenseArena, ids: np.ndarray, slots: np.ndarray) -> None:
-        self.rows, self._arena, self._slots = ids, arena, torch.from_numpy(slots)
+        self.rows, self.slots, self._arena, self._slots = ids, slots, arena, torch.from_numpy(slots)
 
     @property
     def values(self) -> Tensor:
@@ -62,12 +67,13 @@ class Records:
 
     Attributes:
         shards: which ones.
+        arena: where the rows are.
     """
 
     def __init__(
         self, table: TableSpec, owned: OwnedTable, arena: DenseArena, *, step: int = 0, is_first: bool = True
     ) -> None:
-        self._table, self._owned, self._arena, self.shards = table, owned, arena, owned.shards.shards
+        self._table, self._owned, self.arena, self.shards = table, owned, arena, owned.shards.shards
         self.step, self.is_first = step, is_first
 
     @cached_property
@@ -92,7 +98,7 @@ class Records:
         for first in range(0, len(self._states), CHUNK_SHARDS):
             states = self._states[first : first + CHUNK_SHARDS]
             ids, frames = (np.concatenate([getattr(state, kind) for state in states]) for kind in ("ids", "frames"))
-            pieces.append(ShardRows(self._arena, ids, self._owned.slots(frames)))
+            pieces.append(ShardRows(self.arena, ids, self._owned.slots(frames)))
         return pieces
 
     def load(self, parts: Sequence[tuple[range, Read]], states: Sequence[str]) -> None:
@@ -111,7 +117,7 @@ class Records:
             self._owned.start(slots, state.ids)
             read, at = found[shard][1], places[shard]
             rows = {name: read(name, at) for name in ("values", *states)}
-            self._arena.write_rows(slots, rows.pop("values"), rows)
+            self.arena.write_rows(slots, rows.pop("values"), rows)
 
     def _state(self, shard: int, shards: range, read: Read, places: dict[int, slice]) -> ShardState:
         sizes = read(SIZES, slice(None)).numpy()

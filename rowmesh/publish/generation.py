@@ -48,6 +48,7 @@ class Generation:
         chain: the generations that have its rows, the newest first: itself, and what it changes down to a whole one.
         num_parts: of each generation of the chain: how many ranks wrote it.
         tables: by name.
+        run: which published it; "" where it has no name.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Generation:
     chain: tuple[int, ...]
     num_parts: tuple[int, ...]
     tables: dict[str, PublishedTable]
+    run: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -72,7 +74,13 @@ class Generation:
             }
             for name, table in self.tables.items()
         }
-        own = {"number": self.number, "step": self.step, "chain": self.chain, "num_parts": self.num_parts}
+        own = {
+            "run": self.run,
+            "number": self.number,
+            "step": self.step,
+            "chain": self.chain,
+            "num_parts": self.num_parts,
+        }
         return json.dumps({"format": _FORMAT, **own, "tables": tables}, indent=1).encode()
 
     @classmethod
@@ -99,6 +107,7 @@ class Generation:
                 chain=tuple(map(int, values["chain"])),
                 num_parts=tuple(map(int, values["num_parts"])),
                 tables=tables,
+                run=str(values.get("run", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, DataError):

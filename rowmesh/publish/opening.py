@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rowmesh import extras
 from rowmesh.dynamic.stores import Retry
 from rowmesh.dynamic.stores.opening import REDIS
 from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.dynamic.stores.rocksdb import rocksdict
 from rowmesh.errors import ConfigurationError
 from rowmesh.publish.folder import FolderTarget
 from rowmesh.publish.parquet import ParquetTables
@@ -32,12 +34,36 @@ def open_target(url: str, *, retry: Retry | None = None) -> Target:
         >>> open_target("parquet:published").name
         'folder published'
     """
-    if url.startswith(REDIS):
+    kind, place = split_url(url)
+    if kind == "redis":
         return RedisTarget(RedisConnection(url, retry))
+    return FolderTarget(Path(place), _FORMATS[kind]())
+
+
+def check_installed(url: str) -> None:
+    """Raises ConfigurationError where a target needs a package that is not installed."""
+    kind, _ = split_url(url)
+    if kind == "redis":
+        extras.load("redis", "redis", "Redis is used")
+    if kind == "rocksdb":
+        rocksdict()
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The kind of a target, and its folder; of a server "redis" and the URL.
+
+    Raises:
+        ConfigurationError: the URL is none of those that there are.
+
+    >>> split_url("parquet:published"), split_url("redis://localhost/1")
+    (('parquet', 'published'), ('redis', 'redis://localhost/1'))
+    """
+    if url.startswith(REDIS):
+        return "redis", url
     kind, _, place = url.partition(":")
     if kind not in _FORMATS or not place:
         raise ConfigurationError(
             f"{url.split('@')[-1]!r} is nowhere to publish to; there are parquet:FOLDER, rocksdb:FOLDER, and "
             "redis://HOST:PORT/DATABASE or rediss://… for TLS"
         )
-    return FolderTarget(Path(place), _FORMATS[kind]())
+    return kind, place

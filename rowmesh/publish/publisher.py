@@ -20,6 +20,7 @@ from rowmesh.publish.target import PartWriter, Target
 
 logger = logging.getLogger("rowmesh")
 _NONE = np.empty(0, np.int64)
+_LOOKING = "looking at what is published"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Publisher:
         mesh: the ranks, each of which publishes what it owns; None: this process alone. Making one is collective.
         keep_last: how many generations can be read; one that a kept one changes stays, too.
         whole_every: 1: all generations are whole.
+        run: a name for what is trained, which generations have.
 
     Raises:
         ConfigurationError: a number is below 1.
@@ -74,19 +76,38 @@ class Publisher:
         mesh: Mesh | None = None,
         keep_last: int = 3,
         whole_every: int = 10,
+        run: str = "",
     ) -> None:
         if keep_last < 1 or whole_every < 1:
             raise ConfigurationError(
                 f"keep_last and whole_every of publishing must be 1 or more, got {keep_last} and {whole_every}"
             )
         self._target, self._tables, self._mesh = target, dict(tables), mesh
-        self._keep_last, self._whole_every = keep_last, whole_every
+        self._keep_last, self._whole_every, self._run = keep_last, whole_every, run
         self._last: Generation | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether the next generation takes all rows."""
         return self._last is None or len(self._last.chain) >= self._whole_every
+
+    def begin_anew(self) -> None:
+        """The next generation is whole: what changed is not known. All ranks call it alike."""
+        self._last = None
+
+    def newest(self) -> Generation | None:
+        """The newest generation that is published, whoever did; None before the first. Collective and blocking.
+
+        Raises:
+            StoreError, DataError: on all ranks: the target does not answer, or has something else.
+        """
+        text = self._together(self._read_newest, _LOOKING)
+        if self._mesh is not None:
+            text = broadcast_object(self._mesh, text, _LOOKING)
+        return Generation.read(text.encode(), self._target.name) if text else None
+
+    def _read_newest(self) -> str:
+        return (self._target.newest() or b"").decode() if self._is_first else ""
 
     def publish(self, step: int, changes: Mapping[str, Changes], network: Mapping[str, Any]) -> Generation:
         """Publishes a generation. Collective and blocking.
@@ -112,6 +133,7 @@ class Publisher:
             chain=(number, *(before.chain if before else ())),
             num_parts=(1 if self._mesh is None else self._mesh.world_size, *(before.num_parts if before else ())),
             tables=self._tables,
+            run=self._run,
         )
         self._together(lambda: self._finish(generation, network), "publishing the network")
         self._last = generation

@@ -2,84 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
-from torch import nn
-
-from rowmesh.data import Batch, Prepared
-from rowmesh.embeddings import Embeddings
-from rowmesh.tables import TableSpec
+from rowmesh.data import Prepared
 from rowmesh.train.advice import advice
-from rowmesh.train.checks import check_batch
-from rowmesh.train.config import Config, chosen
-from rowmesh.train.defaults import choose_defaults
+from rowmesh.train.config import chosen
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.fingerprint import Fingerprint, fingerprint
-from rowmesh.train.graphs import Network
 from rowmesh.train.job import Job
-from rowmesh.train.network_memory import network_bytes
-from rowmesh.train.networks import make_network, own_model, takes_vectors
-from rowmesh.train.own_model import OwnModel
-from rowmesh.train.report import click_data, click_loss, results
+from rowmesh.train.labelled_task import LabelledTask, as_clicks
+from rowmesh.train.report import click_data, results
 from rowmesh.train.splits import check_file, check_split, check_training_splits, training_source, validation_source
 from rowmesh.train.stopping import EarlyStopping
-from rowmesh.train.targets import Target, is_click, targets_of
-from rowmesh.train.task import Computed, StepBatch, TrainingLoader
+from rowmesh.train.targets import is_click, targets_of
+from rowmesh.train.task import StepBatch, TrainingLoader
 from rowmesh.train.together import summed
 
 
 @dataclass(frozen=True, eq=False)
-class ClickTask:
-    """What every model but those of sequences does.
-
-    Attributes:
-        config: of the run.
-        data: its samples.
-    """
-
-    config: Config
-    data: Prepared
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """One for each label."""
-        return self._targets
-
-    @cached_property
-    def _targets(self) -> tuple[Target, ...]:
-        return targets_of(self.config, self.data)
-
-    @property
-    def is_relative(self) -> bool:
-        """A log-loss is in nats, another loss of any scale."""
-        return not is_click(self.targets)
-
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """See `rowmesh.train.defaults`."""
-        return choose_defaults(self.config, self.data)
+class ClickTask(LabelledTask[Prepared]):
+    """What every model but those of sequences does."""
 
     def check(self) -> None:
         """Refuses splits that are not there, and losses that do not fit the labels."""
         check_training_splits(self.config, self.data)
         targets_of(self.config, self.data)
-
-    def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
-        """DLRM, or a model that takes vectors by feature."""
-        if takes_vectors(self.config, tables):
-            own = own_model(self.config, self.data, tables)
-            return own.network, own
-        return make_network(self.config, self.data), None
-
-    def network_bytes(self, world_size: int, *, trains: bool) -> int:
-        """See `rowmesh.train.network_memory`."""
-        return network_bytes(self.config, self.data, world_size, trains=trains)
-
-    def linear_rows(self) -> int:
-        """One a sample."""
-        return chosen(self.config.data.batch_size)
 
     def fingerprint(self) -> Fingerprint:
         """Of vocabularies and dense features."""
@@ -101,10 +50,6 @@ class ClickTask:
             training_source(self.config, self.data, validates=validates), shuffle=self.config.data.shuffle
         )
 
-    def check_batch(self, batch: StepBatch, where: str) -> None:
-        """Refuses values and labels that cannot be."""
-        check_batch(as_clicks(batch), self.data.schema, where)
-
     def global_weight(self, job: Job, batch: StepBatch, step: int) -> float:
         """Σ w over the samples of all ranks; collective where samples have weights, else their number."""
         if as_clicks(batch).weights is not None:
@@ -113,12 +58,6 @@ class ClickTask:
         num_samples = training_source(self.config, self.data, validates=validates).samples
         number = step % -(-num_samples // batch_size)
         return float(min(batch_size, num_samples - number * batch_size))
-
-    def compute(
-        self, job: Job, batch: StepBatch, embeddings: Embeddings, network: Network | None, samples: slice | None = None
-    ) -> Computed:
-        """Logits and their losses."""
-        return compute(job, batch, embeddings, network, samples)
 
     def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
         """Every sample once."""
@@ -142,10 +81,6 @@ class ClickTask:
         """Splits, features and how dense ones were transformed."""
         return click_data(job.clicks)
 
-    def describe_loss(self, job: Job) -> str:
-        """Of what it is the sum."""
-        return click_loss(job)
-
     def results(self, split: str, evaluation: Evaluation) -> list[str]:
         """Beside the base rate and what is planted."""
         return results(split, evaluation, self.data.splits[split])
@@ -157,19 +92,3 @@ class ClickTask:
     def advice(self, job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Evaluation | None) -> list[str]:
         """See `rowmesh.train.advice`."""
         return advice(job, stopping, trained_steps, evaluation)
-
-
-def compute(
-    job: Job, batch: StepBatch, embeddings: Embeddings, network: Network | None, samples: slice | None
-) -> Computed:
-    """Logits and losses of a batch, or of some of its samples."""
-    clicks, part = as_clicks(batch), samples or slice(None)
-    weights = None if clicks.weights is None else clicks.weights[part]
-    labels, logits = clicks.labels[part], job.predict(clicks.dense[part], embeddings, network)
-    return Computed(job.loss(logits, labels, weights), logits, labels, weights)
-
-
-def as_clicks(batch: StepBatch) -> Batch:
-    """The batch, which is of samples with labels."""
-    assert isinstance(batch, Batch)
-    return batch

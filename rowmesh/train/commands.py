@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def run_training(
             job_on(config, mesh, data, lambda: resumed_placement(config, mesh, data, start), trains=True)
         )
         trainer = Trainer(job)
+        stack.enter_context(closing(trainer.publications))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
         about = about_run(job, trainer.total_steps)
@@ -112,8 +113,10 @@ def run_training(
             of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
             _write(mesh, f"resume    after step {trainer.step:,}{of}")
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
+        trainer.publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
         trainer.run(begun)
         run = _save(job, trainer, claim, meaning)
+        trainer.publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
         metrics = _evaluate(job, run, job.task.tested) if job.task.tested else None

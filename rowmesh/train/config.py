@@ -14,6 +14,7 @@ from rowmesh.models.named import NAMED
 from rowmesh.models.sequence import KINDS
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
+from rowmesh.train.publish_config import PublishConfig
 from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.table_config import TablesConfig
@@ -407,6 +408,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     tiers: TiersConfig = TiersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    publish: PublishConfig = PublishConfig()
 
     @model_validator(mode="after")
     def _can_clip(self) -> Self:

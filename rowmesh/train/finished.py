@@ -9,8 +9,10 @@ from pathlib import Path
 from rowmesh import checkpoint
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
+from rowmesh.data.raw import RawData
 from rowmesh.errors import DataError, RowmeshError
-from rowmesh.train.fingerprint import fingerprint, mismatch
+from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch, raw_fingerprint
+from rowmesh.train.raw import open_raw
 from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
@@ -36,15 +38,25 @@ class FinishedRun:
         return FinishedRun(folder, checkpoint.read_manifest(folder.model))
 
     def data(self, moved_to: Path | None = None, *, verify: bool = True) -> Prepared:
-        """The prepared data of the training.
+        """The prepared data of the training, whose vocabularies name ids.
 
         Args:
             moved_to: where they are, if no longer where the run was trained on them.
             verify: compare what is read with the checksums.
 
         Raises:
-            RowmeshError: they are not there, or damaged.
+            RowmeshError: they are not there, damaged, or raw.
         """
+        data = self.scored_data(moved_to, verify=verify)
+        if isinstance(data, Prepared):
+            return data
+        raise RowmeshError(
+            f"{self.folder.path} was trained on raw data: there is no vocabulary to name its ids with; `publish.to` "
+            "gives their rows by id, and `rowmesh predict` scores raw rows"
+        )
+
+    def scored_data(self, moved_to: Path | None = None, *, verify: bool = True) -> Prepared | RawData:
+        """The data of the training, as far as they say how raw rows become samples. See `data`."""
         config = resolve(self.folder.config)
         if config.model.is_sequence:
             raise RowmeshError(
@@ -52,10 +64,12 @@ class FinishedRun:
                 "samples; rowmesh recommend reads it"
             )
         if config.data.is_raw:
-            raise RowmeshError(
-                f"{self.folder.path} was trained on raw data: there is no vocabulary to name its ids with; "
-                "`rowmesh evaluate RUN --split FOLDER` reads raw rows"
-            )
+            if moved_to is not None:
+                raise RowmeshError(
+                    f"{self.folder.path} was trained on raw data, of which nothing but the schema is read; leave out "
+                    "--data"
+                )
+            return open_raw(config)
         if moved_to is not None:
             return Prepared.open(moved_to, verify=verify)
         try:
@@ -65,16 +79,16 @@ class FinishedRun:
                 f"{error}; where the data of the training were moved, say where to with --data"
             ) from None
 
-    def remarks(self, data: Prepared, *, verify: bool = True) -> Iterator[str]:
+    def remarks(self, data: Prepared | RawData, *, verify: bool = True) -> Iterator[str]:
         """Lines on which model it is where the run chose one of several, and on what is read without verification."""
         if "is_best" in self.manifest.metadata:
             yield f"model     {self.folder.model}, {model_text(self.manifest.metadata)}"
         if verify and not self.manifest.checksums:
             yield f"model     {self.folder.model} {UNVERIFIABLE}"
-        if data.verification:
+        if data.verification and isinstance(data, Prepared):
             yield f"data      {data.folder}: {data.verification}"
 
-    def check_meaning(self, data: Prepared, otherwise: str) -> None:
+    def check_meaning(self, data: Prepared | RawData, otherwise: str) -> None:
         """Raises RowmeshError where ids or dense features of the data mean something else than in training.
 
         Reads all vocabularies.
@@ -83,7 +97,11 @@ class FinishedRun:
             data: what is given as the data of the training.
             otherwise: what would happen then, for the message.
         """
-        if what := mismatch(self.manifest.metadata, lambda: fingerprint(data), self.folder.model):
+
+        def given() -> Fingerprint:
+            return raw_fingerprint(data) if isinstance(data, RawData) else fingerprint(data)
+
+        if what := mismatch(self.manifest.metadata, given, self.folder.model):
             raise RowmeshError(
                 f"the model in {self.folder.path} was trained on {self.manifest.metadata['data']}, and "
                 f"{data.folder.absolute()} differs from it in {what}: {otherwise}. Give the prepared data of the "

@@ -35,6 +35,7 @@ from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.progressive import Progressive
+from rowmesh.train.publications import Publications
 from rowmesh.train.random_states import random_states, set_random_states
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
@@ -46,7 +47,7 @@ from rowmesh.train.survivors import Standing, Survivors
 from rowmesh.train.task import Computed, StepBatch
 
 PAUSE_EVERY = 64
-"""Steps after which a pipeline over dynamic tables has nothing under way, so that a checkpoint can be asked for."""
+"""Steps after which a pipeline over dynamic tables has nothing under way: a checkpoint may have been asked for."""
 
 
 class Trainer:
@@ -56,6 +57,7 @@ class Trainer:
         step: steps done, of the model that there is: fewer than were trained where the best model was taken back.
         trained_steps: steps done in all.
         total_steps: steps of the run, at most; None: until there are no more rows.
+        publications: versions for who serves; to be closed.
         stopping: what evaluations found, and which was the best.
 
     Args:
@@ -67,7 +69,8 @@ class Trainer:
         self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
         self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=job.task.is_relative)
         self._eval_every = chosen(config.train.eval_every)
-        self._requests = Requests(config.checkpoint, job.mesh)
+        self._requests = Requests(config.checkpoint, job.mesh, 60.0 * config.publish.every_minutes)
+        self.publications = Publications(job)
         self._loader = job.task.loader(
             job, validates=self._eval_every > 0, is_asked=lambda: bool(self._requests.signal)
         )
@@ -137,6 +140,9 @@ class Trainer:
                 if checkpoints.may_write(self.step) and self._is_idle and self._is_asked(checkpoints):
                     steps.wait()
                     self._checkpoint(checkpoints, log, interval, best, drift)
+                if self._is_idle and self.publications.is_due(self.step, is_asked=self._requests.version):
+                    steps.wait()
+                    self._publish(log, interval)
                 self._is_between = True
                 self._clock.begin()
             if self.total_steps is None and interval.steps:  # nobody knew that it was the last one
@@ -227,23 +233,25 @@ class Trainer:
         if config.pipeline.is_off:
             return PlainSteps(self)
         pauses = [config.placement.drift.check_every] if can_migrate else []
-        pauses += self._checkpoint_pauses
+        pauses += self._idle_steps
         if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
             pauses.append(self._eval_every)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
     @property
-    def _checkpoint_pauses(self) -> list[int]:
+    def _idle_steps(self) -> list[int]:
         """Every how many steps a pipeline opens no batch ahead: what dynamic tables know is that after all of them."""
-        every = self.config.checkpoint.every_steps
+        checkpoint, publish = self.config.checkpoint, self.config.publish
         is_dynamic = any(table.storage == "dynamic" for table in self.job.embeddings.tables)
         is_ahead = is_dynamic and not self.config.pipeline.is_off
-        return [PAUSE_EVERY, *([every] if every else [])] if is_ahead and self.config.checkpoint.is_on else []
+        if not is_ahead or not (checkpoint.is_on or publish.is_on):
+            return []
+        return [PAUSE_EVERY, *filter(None, (checkpoint.every_steps, publish.every_steps))]
 
     @property
     def _is_idle(self) -> bool:
-        """Whether a checkpoint may be written after this step, for all that pipelines did ahead."""
-        pauses = self._checkpoint_pauses
+        """Whether all rows may be read after this step, for all that pipelines did ahead."""
+        pauses = self._idle_steps
         return not pauses or any(self._is_due(every) for every in pauses)
 
     def local_loss(self, total: Tensor) -> Tensor:
@@ -348,6 +356,14 @@ class Trainer:
             is_written = checkpoints.last == self.step
             log.progress.write(checkpoints.farewell(self.step, self._requests.signal, is_written=is_written))
             raise Preempted if is_written else Terminated(self._requests.signal or signal.SIGTERM)
+
+    def _publish(self, log: RunLog, interval: Interval) -> None:
+        """Publishes a version. Steps are not charged for it."""
+        started_s = time.perf_counter()
+        self.publications.write(self.step, log.progress.write)
+        log.skip()
+        self._requests.published()
+        interval.started_s += time.perf_counter() - started_s
 
     def _whole_state(
         self,

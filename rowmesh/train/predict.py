@@ -35,7 +35,7 @@ class Predicted:
         means: of the scores, by the name of their column.
         bad_rows: without one; they are in `quarantine`.
         quarantine: the file of bad rows, None without any.
-        ids, unseen: by feature, how many ids there were, and how many of them got the row of rare and unseen ones.
+        ids, unseen: by feature, how many ids there were, and how many of them have no row of their own.
     """
 
     num_rows: int
@@ -70,7 +70,7 @@ def predict(
         out: the file to write; it appears whole or not at all.
         keep: columns to copy beside the scores.
         has_label: False for text files without a header whose lines lack the label.
-        data: the prepared data of the training, where they are no longer where they were.
+        data: the prepared data of the training, where they are no longer where they were; not of raw rows.
         max_bad_rows: one bad row more stops the prediction.
         overwrite: replace `out`.
         verify: compare what is read of the model and of the data with their checksums.
@@ -84,7 +84,7 @@ def predict(
     """
     _check_arguments(file, out, keep, max_bad_rows, overwrite)
     finished = FinishedRun.open(run)
-    prepared = finished.data(data, verify=verify)
+    prepared = finished.scored_data(data, verify=verify)
     for line in finished.remarks(prepared, verify=verify):
         log(line)
     schema = prepared.schema.for_scoring(keep, has_label=has_label)

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-
-from torch import nn
 
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import RawData, RawLoader
-from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
-from rowmesh.tables import TableSpec
-from rowmesh.train.checks import check_batch
-from rowmesh.train.click_task import as_clicks, compute
-from rowmesh.train.config import Config, chosen
-from rowmesh.train.defaults import choose_defaults
+from rowmesh.train.config import chosen
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.fingerprint import Fingerprint, raw_fingerprint
-from rowmesh.train.graphs import Network
 from rowmesh.train.job import Job
-from rowmesh.train.network_memory import network_bytes
-from rowmesh.train.networks import make_network, own_model, takes_vectors
-from rowmesh.train.own_model import OwnModel
+from rowmesh.train.labelled_task import LabelledTask
 from rowmesh.train.raw import Following
-from rowmesh.train.report import click_loss, results
+from rowmesh.train.report import results
 from rowmesh.train.stopping import EarlyStopping
-from rowmesh.train.targets import Target, is_click, targets_of
-from rowmesh.train.task import Computed, StepBatch, TrainingLoader
+from rowmesh.train.targets import targets_of
+from rowmesh.train.task import StepBatch, TrainingLoader
 from rowmesh.train.together import summed
 
 
 @dataclass(frozen=True, eq=False)
-class RawTask:
-    """What models of clicks do with raw rows: as with prepared ones, but for splits and all that counts samples.
-
-    Attributes:
-        config: of the run.
-        data: where the rows are.
-    """
-
-    config: Config
-    data: RawData
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """One for each label; means are not known."""
-        return self._targets
-
-    @cached_property
-    def _targets(self) -> tuple[Target, ...]:
-        return targets_of(self.config, self.data)
-
-    @property
-    def is_relative(self) -> bool:
-        """Nothing is validated."""
-        return not is_click(self.targets)
-
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """Rates and a batch size, without the number of samples."""
-        return choose_defaults(self.config, self.data)
+class RawTask(LabelledTask[RawData]):
+    """What models of clicks do with raw rows: as with prepared ones, but for splits and all that counts samples."""
 
     def check(self) -> None:
         """Refuses what is not there to be read, and losses that do not fit the labels."""
@@ -69,21 +32,6 @@ class RawTask:
         if self.tested:
             self.data.source(self.tested)
         targets_of(self.config, self.data)
-
-    def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
-        """DLRM, or a model that takes vectors by feature."""
-        if takes_vectors(self.config, tables):
-            own = own_model(self.config, self.data, tables)
-            return own.network, own
-        return make_network(self.config, self.data), None
-
-    def network_bytes(self, world_size: int, *, trains: bool) -> int:
-        """See `rowmesh.train.network_memory`."""
-        return network_bytes(self.config, self.data, world_size, trains=trains)
-
-    def linear_rows(self) -> int:
-        """One a sample."""
-        return chosen(self.config.data.batch_size)
 
     def fingerprint(self) -> Fingerprint:
         """Of the hash of ids, and of dense features."""
@@ -119,19 +67,9 @@ class RawTask:
             agree=agree,
         )
 
-    def check_batch(self, batch: StepBatch, where: str) -> None:
-        """Refuses values and labels that cannot be."""
-        check_batch(as_clicks(batch), self.data.schema, where)
-
     def global_weight(self, job: Job, batch: StepBatch, step: int) -> float:
         """Σ w over the samples of all ranks: each alone knows which of its rows are of use. Collective."""
         return summed(job.mesh, batch.weight, "summing the sample weights of all ranks")
-
-    def compute(
-        self, job: Job, batch: StepBatch, embeddings: Embeddings, network: Network | None, samples: slice | None = None
-    ) -> Computed:
-        """Logits and their losses."""
-        return compute(job, batch, embeddings, network, samples)
 
     def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
         """Every row of a folder or file once."""
@@ -156,10 +94,6 @@ class RawTask:
         if data.num_dense:
             lines.append(("dense", f"transform {data.schema.dense_transform}; missing values read as 0"))
         return lines
-
-    def describe_loss(self, job: Job) -> str:
-        """Of what it is the sum."""
-        return click_loss(job)
 
     def results(self, split: str, evaluation: Evaluation) -> list[str]:
         """Beside the base rate."""

@@ -23,53 +23,59 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.transfer import Late
 from rowmesh.train.checkpoint_config import CheckpointConfig
 
-NUM_FLAGS = 2
+NUM_FLAGS = 3
 LAG = 8
 """Steps after which the flags of a device are read, which by then are on the host without waiting for them."""
 
 
 class Requests:
-    """Requests for a checkpoint, and for the end of the run.
+    """Requests for a checkpoint, for the end of the run, and for a version to be published.
 
     Args:
         config: how often checkpoints are asked for.
         mesh: the ranks.
+        publish_every_s: how often versions are asked for; 0: never.
 
     Attributes:
         checkpoint: whether all ranks know that one is asked for.
         end: whether all ranks know that the run is to end.
+        version: whether all ranks know that one is to be published.
         signal: which one this rank got; 0: none.
         is_urgent: whether this rank asks for a checkpoint now, whatever the clock says.
         finds_lost_ranks: whether the steps go on until they find that a rank is lost, though a signal came before.
     """
 
-    def __init__(self, config: CheckpointConfig, mesh: Mesh) -> None:
-        self._config, self._mesh = config, mesh
+    def __init__(self, config: CheckpointConfig, mesh: Mesh, publish_every_s: float = 0.0) -> None:
+        self._config, self._mesh, self._publish_every_s = config, mesh, publish_every_s
         self._under_way: deque[Late] = deque()
-        self._last_s = time.monotonic()
+        self._last_s = self._published_s = time.monotonic()
         self._is_over = self._is_leaving = False
-        self.checkpoint = self.end = self.finds_lost_ranks = False
+        self.checkpoint = self.end = self.version = self.finds_lost_ranks = False
         self.signal = 0
         self.is_urgent = False
 
     def put(self, flags: Tensor) -> None:
-        """Raises the flags of this rank, `[2]`, which are 0, before they are summed with its gradients."""
+        """Raises the flags of this rank, `[3]`, which are 0, before they are summed with its gradients."""
         if self.signal:
             flags[1] = 1.0
-        every_s = 60.0 * self._config.every_minutes
-        is_time = every_s and self._mesh.rank == 0 and time.monotonic() - self._last_s >= every_s
-        if is_time or self.is_urgent:
+        if self._is_time(60.0 * self._config.every_minutes, self._last_s) or self.is_urgent:
             flags[0] = 1.0
+        if self._is_time(self._publish_every_s, self._published_s):
+            flags[2] = 1.0
+
+    def _is_time(self, every_s: float, last_s: float) -> bool:
+        return every_s > 0 and self._mesh.rank == 0 and time.monotonic() - last_s >= every_s
 
     def take(self, flags: Tensor) -> None:
         """Reads the flags of all ranks, once they are summed."""
-        if not self._config.is_on:
+        if not (self._config.is_on or self._publish_every_s):
             return
         self._under_way.append(Late(flags))
         while len(self._under_way) > (0 if flags.device.type == "cpu" else LAG):
-            checkpoint, end = self._under_way.popleft().read()
+            checkpoint, end, version = self._under_way.popleft().read()
             self.checkpoint |= checkpoint > 0
             self.end |= end > 0
+            self.version |= version > 0
 
     def agree(self) -> bool:
         """Whether any rank got a signal by now. Collective; for the end of the loop, after which no flag is summed."""
@@ -80,6 +86,11 @@ class Requests:
     def done(self) -> None:
         """A checkpoint was written, or could not be: the next is asked for when its time has come."""
         self.checkpoint, self._last_s = False, time.monotonic()
+        self._under_way.clear()
+
+    def published(self) -> None:
+        """A version was published, or could not be: the next is asked for when its time has come."""
+        self.version, self._published_s = False, time.monotonic()
         self._under_way.clear()
 
     @contextmanager

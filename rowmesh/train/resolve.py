@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rowmesh.data.raw import is_server
 from rowmesh.errors import ConfigurationError
+from rowmesh.publish.opening import split_url
 from rowmesh.train.config import Config
 from rowmesh.train.mistakes import explain
 
@@ -69,7 +70,14 @@ def anchored(config: Config) -> Config:
     placement = config.placement.model_copy(update=paths)
     of_checkpoints = {"folder": str(Path(path).absolute())} if (path := config.checkpoint.folder) else {}
     checkpoint = config.checkpoint.model_copy(update=of_checkpoints)
-    return config.model_copy(update={"run": run, "data": data, "placement": placement, "checkpoint": checkpoint})
+    publish = config.publish.model_copy(update={"to": _anchored_target(config.publish.to)})
+    sections = {"run": run, "data": data, "placement": placement, "checkpoint": checkpoint, "publish": publish}
+    return config.model_copy(update=sections)
+
+
+def _anchored_target(url: str) -> str:
+    kind, place = split_url(url) if url else ("", "")
+    return url if kind in ("", "redis") else f"{kind}:{Path(place).absolute()}"
 
 
 def _anchored_data(config: Config) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 from rowmesh.files.manifest import differences
 from rowmesh.train.config import Config
 
-_FREE_SECTIONS = ("run", "checkpoint", "placement", "pipeline", "tiers")
+_FREE_SECTIONS = ("run", "checkpoint", "publish", "placement", "pipeline", "tiers")
 _FREE_KEYS = {
     "data": ("folder", "test"),  # the contents are compared by their digest
     "parallel": ("transport", "timeout_s", "together"),

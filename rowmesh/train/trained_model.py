@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rowmesh.data import Batch
-from rowmesh.data.encoder import VALUES, Encoder
+from rowmesh.data.encoder import VALUES, Encoder, prepared_encoder
 from rowmesh.data.loader import to_batch
 from rowmesh.data.prepared import Prepared
+from rowmesh.data.raw import RawData
+from rowmesh.data.raw.encoder import raw_batch, raw_encoder
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
+from rowmesh.sparse import SparseBatch
 from rowmesh.train.commands import job_on, load_model
 from rowmesh.train.config import Config, PlacementConfig, chosen
 from rowmesh.train.defaults import choose_defaults
@@ -52,7 +55,7 @@ class TrainedModel(nn.Module):
 
     Attributes:
         job: the run, set up for one process.
-        encoder: maps raw ids; counts those without a row of their own.
+        encoder: maps raw ids, and counts those without a row of their own.
         steps: of the training.
     """
 
@@ -61,7 +64,7 @@ class TrainedModel(nn.Module):
         self._opened = opened  # closes the tables when the model is freed
         self.job, self.encoder, self.steps = job, encoder, steps
         self.embeddings, self.network = job.embeddings, job.network
-        self.schema = job.clicks.schema.for_scoring()
+        self.schema = job.schema.for_scoring()
         self.eval()
 
     @property
@@ -71,7 +74,10 @@ class TrainedModel(nn.Module):
 
     @property
     def unseen(self) -> Counter[str]:
-        """How many ids so far got the row of rare and unseen ones, by feature."""
+        """How many ids so far have no row of their own, by feature: rare and unseen ones.
+
+        Of dynamic tables those that the table does not know, which read what its `missing` says.
+        """
         return Counter(self.encoder.unseen)
 
     def forward(self, values: Values) -> Tensor:
@@ -100,7 +106,9 @@ class TrainedModel(nn.Module):
         Raises:
             RowmeshError: scores are not finite.
         """
-        batch: Batch = to_batch(samples, self.job.clicks)
+        data = self.job.data
+        batch: Batch = raw_batch(samples, data) if isinstance(data, RawData) else to_batch(samples, self.job.clicks)
+        self._count_unknown(batch.sparse)
         with torch.no_grad():
             logits = self.job.logits(batch)
         if count := int((~torch.isfinite(logits)).sum()):
@@ -111,6 +119,17 @@ class TrainedModel(nn.Module):
         if len(self.job.targets) == 1:
             return self.job.targets[0].predictions(logits)
         return torch.stack([t.predictions(z) for t, z in zip(self.job.targets, logits.unbind(1), strict=True)], 1)
+
+    def _count_unknown(self, batch: SparseBatch) -> None:
+        """Counts ids that dynamic tables do not know; the row of rare ids, which many share, is counted already."""
+        for table in (table for table in self.embeddings.tables if table.storage == "dynamic"):
+            for feature in table.features:
+                number = batch.features.index(feature)
+                ids = batch.ids[slice(*batch.feature_range(number))].numpy()
+                is_unknown = ~self.embeddings.statistics(table.name, ids).known
+                if isinstance(self.job.data, Prepared):
+                    is_unknown &= ids != self.job.data.table(feature).rare_row
+                self.encoder.unseen[feature] += int(is_unknown.sum())
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -127,6 +146,7 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
     Args:
         folder: the run's.
         data: the prepared data of the training, where they are no longer where they were; their vocabularies are read.
+            Of a run on raw rows nothing is read but its schema.
         verify: compare what is read with its checksums.
 
     Raises:
@@ -139,11 +159,11 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
         scores = model({"price": [3.5, None], "user": ["ann", "bob"], "tags": [["new", "red"], []]})
     """
     finished = FinishedRun.open(Path(folder))
-    prepared = finished.data(Path(data) if data is not None else None, verify=verify)
+    prepared = finished.scored_data(Path(data) if data is not None else None, verify=verify)
     return load_finished(finished, prepared, verify=verify)
 
 
-def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True) -> TrainedModel:
+def load_finished(finished: FinishedRun, data: Prepared | RawData, *, verify: bool = True) -> TrainedModel:
     """As `load_run`, with the data opened.
 
     Raises:
@@ -160,7 +180,8 @@ def load_finished(finished: FinishedRun, data: Prepared, *, verify: bool = True)
         job = stack.enter_context(job_on(config, mesh, data, place, trains=False))
         load_model(job, finished.folder, verify)
         job.embeddings.synchronize()
-        encoder, steps = Encoder(data), finished.manifest.metadata.get("steps")
+        encoder = raw_encoder(data) if isinstance(data, RawData) else prepared_encoder(data)
+        steps = finished.manifest.metadata.get("steps")
         return TrainedModel(job, encoder, steps, stack.pop_all())
 
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from rowmesh.data import Schema, prepare
-from rowmesh.data.encoder import Encoder, rebatched
+from rowmesh.data.encoder import prepared_encoder, rebatched
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.reader import read_blocks
 from rowmesh.data.window import SplitFile
@@ -30,7 +30,7 @@ def prepared(request, tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_rows_are_those_of_the_preparation(prepared, tmp_path, split):
-    path, encoder = tmp_path / f"{split}.csv", Encoder(prepared)
+    path, encoder = tmp_path / f"{split}.csv", prepared_encoder(prepared)
     with Quarantine(tmp_path / "bad", 0, tmp_path / "bad") as quarantine:
         found = [encoder.encode(block) for block in read_blocks(path, prepared.schema, quarantine)]
     expected = SplitFile(prepared, split).block(0)
@@ -42,7 +42,7 @@ def test_rows_are_those_of_the_preparation(prepared, tmp_path, split):
 
 
 def test_labels_that_are_not_read_are_no_number(prepared, tmp_path):
-    schema, encoder = prepared.schema.for_scoring(["y"]), Encoder(prepared)
+    schema, encoder = prepared.schema.for_scoring(["y"]), prepared_encoder(prepared)
     with Quarantine(tmp_path / "bad", 0, tmp_path / "bad") as quarantine:
         (block,) = read_blocks(tmp_path / "test.csv", schema, quarantine)
     encoded = encoder.encode(block)

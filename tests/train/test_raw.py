@@ -4,66 +4,18 @@ import json
 import signal
 import threading
 
-import numpy as np
 import pytest
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
+from tests.support.raw_runs import TABLES, write_raw_run, write_rows
 from tests.support.runs import start, wait_for_steps
-
-SCHEMA = """label = "click"
-dense = ["price"]
-dense_transform = "none"
-categorical = ["user", "item"]
-"""
-TABLES = (
-    "tables.dim=4",
-    "tables.storage=dynamic",
-    "tables.dtype=float64",
-    "tables.dynamic.capacity=300",
-    "tables.dynamic.shards=8",
-    "tables.initializer.bound=0.1",
-    "model.bottom=[8]",
-    "model.top=[8]",
-)
-
-
-def write_rows(path, first, count):
-    """Rows whose clicks depend on their user alone; it appears whole."""
-    drawn = np.random.default_rng(first)
-    lines = ["click,price,user,item"]
-    for _ in range(count):
-        user, item = drawn.zipf(1.3) % 500, drawn.zipf(1.3) % 90
-        lines.append(f"{int(drawn.random() < (0.9 if user % 3 == 0 else 0.2))},{drawn.random():.2f},u{user},i{item}")
-    path.with_suffix(".tmp").write_text("\n".join(lines) + "\n")
-    path.with_suffix(".tmp").rename(path)
 
 
 @pytest.fixture
 def config_file(tmp_path):
-    rows = tmp_path / "rows"
-    rows.mkdir()
-    for number in range(3):
-        write_rows(rows / f"{number}.csv", number, 200)
-    (tmp_path / "test").mkdir()
-    write_rows(tmp_path / "test" / "0.csv", 99, 100)
-    (tmp_path / "schema.toml").write_text(SCHEMA)
-    path = tmp_path / "raw.toml"
-    path.write_text(
-        f"""[data]
-folder = "{rows}"
-source = "raw"
-raw_schema = "{tmp_path / "schema.toml"}"
-batch_size = 64
-[run]
-folder = "{tmp_path / "run"}"
-[train]
-log_every = 4
-progressive_every = 3
-"""
-    )
-    return path
+    return write_raw_run(tmp_path)
 
 
 def lines_of(run, kind):

@@ -17,6 +17,7 @@ from rowmesh.data.codes import map_ids
 from rowmesh.data.loader import Batch
 from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.quarantine import BadRows
+from rowmesh.data.raw.encoder import sparse_of
 from rowmesh.data.raw.ids import ids_of
 from rowmesh.data.raw.source import Chunk, Position, Source
 from rowmesh.data.reader import Block, check_rows
@@ -209,26 +210,15 @@ class RawLoader:
         return Batch(torch.from_numpy(dense), self._sparse(blocks, count), targets, weights)
 
     def _sparse(self, blocks: Sequence[Block], count: int) -> SparseBatch:
-        ids: list[NDArray[np.int64]] = []
-        lengths: list[NDArray[np.int64]] = []
+        columns = []
         for number, is_list in enumerate(self.multi_hot):
-            for block in blocks:
-                column = block.categorical[number]
-                if is_list and pa.types.is_null(column.type):
-                    column = pa.nulls(len(column), pa.list_(pa.null()))
-                found = map_ids(column, lambda values: ids_of(values, self.seed))
-                if is_list:
-                    lengths.append(np.diff(found.offsets.to_numpy()).astype(np.int64))
-                    ids.append(found.values.to_numpy())
-                else:
-                    lengths.append(np.ones(len(found), np.int64))
-                    ids.append(found.to_numpy())
-        flat = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]))
-        features = self.schema.features
-        if not any(self.multi_hot):
-            return SparseBatch.from_dense(features, flat.view(len(features), count))
-        offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
-        return SparseBatch(features, flat, count, jagged_offsets=torch.from_numpy(offsets))
+            of_blocks = [block.categorical[number] for block in blocks]
+            if is_list:
+                of_blocks = [
+                    pa.nulls(len(c), pa.list_(pa.null())) if pa.types.is_null(c.type) else c for c in of_blocks
+                ]
+            columns.append([map_ids(column, lambda values: ids_of(values, self.seed)) for column in of_blocks])
+        return sparse_of(self.schema.features, columns, count, is_jagged=any(self.multi_hot))
 
 
 def _look(made: Iterator[Made | None]) -> tuple[Made | None, Readiness]:

@@ -1,0 +1,216 @@
+"""Publications of a run: versions of its tables and network, written between two steps for who serves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rowmesh.checkpoint.changes import Changes as ChangedSlots
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.dynamic.stores import Retry
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
+from rowmesh.publish.generation import Generation
+from rowmesh.publish.opening import check_installed
+from rowmesh.saving import why_not_noted
+from rowmesh.tables import Constant, TableSpec
+from rowmesh.train.job import Job
+
+PUBLISHING = "publishing"
+HOOK = "publications"
+CHUNK_ROWS = 1 << 16
+Chunks = Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+Marks = Mapping[int, npt.NDArray[np.uint8]]
+Log = Callable[[str], None]
+
+
+class Publications:
+    """Publishes what a run trains. Every rank makes one; `close` ends it.
+
+    Args:
+        job: what is trained.
+
+    Raises:
+        ConfigurationError: a package is not installed.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._config = job, job.config.publish
+        self._opened = ExitStack()
+        self._publisher: Publisher | None = None
+        self._changes: ChangedSlots | None = None
+        self._ids: dict[str, npt.NDArray[np.int64]] = {}  # of dynamic tables, those of this rank that readers have
+        self._run, self._tried, self._published, self._before = "", 0, 0, 0
+        if self._config.is_on:
+            check_installed(self._config.to)
+
+    def begin(self, step: int, run: str) -> None:
+        """Says after which step the run goes on, 0 where it begins, and what it is called."""
+        self._tried, self._run = step, run
+
+    def close(self) -> None:
+        """Updates of rows cost nothing more, and connections are closed; may be called again."""
+        self._opened.close()
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """Whether one is to be published after a step; not while replicas that are averaged differ."""
+        parallel, every = self._job.config.parallel, self._config.every_steps
+        is_time = is_asked or (every > 0 and step // every > self._tried // every)
+        return is_time and (parallel.synchronization == "exact" or step % parallel.sync_every == 0)
+
+    def write(self, step: int, log: Log) -> None:
+        """Publishes a version, with nothing under way. Collective and blocking.
+
+        One that this run published before it was interrupted is left out.
+
+        Args:
+            step: after which it is.
+            log: prints a line for the user.
+
+        Raises:
+            StoreError: it cannot be, and `publish.on_failure` is "stop".
+        """
+        self._tried = step
+        self._attempt(step, log, lambda: step > self._before)
+
+    def write_last(self, step: int, log: Log) -> None:
+        """Publishes the model that the run keeps, unless readers have it. As `write`."""
+        if self._config.is_on:
+            self._attempt(step, log, lambda: step != self._published)
+
+    def _attempt(self, step: int, log: Log, is_wanted: Callable[[], bool]) -> None:
+        started_s = time.perf_counter()
+        try:
+            publisher = self._publisher or self._open(log)
+            if not is_wanted():
+                return
+            generation = self._publish(publisher, step)
+        except (StoreError, DataError, ConfigurationError) as error:
+            text = f"what step {step:,} left cannot be published: {error}"
+            if self._config.on_failure == "stop":
+                raise StoreError(f"{text} (publish.on_failure is stop)") from error
+            log(f"{text}; training goes on")
+        else:
+            self._published = step
+            what = "all rows" if generation.is_whole else "what changed"
+            elapsed_s = time.perf_counter() - started_s
+            log(f"published generation {generation.number} after step {step:,} in {elapsed_s:.1f} s: {what}")
+
+    def _open(self, log: Log) -> Publisher:
+        """Opens the target on all ranks, or on none; finds what this run published before it was interrupted."""
+        config, mesh, target, failure = self._config, self._job.mesh, None, ""
+        with ExitStack() as opened:
+            try:
+                url, retry = os.path.expandvars(config.to), Retry(for_s=config.retry_s)
+                target = opened.enter_context(closing(open_target(url, retry=retry)))
+            except RowmeshError as error:
+                failure = str(error)
+            failures = [text for text in gather_objects(mesh, failure, PUBLISHING) if text]
+            if target is None or failures:
+                raise StoreError(failures[0])
+            tables = {table.name: _published(table, self._job.config.train.seed) for table in self._tables}
+            publisher = Publisher(
+                target,
+                tables,
+                mesh=mesh,
+                keep_last=config.keep_last,
+                whole_every=config.whole_every,
+                run=self._run,
+            )
+            newest = publisher.newest()
+            self._opened.push(opened.pop_all())
+        if newest is not None and self._run and newest.run == self._run:
+            self._before = self._published = newest.step
+            log(f"generation {newest.number} has step {newest.step:,} of this run already; later ones are published")
+        if not why_not_noted(self._job.embeddings):
+            self._changes = self._opened.enter_context(closing(ChangedSlots(self._job.embeddings, HOOK)))
+        self._publisher = publisher
+        return publisher
+
+    @property
+    def _tables(self) -> Sequence[TableSpec]:
+        return self._job.embeddings.tables
+
+    def _publish(self, publisher: Publisher, step: int) -> Generation:
+        embeddings = self._job.embeddings
+        embeddings.synchronize()
+        marks = None if self._changes is None else self._changes.take()
+        if not all(gather_objects(self._job.mesh, marks is not None, PUBLISHING)):
+            publisher.begin_anew()
+        wanted = None if publisher.is_whole else marks
+        changes, ids = {}, {}
+        for table in self._tables:
+            if table.storage == "dynamic":
+                changes[table.name], ids[table.name] = self._of_dynamic(table.name, wanted)
+            elif table.storage == "tensor_train":
+                rows = _computed_rows(embeddings, table, self._job.mesh.rank, self._job.mesh.world_size)
+                changes[table.name] = Changes(rows=rows)
+            else:
+                changes[table.name] = Changes(rows=_stored_rows(embeddings, table.name, wanted))
+        network = {name: tensor.detach().cpu() for name, tensor in self._job.network.state_dict().items()}
+        generation = publisher.publish(step, changes, network)
+        self._ids = ids
+        return generation
+
+    def _of_dynamic(self, table: str, marks: Marks | None) -> tuple[Changes, npt.NDArray[np.int64]]:
+        """What is to be published of a dynamic table, and the ids that it knows here."""
+        records, none = self._job.embeddings.records(table), np.empty(0, np.int64)
+        if records is None or not records.is_first:
+            return Changes(), none
+        rows, of_store, pieces = records.arena.rows, None, records.rows
+        if marks is not None:
+            of_store = marks[id(records.arena)]
+        ids = np.concatenate([none, *(piece.rows for piece in pieces)])
+
+        def chunks() -> Chunks:
+            for piece in pieces:
+                kept = slice(None) if of_store is None else of_store[piece.slots] != 0
+                yield piece.rows[kept], _vectors(rows[torch.from_numpy(piece.slots[kept])])
+
+        gone = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
+        return Changes(rows=chunks(), deleted=gone), ids
+
+
+def _published(table: TableSpec, seed: int) -> PublishedTable:
+    """A table for readers. Of one that is not dynamic all rows are published, so that other ids are mistakes."""
+    if table.storage == "dynamic" and table.dynamic is not None:
+        return PublishedTable(dim=table.dim, initializer=table.initializer, seed=seed, missing=table.dynamic.missing)
+    return PublishedTable(dim=table.dim, initializer=Constant(), missing="error")
+
+
+def _stored_rows(embeddings: EmbeddingCollection, table: str, marks: Marks | None) -> Chunks:
+    """The rows that this rank owns, or those of them that are marked."""
+    for store, piece in embeddings.stored_pieces(table):
+        slots = piece.slots
+        picked: Sequence[int] | npt.NDArray[np.intp] = range(len(slots))
+        if marks is not None:
+            picked = np.flatnonzero(marks[id(store)][slots.start : slots.stop : slots.step])
+        for first in range(0, len(picked), CHUNK_ROWS):
+            at = np.asarray(picked[first : first + CHUNK_ROWS], np.int64)
+            places = slots.start + at * slots.step
+            if store.has_views:
+                rows = store.rows[torch.from_numpy(places)]
+            else:
+                rows, _ = store.read_rows(places.astype(np.uint32))
+            yield piece.rows.start + at * piece.rows.step, _vectors(rows)
+
+
+def _computed_rows(embeddings: EmbeddingCollection, table: TableSpec, rank: int, world_size: int) -> Chunks:
+    """A rank's share of the rows of a tensor-train table, all of which change with its cores."""
+    cores = embeddings.cores(table.name)
+    first, stop = (table.num_rows * each // world_size for each in (rank, rank + 1))
+    for begin in range(first, stop, CHUNK_ROWS):
+        ids = torch.arange(begin, min(begin + CHUNK_ROWS, stop))
+        yield ids.numpy(), _vectors(cores.rows(ids))
+
+
+def _vectors(rows: Tensor) -> npt.NDArray[np.float32]:
+    return rows.detach().to("cpu", torch.float32).numpy()

@@ -1,0 +1,90 @@
+"""Scores by runs on raw rows, and by runs with dynamic tables: those that an evaluation computes."""
+
+import numpy as np
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import rowmesh
+from rowmesh.errors import DataError, RowmeshError
+from rowmesh.train.commands import run_training
+from rowmesh.train.export import export
+from rowmesh.train.predict import predict
+from rowmesh.train.resolve import resolve
+from tests.support.raw_runs import TABLES, write_raw_run
+from tests.train.test_predict import evaluated, raw_test_file
+
+SMALL = ["tables.dynamic.capacity=100"]
+"""Most users are forgotten by the end."""
+
+
+@pytest.fixture
+def raw_run(tmp_path):
+    """A run, and rows that it was not trained on."""
+
+    raw_config = write_raw_run(tmp_path)
+
+    def train(*options):
+        run_training(resolve(raw_config, [*TABLES, f"data.test={tmp_path / 'test'}", *options]))
+        return tmp_path / "run", tmp_path / "test" / "0.csv"
+
+    return train
+
+
+@pytest.mark.parametrize("missing", ["initial", "zero"])
+def test_scores_of_raw_rows_are_those_of_an_evaluation(raw_run, tmp_path, missing):
+    run, file = raw_run(*SMALL, f"tables.dynamic.missing={missing}")
+    expected = evaluated(run)
+    done = predict(run, file, tmp_path / "scores.parquet", keep=["user"])
+    found = pq.read_table(tmp_path / "scores.parquet")
+    assert found.column_names == ["line", "score", "user"]
+    assert np.array_equal(found["score"].to_numpy(), expected)
+    assert 0 < done.unseen["user"] < done.ids["user"] == 100
+    model = rowmesh.load_run(run)
+    known = model.embeddings.known_rows("user").ids
+    assert np.array_equal(model(pc.read_csv(file)).numpy(), expected)
+    assert dict(model.unseen) == done.unseen
+    assert torch.equal(model.embeddings.known_rows("user").ids, known)  # nothing is admitted
+
+
+def test_unknown_ids_are_an_error_where_the_table_says_so(raw_run, tmp_path):
+    run, file = raw_run("tables.dynamic.missing=error", "data.test=test")
+    with pytest.raises(DataError, match="dynamic table 'user' does not know"):
+        predict(run, file, tmp_path / "scores.parquet")
+    assert not (tmp_path / "scores.parquet").exists()
+    model = rowmesh.load_run(run)
+    known = {"price": [0.5], "user": ["u1"], "item": ["i1"]}
+    assert model(known).shape == (1,)
+    with pytest.raises(DataError, match="does not know 1 of the ids"):
+        model({**known, "item": ["new"]})
+
+
+def test_integers_are_the_text_that_a_file_has_of_them(raw_run, tmp_path):
+    (tmp_path / "rows" / "3.csv").write_text("click,price,user,item\n" + 20 * "1,0.5,7,i1\n")
+    run, _ = raw_run()
+    model = rowmesh.load_run(run)
+    text, number = ({"price": [0.5], "user": [user], "item": ["i1"]} for user in ("7", 7))
+    assert torch.equal(model(text), model(number))
+    assert model.unseen["user"] == 0
+
+
+def test_raw_runs_say_what_they_have_not(raw_run, tmp_path):
+    run, _ = raw_run()
+    with pytest.raises(RowmeshError, match="leave out --data"):
+        rowmesh.load_run(run, data=tmp_path)
+    with pytest.raises(RowmeshError, match="there is no vocabulary"):
+        export(run, tmp_path / "export")
+
+
+def test_scores_of_prepared_rows_by_dynamic_tables(clicks, tmp_path, config_file):
+    dynamic = ["tables.storage=dynamic", "tables.dynamic.capacity=150", "tables.dynamic.shards=2"]
+    more = ["tables.initializer.bound=0.1", "data.batch_size=32", "train.patience=0", "train.steps=30"]
+    run_training(resolve(config_file, [*dynamic, *more]))
+    run, file = config_file.parent / "run", raw_test_file(clicks)
+    expected = evaluated(run)
+    done = predict(run, file, tmp_path / "scores.parquet")
+    assert np.array_equal(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), expected)
+    rare = {table.name: table.rare_share["test"] * done.ids[table.name] for table in clicks.tables}
+    assert done.unseen["C3"] > rare["C3"]
+    assert all(done.unseen[name] >= count for name, count in rare.items())
