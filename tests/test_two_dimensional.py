@@ -204,7 +204,7 @@ def test_migrations_of_replicas(ranks, replicas, mode, transport):
 
 
 AVERAGED = [
-    TableSpec(name="item", num_rows=8, dim=4, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))
+    TableSpec(name="item", num_rows=8, dim=3, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))
 ]
 
 
