@@ -22,7 +22,7 @@ from tests.support.tables import table
 from tests.support.training import merged, train
 from tests.support.triton import kernels_of, refusing_waits
 from tests.test_equivalence import assert_close, assert_same_bits
-from tests.test_tensor_train_tables import cored, scenarios
+from tests.test_tensor_train_tables import MORE_SHAPES, cored, scenarios
 
 pytestmark = pytest.mark.triton
 kernels_of("tensor_train")  # or all are skipped
@@ -106,7 +106,7 @@ def test_all_rules_on_four_ranks(ranks, rule, dtype):
 
 @pytest.mark.slow
 @settings(max_examples=40)
-@given(scenario=scenarios())
+@given(scenario=scenarios(MORE_SHAPES))
 def test_random_mixtures(ranks, scenario):
     sizes = scenario.batch_sizes[:2]
     scenario = replace(scenario, batch_sizes=sizes)

@@ -21,10 +21,10 @@ def shared_files():
 )
 def test_a_rank_that_dies_in_a_step(transport, where):
     """The others end with an error that names it, long before the timeout, and nothing stays."""
-    pool = RankPool(mesh_timeout_s=60.0)
+    pool = RankPool(mesh_timeout_s=60.0, world_size=3)
     before = shared_files()
     try:
-        pids = pool.run(behaviour.process, world_size=4)
+        pids = pool.run(behaviour.process, world_size=3)
         with pytest.raises(RankError) as caught:
             pool.run(behaviour.outlive_a_peer, transport, 1, where, world_size=3)
     finally:
@@ -50,7 +50,7 @@ def test_a_rank_that_dies_in_a_step(transport, where):
 )
 def test_a_rank_that_does_not_come(transport, where):
     """A waiting rank names the missing rank, and no other rank that waits."""
-    pool = RankPool()
+    pool = RankPool(world_size=3)
     try:
         left = pool.run(behaviour.leave_the_others, transport, 1.0, where, world_size=3)
     finally:

@@ -9,7 +9,7 @@ from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, 
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.pipeline import Pipeline
-from rowmesh.tables import Tiers
+from rowmesh.tables import TensorTrain, Tiers
 from tests.support.triton import kernels_of
 
 ROWS = {"user": 30, "item": 40, "tag": 9}
@@ -198,8 +198,8 @@ def test_gradients_of_frozen_tables_are_not_sent(ranks, transport):
 
 
 def cores_of(mesh):
-    options = {"storage": "tensor_train", "optimizer": AdaGrad(lr=0.1)}
-    specs = [TableSpec(name=name, num_rows=100, dim=8, frozen=name == "a", **options) for name in "ab"]
+    options = {"storage": "tensor_train", "tensor_train": TensorTrain(rank=2), "optimizer": AdaGrad(lr=0.1)}
+    specs = [TableSpec(name=name, num_rows=100, dim=4, frozen=name == "a", **options) for name in "ab"]
     embeddings = EmbeddingCollection(specs, mesh=mesh)
     before = [[core.clone() for core in embeddings.cores(name).cores] for name in "ab"]
     embeddings(SparseBatch.from_bags({"a": [[1, 2]], "b": [[3]]})).values.square().sum().backward()

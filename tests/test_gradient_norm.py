@@ -20,6 +20,7 @@ from rowmesh import (
 )
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.tables import TensorTrain
 from tests.support.ranks import RankPool
 from tests.support.triton import kernels_of
 
@@ -27,7 +28,7 @@ LR = 0.1
 TABLES = (
     TableSpec(name="a", num_rows=30, dim=3, optimizer=SGD(lr=LR), dtype=torch.float64),
     TableSpec(name="b", num_rows=9, dim=3, optimizer=SGD(lr=LR), dtype=torch.float64),
-    TableSpec(name="c", num_rows=17, dim=2, optimizer=SGD(lr=LR), dtype=torch.float64),
+    TableSpec(name="c", num_rows=17, dim=16, optimizer=SGD(lr=LR), dtype=torch.float64),
 )
 NAMES = [table.name for table in TABLES]
 RULES = ("cyclic", "replicated", "node", "fixed")
@@ -41,7 +42,7 @@ def ids_of(step, part):
 
 def head():
     torch.manual_seed(0)
-    return torch.nn.Linear(8, 1, dtype=torch.float64)
+    return torch.nn.Linear(sum(table.dim for table in TABLES), 1, dtype=torch.float64)
 
 
 def plan_of(layout, world_size):
@@ -237,8 +238,16 @@ def test_devices_clip_as_plain_torch(ranks: RankPool, transport, layout):
 
 
 CORED = (
-    TableSpec(name="a", num_rows=60, dim=8, optimizer=SGD(lr=LR), dtype=torch.float64, storage="tensor_train"),
-    TableSpec(name="b", num_rows=9, dim=8, optimizer=SGD(lr=LR), dtype=torch.float64),
+    TableSpec(
+        name="a",
+        num_rows=60,
+        dim=4,
+        optimizer=SGD(lr=LR),
+        dtype=torch.float64,
+        storage="tensor_train",
+        tensor_train=TensorTrain(rank=2),
+    ),
+    TableSpec(name="b", num_rows=9, dim=16, optimizer=SGD(lr=LR), dtype=torch.float64),
 )
 
 

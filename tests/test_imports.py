@@ -1,6 +1,7 @@
 """Imports point one way, and importing rowmesh is cheap: read from the sources, not from what happens to be loaded."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -41,16 +42,25 @@ FOREIGN = {"torchrec", "fbgemm_gpu", "triton", "cupy"}
 KERNELS = "rowmesh/ops/*/cuda.py"  # these alone may import triton
 
 
+@functools.cache
+def parsed(path):
+    """The syntax tree of a file, which several tests look at."""
+    return ast.parse(Path(path).read_text())
+
+
+@functools.cache
 def imported(path):
     """The modules that a file names in imports, at the top, in functions and for type checkers alike."""
-    for node in ast.walk(ast.parse(Path(path).read_text())):
+    names = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            names.append(node.module)
             if node.module == "rowmesh":
-                yield from (f"rowmesh.{alias.name}" for alias in node.names if alias.name in LAYER)
+                names += [f"rowmesh.{alias.name}" for alias in node.names if alias.name in LAYER]
+    return names
 
 
 def package(dotted):
@@ -95,7 +105,7 @@ def test_no_peer_and_no_gpu_library_is_imported():
 def test_gpu_kernels_are_imported_only_where_they_are_used():
     """At the top of other modules none is: triton may be absent, and takes a while to import."""
     for path in (path for path in MODULES if not path.match(KERNELS)):
-        top = ast.parse((ROOT.parent / path).read_text()).body
+        top = parsed(ROOT.parent / path).body
         names = [node.module for node in top if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if name.startswith("rowmesh.ops.") and name.endswith(".cuda")], path
 

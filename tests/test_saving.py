@@ -33,14 +33,16 @@ from rowmesh.checkpoint import read_manifest
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.faults import arm
 from rowmesh.placement import Plan, RowRange, TablePlan
+from rowmesh.tables import TensorTrain
 from tests.support.ranks import RankPool
 
+CORES = {"storage": "tensor_train", "tensor_train": TensorTrain(rank=2)}
 TABLES = (
     TableSpec(name="user.id", num_rows=37, dim=3, optimizer=RowWiseAdaGrad(lr=0.1)),
-    TableSpec(name="item", num_rows=64, dim=5, optimizer=Adam(lr=0.1)),
-    TableSpec(name="day", num_rows=7, dim=4, optimizer=SGD(lr=0.1), dtype=torch.bfloat16),
-    TableSpec(name="one", num_rows=1, dim=2, optimizer=AdaGrad(lr=0.1)),
-    TableSpec(name="cores", num_rows=50, dim=4, storage="tensor_train", optimizer=AdaGrad(lr=0.1)),
+    TableSpec(name="item", num_rows=64, dim=16, optimizer=Adam(lr=0.1)),
+    TableSpec(name="day", num_rows=7, dim=3, optimizer=SGD(lr=0.1), dtype=torch.bfloat16),
+    TableSpec(name="one", num_rows=1, dim=3, optimizer=AdaGrad(lr=0.1)),
+    TableSpec(name="cores", num_rows=50, dim=4, optimizer=AdaGrad(lr=0.1), **CORES),
 )
 STORED = [table for table in TABLES if table.storage == "dense"]
 
@@ -144,7 +146,7 @@ def reread(value):
 def test_state_dictionaries_have_rows_and_their_optimizer_states():
     job = alone()
     saved = reread([job.model.state_dict(), job.sparse_optimizer.state_dict(), job.dense_optimizer.state_dict()])
-    assert saved[0]["embeddings.item.weight"].shape == (64, 5)
+    assert saved[0]["embeddings.item.weight"].shape == (64, 16)
     assert saved[1]["rows"].keys() >= {"user.id.sum", "item.m", "item.v", "one.sum", "cores.core1.sum"}
     expected = job.everything()
     job.train(1)  # what was saved is a copy
@@ -166,8 +168,8 @@ def test_a_state_dictionary_that_does_not_fit_is_refused():
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"embeddings.other"'):
         model.load_state_dict(good | {"embeddings.other": torch.zeros(1)})
     assert model.load_state_dict(lacks, strict=False).missing_keys == ["embeddings.item.weight"]
-    for other in (torch.zeros(63, 5), torch.zeros(64, 5, dtype=torch.float64)):
-        with pytest.raises(RuntimeError, match=r"size mismatch for item.weight: copying .* expected .*\(64, 5\)"):
+    for other in (torch.zeros(63, 16), torch.zeros(64, 16, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match=r"size mismatch for item.weight: copying .* expected .*\(64, 16\)"):
             model.load_state_dict(good | {"embeddings.item.weight": other})
     with pytest.raises(RuntimeError, match=r"item.weight must be a tensor, got list"):
         model.load_state_dict(good | {"embeddings.item.weight": [1.0]})
@@ -197,7 +199,7 @@ def test_a_joint_optimizer_has_the_states_of_rows():
 
 
 def test_tiered_tables_are_not_copied_into_memory(tmp_path: Path):
-    tables = (TableSpec(name="item", num_rows=64, dim=5, storage="tiered"),)
+    tables = (TableSpec(name="item", num_rows=64, dim=3, storage="tiered"),)
     options = {"tables": tables, "tiers": rowmesh.Tiers(fast_share=0.5, folder=tmp_path)}
     job = Job(Mesh(), **options).train(2)
     with pytest.raises(CheckpointError, match=r"tiered tables \['item'\] into memory; rowmesh.save"):
@@ -236,7 +238,7 @@ def load_whole(mesh, model, optimizer):
 def load_misfit(mesh, model):
     job = Job(mesh)
     if mesh.rank == 1:
-        model["embeddings.item.weight"] = torch.zeros(3, 5)
+        model["embeddings.item.weight"] = torch.zeros(3, 16)
     with pytest.raises(RuntimeError, match=r"size mismatch for item.weight"):
         job.network.load_state_dict(model)
     job.close()
@@ -331,7 +333,7 @@ def test_a_model_without_its_optimizers_is_loaded_into_any_optimizer(tmp_path: P
     job = alone(1)
     rowmesh.save(tmp_path, job.state)
     tables = [TableSpec(name=t.name, num_rows=t.num_rows, dim=t.dim, dtype=t.dtype, optimizer=SGD()) for t in STORED]
-    tables.append(TableSpec(name="cores", num_rows=50, dim=4, storage="tensor_train", optimizer=SGD()))
+    tables.append(TableSpec(name="cores", num_rows=50, dim=4, optimizer=SGD(), **CORES))
     model = Model(Mesh(), tables=tables, seed=8)
     rest = rowmesh.load(tmp_path, {"model": model})
     assert sorted(rest) == ["dense", "schedule", "sparse", "step"]

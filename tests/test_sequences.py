@@ -20,7 +20,7 @@ from rowmesh.tables import Normal
 from tests.support.plans import with_copies
 from tests.support.training import Item
 
-NUM_ROWS, DIM = {"page": 12, "user": 5}, 4
+NUM_ROWS, DIM = {"page": 12, "user": 5}, 3
 FEATURES = {"clicked": "page", "bought": "page", "user": "user"}
 COMMON = {"dim": DIM, "dtype": torch.float64, "optimizer": SGD(lr=1.0), "initializer": Normal()}
 TABLES = (

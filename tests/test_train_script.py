@@ -15,10 +15,10 @@ from rowmesh.cli.__main__ import main
 from rowmesh.data import DataSource, PlantedConfig, synthesize
 
 SCRIPT = Path(__file__).parents[1] / "configs" / "train.sh"
-# Has this process do what `python -m rowmesh.cli` would, after seconds of imports; prints what would train.
+# Has this process do what `python -m rowmesh.cli` would, after seconds of imports; $TRAIN trains, or prints what would.
 STAND_IN = """#!/usr/bin/env bash
 case "$*" in
-    *torch.distributed.run*) echo "$@"; exit ;;
+    *torch.distributed.run*) "$TRAIN" "$@"; exit ;;
     "-m rowmesh.cli "*) ;;
     *) exec {python} "$@" ;;
 esac
@@ -72,12 +72,13 @@ class CommandServer:
 
 @pytest.fixture
 def train(tmp_path):
-    """Runs the script; with `ranks=0` a stand-in takes the place of training."""
+    """Runs the script; its commands run here, and training under torchrun, or not at all with `ranks=0`."""
     server = CommandServer(tmp_path)
 
     def run(ranks=0, **variables):
         settings = {
-            "PYTHON": sys.executable if ranks else server.stand_in,
+            "PYTHON": server.stand_in,
+            "TRAIN": sys.executable if ranks else "echo",
             "RANKS": ranks or 2,
             "RUN": tmp_path / "run",
             "STORE": tmp_path / "store",

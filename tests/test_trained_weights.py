@@ -53,7 +53,7 @@ def test_random_configurations(ranks, scenario):
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(scenario=scenarios())
+@given(scenario=scenarios(dims=(1, 3, 16)))
 def test_many_random_configurations(ranks, scenario):
     check(ranks, replace(scenario, trains_weights=True))
 

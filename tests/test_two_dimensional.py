@@ -55,9 +55,20 @@ def jobs(draw):
     return in_groups(scenario, replicas, draw(st.sampled_from(["shards", "replicas"])))
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS))
 def test_exact_equals_one_group(ranks, scenario, transport):
+    check_exact(ranks, scenario, transport)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS))
+def test_many_exact_jobs_equal_one_group(ranks, scenario, transport):
+    check_exact(ranks, scenario, transport)
+
+
+def check_exact(ranks, scenario, transport):
     _, whole = on_ranks(ranks, scenario, transport)
     plain = replace(scenario, plan=None)
     assert_close(scenario, whole, merged(plain, ranks.run(train, plain, "collective", world_size=scenario.world_size)))
@@ -96,9 +107,28 @@ def test_copies_within_groups_stay_equal(ranks, rule, transport, mode):
     assert_equal(scenario, cyclic, whole)
 
 
-@settings(max_examples=20)
-@given(scenario=jobs(), transport=st.sampled_from(TRANSPORTS), every=st.integers(1, 3), size=st.integers(1, 5))
+AVERAGES = {
+    "scenario": jobs(),
+    "transport": st.sampled_from(TRANSPORTS),
+    "every": st.integers(1, 3),
+    "size": st.integers(1, 5),
+}
+
+
+@settings(max_examples=10)
+@given(**AVERAGES)
 def test_average_is_algorithm_1(ranks, scenario, transport, every, size):
+    check_average(ranks, scenario, transport, every, size)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(**AVERAGES)
+def test_many_averages_are_algorithm_1(ranks, scenario, transport, every, size):
+    check_average(ranks, scenario, transport, every, size)
+
+
+def check_average(ranks, scenario, transport, every, size):
     """Groups of equally many samples: the mean over ranks is then the mean over samples."""
     scenario = replace(
         scenario,
@@ -174,7 +204,7 @@ def test_migrations_of_replicas(ranks, replicas, mode, transport):
 
 
 AVERAGED = [
-    TableSpec(name="item", num_rows=8, dim=4, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))
+    TableSpec(name="item", num_rows=8, dim=3, optimizer=RowWiseAdaGrad(lr=0.5), initializer=Constant(value=0.0))
 ]
 
 

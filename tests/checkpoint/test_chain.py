@@ -177,7 +177,7 @@ def test_an_increment_has_the_rows_that_changed_alone(trained):
     (part,) = read_manifest(trained.at(3)).tables["item"].parts
     assert 0 < part.count <= 12
     whole, changed = (read_manifest(trained.at(step)).checksums["item.0.values.npy"].size_bytes for step in (1, 3))
-    assert whole - changed == (40 - part.count) * 4 * 4
+    assert whole - changed == (40 - part.count) * 3 * 4
 
 
 def test_without_notes_it_lacks_some(trained, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def cases(draw):
         {
             "name": f"t{number}",
             "num_rows": draw(st.sampled_from([1, 7, 40, 90])),
-            "dim": draw(st.sampled_from([4, 8])),
+            "dim": draw(st.sampled_from([3, 16])),
             "rule": draw(st.sampled_from(sorted(RULES))),
             "storage": draw(st.sampled_from(["dense", "dense", "tiered"])),
             "bfloat16": draw(st.booleans()),
@@ -134,8 +134,8 @@ def test_a_checkpoint_in_the_background_is_that_of_its_step(ranks, tmp_path_fact
 
 PLAIN = {
     "tables": [
-        {"name": "item", "num_rows": 40, "dim": 4, "rule": "adagrad", "storage": "dense", "bfloat16": False},
-        {"name": "user", "num_rows": 90, "dim": 4, "rule": "adam", "storage": "tiered", "bfloat16": False},
+        {"name": "item", "num_rows": 40, "dim": 3, "rule": "adagrad", "storage": "dense", "bfloat16": False},
+        {"name": "user", "num_rows": 90, "dim": 3, "rule": "adam", "storage": "tiered", "bfloat16": False},
     ],
     "has_cores": False,
     "transport": "one_sided",

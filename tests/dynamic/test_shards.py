@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from rowmesh.dynamic import DynamicShards, shard_of
 from rowmesh.dynamic.reference import ReferenceShards
@@ -73,8 +73,22 @@ def reload(shards):
 
 
 @pytest.mark.parametrize("options", RULES, ids=str)
+@settings(max_examples=35)
 @given(batches=BATCHES, capacity=st.integers(3, 20))
 def test_decides_as_the_rules_say(options, batches, capacity):
+    check(options, batches, capacity)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", RULES, ids=str)
+@settings(max_examples=300)
+@given(batches=BATCHES, capacity=st.integers(3, 20))
+def test_decides_as_the_rules_say_over_many_streams(options, batches, capacity):
+    check(options, batches, capacity)
+
+
+def check(options, batches, capacity):
+    """Opens, releases and reloads as the batches say, with both, which stay alike."""
     mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}))
     step, leases = 0, []
     for batch, ahead, again in batches:

@@ -8,7 +8,7 @@ from rowmesh.tables import TensorTrain
 
 def cored(name, rows):
     return TableSpec(
-        name=name, num_rows=rows, dim=8, optimizer=SGD(), storage="tensor_train", tensor_train=TensorTrain(rank=2)
+        name=name, num_rows=rows, dim=4, optimizer=SGD(), storage="tensor_train", tensor_train=TensorTrain(rank=2)
     )
 
 

@@ -13,7 +13,7 @@ from tests.support.tables import several, table
 from tests.support.training import merged, train
 from tests.test_plans import assert_equal
 
-ROWS, DIM, STEPS, BAGS = 11, 6, 3, 5
+ROWS, DIM, STEPS, BAGS = 11, 3, 3, 5
 TABLE = TableSpec(name="item", num_rows=ROWS, dim=DIM, optimizer=SGD(lr=0.5))
 
 

@@ -188,10 +188,10 @@ def test_a_folder_that_is_gone_at_the_end_is_made_again(config_file, tmp_path, c
     "faults", ["checkpoint.write_rows=ENOSPC", "checkpoint.published=ENOSPC", "observe.write=raise", "run.settle=EIO"]
 )
 def test_the_former_model_stays_where_the_new_one_fails(config_file, tmp_path, faults):
-    former = train(config_file, "tables.dim=2")
+    former = train(config_file, "tables.dim=3")
     with arm(faults), pytest.raises((RowmeshError, RuntimeError)):
         train(config_file, "train.seed=5", "run.retry_s=0", overwrite=True)
-    assert resolve(tmp_path / "run" / "config.toml").tables.dim == 2
+    assert resolve(tmp_path / "run" / "config.toml").tables.dim == 3
     assert run_evaluation(tmp_path / "run") == former
     assert len(records(tmp_path / "run" / "metrics.jsonl")) == 4
     later = train(config_file, "train.seed=5", overwrite=True)
@@ -205,7 +205,7 @@ def test_the_former_model_stays_where_the_new_one_fails(config_file, tmp_path, f
     ["observe.write@3", "checkpoint.write_rows@2", "checkpoint.publish", "checkpoint.published", "run.exchange@4"],
 )
 def test_a_killed_run_leaves_one_that_can_be_loaded(config_file, tmp_path, point):
-    former = train(config_file, "tables.dim=2")
+    former = train(config_file, "tables.dim=3")
     done = subprocess.run(
         [sys.executable, "-m", "rowmesh.cli", "train", str(config_file), "train.steps=4", "--overwrite"],
         env=os.environ | {"ROWMESH_FAULTS": f"{point}=kill", "OMP_NUM_THREADS": "1"},

@@ -56,7 +56,7 @@ def wait_for_a_stopped_rank(mesh):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_as_that():
-    pool = RankPool()
+    pool = RankPool(world_size=2)
     try:
         message, _ = pool.run(wait_for_a_stopped_rank, world_size=2)
     finally:

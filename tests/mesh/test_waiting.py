@@ -80,7 +80,7 @@ def cancelled_wait(mesh):
 
 
 def test_a_wait_can_be_cancelled():
-    pool = RankPool()
+    pool = RankPool(world_size=2)
     try:
         results = pool.run(cancelled_wait, world_size=2)
     finally:

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from rowmesh.observe import allocator as module
 from rowmesh.observe.allocator import VARIABLES, allocator, keep_memory
 
 FAULTS = """
-import resource, sys
-from rowmesh.observe.allocator import keep_memory
+import resource, runpy, sys
+keep_memory = runpy.run_path(sys.argv[1])["keep_memory"]  # torch is not needed, and takes long to import
 if "keep" in sys.argv:
     print(keep_memory())
 import numpy
@@ -26,7 +27,7 @@ print(faults(10))
 
 def run(*words, **environment):
     plain = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLIBC_TUNABLES")}
-    command = [sys.executable, "-c", FAULTS, *words]
+    command = [sys.executable, "-c", FAULTS, module.__file__, *words]
     done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.split()
 

@@ -163,17 +163,17 @@ def test_arenas_do_what_algorithm_1_does_in_a_group(rule_name, moment_scale):
     """Kernels and arena together against the transcription."""
     options = {} if rule_name == "sgd" else {"moment_scale": moment_scale, "eps": 1e-3}
     rule = RULES[rule_name](lr=0.1, **options)
-    (group,) = fuse([TableSpec(name="a", num_rows=30, dim=5, optimizer=rule, dtype=torch.float64)])
+    (group,) = fuse([TableSpec(name="a", num_rows=30, dim=3, optimizer=rule, dtype=torch.float64)])
     arena = DenseArena(group, 30)
     generator = torch.Generator().manual_seed(0)
-    arena.rows.copy_(torch.randn(30, 5, generator=generator, dtype=torch.float64))
+    arena.rows.copy_(torch.randn(30, 3, generator=generator, dtype=torch.float64))
     algorithm = Algorithm1(arena.rows.clone(), rule, num_groups=1)
     for step in range(1, 6):
         touched = torch.rand(30, generator=generator) < 0.5
         slots = touched.nonzero()[:, 0].to(torch.int32)
-        gradients = torch.randn(30, 5, generator=generator, dtype=torch.float64)
+        gradients = torch.randn(30, 3, generator=generator, dtype=torch.float64)
         sent, singles = gradients[touched], Singles()
-        singles(slots.data_ptr(), sent.data_ptr(), 5 * 8, len(slots))
+        singles(slots.data_ptr(), sent.data_ptr(), 3 * 8, len(slots))
         arena.apply(singles, lr=0.2, scaling=0.5, step=step)
         algorithm.iterate([gradients * 0.5], [touched], lr=0.2)
     torch.testing.assert_close(arena.rows, algorithm.weights[0].detach(), rtol=1e-12, atol=1e-12)
@@ -183,7 +183,7 @@ def test_arenas_do_what_algorithm_1_does_in_a_group(rule_name, moment_scale):
 
 def trained(rule, num_steps=3):
     """A collection in one process after some steps."""
-    collection = EmbeddingCollection([TableSpec(name="item", num_rows=20, dim=4, optimizer=rule)])
+    collection = EmbeddingCollection([TableSpec(name="item", num_rows=20, dim=3, optimizer=rule)])
     optimizer = EmbeddingOptimizer(collection)
     for step in range(num_steps):
         ids = torch.arange(8) * (step + 1) % 20

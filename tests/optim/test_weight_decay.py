@@ -53,7 +53,7 @@ def changed(rule, rows, gradients, steps=3):
 @pytest.mark.parametrize("name", TORCH)
 def test_rows_that_every_step_touches_are_those_of_torch(name):
     generator = torch.Generator().manual_seed(0)
-    rows, gradients = torch.randn(2, 9, 5, generator=generator, dtype=torch.float64)
+    rows, gradients = torch.randn(2, 9, 3, generator=generator, dtype=torch.float64)
     parameter = torch.nn.Parameter(rows.clone())
     optimizer = TORCH[name](parameter)
     for _ in range(3):

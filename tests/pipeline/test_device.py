@@ -76,7 +76,7 @@ def test_two_ranks(ranks):
 
 def test_copied_rows(ranks):
     """Read in place, after the update before; the others travel by micro-batch."""
-    scenario = replace(JOB, plan=with_copies(TABLES, world_size=2), num_steps=3)
+    scenario = replace(JOB, plan=with_copies(TABLES, world_size=2), num_steps=2)
     ranks.run(compare, scenario, {"depth": 1, "micro_batches": 2}, world_size=2)
 
 

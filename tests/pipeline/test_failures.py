@@ -24,7 +24,7 @@ TIMEOUT_S = 3.0
 @pytest.fixture
 def pool():
     """Of its own, since no rank survives."""
-    ranks = RankPool(mesh_timeout_s=30.0)
+    ranks = RankPool(mesh_timeout_s=30.0, world_size=2)
     yield ranks
     pids = ranks.pids
     ranks.close()

@@ -13,7 +13,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from tests.support.tables import table
 
-ITEM = table("item", 100, 4)
+ITEM = table("item", 100, 3)
 
 
 def make(mesh=None, **options):

@@ -22,10 +22,10 @@ from tests.support.training import merged, train, train_reference
 from tests.test_equivalence import assert_close, assert_same_bits, on_ranks
 
 TABLES = (
-    TableSpec(name="user", num_rows=40, dim=4, features=("user", "friend"), dtype=torch.float64),
-    TableSpec(name="tag", num_rows=7, dim=4, pooling="mean", dtype=torch.float64, optimizer=SGD(lr=0.1)),
+    TableSpec(name="user", num_rows=40, dim=16, features=("user", "friend"), dtype=torch.float64),
+    TableSpec(name="tag", num_rows=7, dim=16, pooling="mean", dtype=torch.float64, optimizer=SGD(lr=0.1)),
     TableSpec(name="item", num_rows=100, dim=3, dtype=torch.float64, optimizer=Adam(lr=0.1)),
-    TableSpec(name="word", num_rows=9, dim=4, pooling="none", dtype=torch.float64),
+    TableSpec(name="word", num_rows=9, dim=16, pooling="none", dtype=torch.float64),
 )
 DOUBLE = several("adam", torch.float64)
 TRANSPORTS = ["collective", "collective", "one_sided"]

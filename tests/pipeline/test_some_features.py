@@ -33,7 +33,7 @@ class Item:
 def collection(mesh, transport="auto"):
     tables = [
         table("user", 30, 3, "adam", features=("user", "friend"), dtype=torch.float64),
-        table("seen", 20, 4, "adagrad", pooling="none", dtype=torch.float64),
+        table("seen", 20, 16, "adagrad", pooling="none", dtype=torch.float64),
         table("item", 9, 3, "sgd", dtype=torch.float64),
     ]
     return EmbeddingCollection(tables, mesh=mesh, transport=transport)

@@ -17,8 +17,8 @@ from tests.support.scenario import Scenario
 from tests.support.training import merged, train
 
 DENSE = (
-    TableSpec(name="user", num_rows=400, dim=4, features=("user", "friend"), dtype=torch.float64),
-    TableSpec(name="tag", num_rows=7, dim=4, pooling="mean", dtype=torch.float64, optimizer=SGD(lr=0.1)),
+    TableSpec(name="user", num_rows=400, dim=16, features=("user", "friend"), dtype=torch.float64),
+    TableSpec(name="tag", num_rows=7, dim=16, pooling="mean", dtype=torch.float64, optimizer=SGD(lr=0.1)),
     TableSpec(name="item", num_rows=300, dim=3, dtype=torch.float64, optimizer=Adam(lr=0.1)),
 )
 TIERED = tuple(replace(table, storage="tiered") for table in DENSE)
@@ -84,7 +84,7 @@ def test_micro_batches_over_tiers_are_those_over_dense_rows(ranks, depth):
 # Little room
 
 
-ITEM = TableSpec(name="item", num_rows=1000, dim=4, storage="tiered", optimizer=SGD(lr=0.1))
+ITEM = TableSpec(name="item", num_rows=1000, dim=3, storage="tiered", optimizer=SGD(lr=0.1))
 ROWS = 12  # of a batch of one rank; none is in two batches
 
 

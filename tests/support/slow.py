@@ -1,4 +1,4 @@
-"""Cases that take seconds where faster ones are much like them: `make test` leaves them out."""
+"""Cases that `make test` leaves out: others that it runs are much like them."""
 
 from functools import cache
 from pathlib import Path

@@ -35,7 +35,7 @@ def test_groups_of_every_size(ranks, world_size):
 
 
 def test_failures_name_the_rank_and_leave_nothing():
-    pool = RankPool()
+    pool = RankPool(world_size=2)
     try:
         with pytest.raises(RankError, match=r"(?s)rank 0 failed.*still running.*rank 1.*has had enough"):
             pool.run(fail_on_one)

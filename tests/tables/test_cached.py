@@ -27,7 +27,7 @@ def u32(values):
     return np.array(values, np.uint32)
 
 
-def make_group(rule=RULES[1], dtype=torch.float32, dim=5):
+def make_group(rule=RULES[1], dtype=torch.float32, dim=3):
     """Two tables; the rows of the second are every third one from 7 on."""
     common = {"dim": dim, "optimizer": rule, "dtype": dtype, "initializer": Normal(std=1.0)}
     (group,) = fuse([TableSpec(name="a", num_rows=NUM_A, **common), TableSpec(name="b", num_rows=1000, **common)])
@@ -378,7 +378,7 @@ def test_too_few_cache_slots_say_what_to_raise():
         first = pin(cached, range(8))
         began = time.monotonic()
         message = (
-            r"group dim5_row_wise_adagrad: a batch of 4 rows needs 3 more slots of the cache, which has 10; 8 "
+            r"group dim3_row_wise_adagrad: a batch of 4 rows needs 3 more slots of the cache, which has 10; 8 "
             r"are pinned, by this batch and 1 other\(s\) in sight \(waited 0\.\d s\)\. Let 11 rows or more fit"
         )
         with pytest.raises(RowmeshError, match=message):
@@ -471,15 +471,15 @@ def test_rows_can_be_set_wherever_they_are(fast, slots, changed, poison):
 
 
 def test_after_a_flush_the_file_has_what_the_last_updates_left(tmp_path):
-    group = make_group(dim=4)
+    group = make_group()
     with make_cached(group, 40, partial(FileStore, path=tmp_path / "rows", keep=True)) as cached:
         pair = Pair(cached, make_dense(group), 0)
         pair.train([range(10), range(5, 20), range(30)])
         ahead = pin(cached, range(8, 33))  # in sight, not updated
         cached.flush()
-        records = np.fromfile(tmp_path / "rows", np.float32).reshape(-1, 5)
-        assert (records[:, :4] == pair.dense.rows[:30].numpy()).all()
-        assert (records[:, 4] == pair.dense.state["sum"][:30].numpy()).all()
+        records = np.fromfile(tmp_path / "rows", np.float32).reshape(-1, 4)
+        assert (records[:, :3] == pair.dense.rows[:30].numpy()).all()
+        assert (records[:, 3] == pair.dense.state["sum"][:30].numpy()).all()
         ahead.unpin()
 
 
@@ -508,7 +508,7 @@ def test_errors_of_the_writer_surface_and_lose_nothing():
         pair = Pair(cached, make_dense(group), 0)
         cached.store.broken = "write"
         pair.train([range(12)])
-        message = "group dim5_row_wise_adagrad: writing rows back failed: cannot write /some/file: No space left"
+        message = "group dim3_row_wise_adagrad: writing rows back failed: cannot write /some/file: No space left"
         with pytest.raises(RowmeshError, match=message):
             pin(cached, range(20, 30))
         pair.check()  # a checkpoint can still be made
@@ -560,7 +560,7 @@ def test_memory_is_counted_and_does_not_grow_with_the_table(rule, memory):
     sizes = []
     for num_slots in (1000, 8_000_000):
         with CachedArena(make_group(rule), num_slots, 100, device=memory) as cached:
-            assert cached.num_bytes == (100 * 5 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 40)
+            assert cached.num_bytes == (100 * 3 * 4, 100 * 4 if rule.name == "row_wise_adagrad" else 100 * 24)
             sizes.append(cached.bookkeeping_bytes)
     assert sizes[1] - sizes[0] == (8_000_000 - 1000) / 8
 

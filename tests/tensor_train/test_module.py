@@ -451,7 +451,7 @@ def test_one_line_in_a_stock_model():
             return self.over(self.bag(ids))
 
     torch.manual_seed(0)
-    model = Model(rowmesh.TensorTrainEmbeddingBag(101, 12, mode="sum", rank=5))
+    model = Model(rowmesh.TensorTrainEmbeddingBag(101, 12, mode="sum", rank=(5, 7)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ids, wanted = torch.randint(101, (64, 2)), torch.randn(64, 1)
     losses = []

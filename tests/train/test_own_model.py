@@ -55,7 +55,7 @@ def test_two_ranks_train_what_one_does(own_file, tmp_path, command, options):
 
 def test_tables_of_other_dims_and_running_means(own_file, tmp_path, command):
     """Ranks evaluate with the running means that are saved, so that one rank finds the same again."""
-    config = [f"model.name={MODELS}:Wide", "model.options.width=5", "tables.C1.dim=8", "train.steps=0"]
+    config = [f"model.name={MODELS}:Wide", "model.options.width=5", "tables.C1.dim=16", "train.steps=0"]
     done = command(["train", str(own_file), *config], ranks=2)
     assert done.status == 0, done.err
     assert re.search(rf"^network   {MODELS}:Wide: width 5, \d+ parameters, float32, on every rank$", done.out, re.M)
@@ -180,11 +180,11 @@ def test_named_models_learn(own_file, name):
 
 
 def test_dlrm_projects_vectors_of_other_dims(own_file, tmp_path, command):
-    more = ["tables.C1.dim=8", "tables.dtype=float64", "train.steps=0", "model.bottom=[8]", "model.top=[16]"]
+    more = ["tables.C1.dim=16", "tables.dtype=float64", "train.steps=0", "model.bottom=[8]", "model.top=[16]"]
     run = tmp_path / "two"
     done = command(["train", str(own_file), f"run.folder={run}", *more], ranks=2)
     assert done.status == 0, done.err
-    assert re.search(r"^network   dlrm: vectors projected to 8, bottom 13→8→8, top ", done.out, re.M)
+    assert re.search(r"^network   dlrm: vectors projected to 16, bottom 13→8→16, top ", done.out, re.M)
     two = json.loads((run / "evaluation" / "test.json").read_text())
     one = run_training(resolve(own_file, [f"run.folder={tmp_path / 'one'}", *more]))
     assert one is not None
