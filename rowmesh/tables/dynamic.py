@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 from rowmesh.errors import ConfigurationError
 
@@ -16,7 +16,9 @@ class Dynamic:
     """How a dynamic table knows ids.
 
     Attributes:
-        capacity: ids that it holds at most, over all ranks.
+        capacity: ids that it holds at most, over all ranks. This, or `capacity_bytes`.
+        capacity_bytes: bytes that the rows of these ids take at most with their optimizer state, over all ranks; the
+            index and spare frames come on top. A TableSpec makes a capacity of it.
         initial_capacity: ids that the index has room for at the start; it grows without a stop. Default: a small one.
         shards: P, logical shards; part of what the model is, and stored in checkpoints. Default: 1,024, fewer for small
             tables, so that each has about 1,000 ids or more.
@@ -42,7 +44,8 @@ class Dynamic:
         64
     """
 
-    capacity: int
+    capacity: int = cast("int", None)  # this, or the bytes
+    capacity_bytes: int | None = None
     initial_capacity: int | None = None
     shards: int | None = None
     admit_after: int = 1
@@ -65,15 +68,13 @@ class Dynamic:
             raise ConfigurationError(
                 'mode = "demote" needs a slower tier, which dynamic tables do not have yet; take mode = "drop"'
             )
-        if self.num_shards > self.capacity:
+        if (self.capacity is None) == (self.capacity_bytes is None):
             raise ConfigurationError(
-                f"a dynamic table of capacity {self.capacity} cannot have {self.num_shards} shards: each holds at "
-                "least one id; lower shards or raise capacity"
+                "a dynamic table has a capacity in ids, or capacity_bytes: give one of them, got capacity = "
+                f"{self.capacity!r} and capacity_bytes = {self.capacity_bytes!r}"
             )
-        if self.initial_capacity is not None and self.initial_capacity > self.capacity:
-            raise ConfigurationError(
-                f"initial_capacity {self.initial_capacity} of a dynamic table is above its capacity {self.capacity}"
-            )
+        if self.capacity is not None:
+            self._check_capacity()
         if self.admit_after == 1 and (self.sketch_width or self.window_steps):
             raise ConfigurationError(
                 "sketch_width and window_steps count ids that are not admitted yet, and admit_after = 1 admits every "
@@ -87,9 +88,21 @@ class Dynamic:
         if self.eviction == "ttl" and not self.ttl_steps:
             raise ConfigurationError('eviction = "ttl" needs ttl_steps, the steps after which an unseen id goes')
 
+    def _check_capacity(self) -> None:
+        if self.num_shards > self.capacity:
+            raise ConfigurationError(
+                f"a dynamic table of capacity {self.capacity} cannot have {self.num_shards} shards: each holds at "
+                "least one id; lower shards or raise capacity"
+            )
+        if self.initial_capacity is not None and self.initial_capacity > self.capacity:
+            raise ConfigurationError(
+                f"initial_capacity {self.initial_capacity} of a dynamic table is above its capacity {self.capacity}"
+            )
+
     def _check_numbers(self) -> None:
         lowest = {
             "capacity": 1,
+            "capacity_bytes": 1,
             "initial_capacity": 1,
             "shards": 1,
             "admit_after": 1,
@@ -102,7 +115,7 @@ class Dynamic:
         }
         for name, least in lowest.items():
             value = getattr(self, name)
-            if value is None and name in ("initial_capacity", "shards", "spare_frames"):
+            if value is None and name in ("capacity", "capacity_bytes", "initial_capacity", "shards", "spare_frames"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise ConfigurationError(
@@ -114,6 +127,28 @@ class Dynamic:
         if value not in choices:
             raise ConfigurationError(f"{name} of a dynamic table must be one of {', '.join(choices)}, got {value!r}")
 
+    def with_rows_of(self, row_bytes: int) -> Dynamic:
+        """The same with a capacity in ids, where it is in bytes.
+
+        Args:
+            row_bytes: of a row with its optimizer state.
+
+        Raises:
+            ConfigurationError: not one row fits, or too few for the shards.
+
+        Example:
+            >>> Dynamic(capacity_bytes=1_000_000).with_rows_of(260).capacity
+            3846
+        """
+        if self.capacity_bytes is None:
+            return self
+        if self.capacity_bytes < row_bytes:
+            raise ConfigurationError(
+                f"capacity_bytes = {self.capacity_bytes} holds no row: one takes {row_bytes} bytes with its optimizer "
+                "state"
+            )
+        return replace(self, capacity=self.capacity_bytes // row_bytes, capacity_bytes=None)
+
     def shard_capacity(self, shard: int) -> int:
         """Ids that a shard holds at most: capacity split evenly, the first shards one more."""
         return self.capacity // self.num_shards + (shard < self.capacity % self.num_shards)
@@ -123,4 +158,8 @@ class Dynamic:
         """P: a power of two, at most 1,024, with 1,000 ids a shard or more."""
         if self.shards is not None:
             return self.shards
+        if self.capacity is None:
+            raise ConfigurationError(
+                "a capacity in bytes has no number of shards before a TableSpec has it; give shards"
+            )
         return min(1024, 1 << max(0, (self.capacity // 1000).bit_length() - 1))

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
 from rowmesh.optim import RowWiseAdaGrad, UpdateRule
 from rowmesh.tables.bag_config import fields_of
 from rowmesh.tables.dynamic import Dynamic
@@ -116,6 +117,10 @@ class TableSpec:
             raise ConfigurationError(
                 f"table {self.name!r} is dynamic: give dynamic=Dynamic(capacity=…), got {self.dynamic!r}"
             )
+        try:
+            object.__setattr__(self, "dynamic", self.dynamic.with_rows_of(self._row_bytes))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"table {self.name!r}: {error}") from None
         if self.num_rows not in (None, self.dynamic.capacity):
             raise ConfigurationError(
                 f"table {self.name!r} is dynamic and has any ids: leave num_rows out, got {self.num_rows}; its "
@@ -132,6 +137,13 @@ class TableSpec:
                 f"table {self.name!r} is dynamic, and no id is out of its range; leave out_of_range out, or see "
                 "Dynamic(missing=…)"
             )
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row and its optimizer state."""
+        lengths = {"row": 1, "element": self.dim}
+        state = sum(lengths[extent] for extent in self.optimizer.state.values())
+        return self.dim * self.dtype.itemsize + state * COMPUTE_DTYPE[STORAGE[self.dtype]].itemsize
 
     def with_num_frames(self, num_frames: int) -> TableSpec:
         """A dynamic table as the exchange sees it: rows are the frames of all ranks."""

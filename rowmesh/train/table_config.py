@@ -82,7 +82,8 @@ class DynamicConfig(Section):
     """What dynamic tables hold, whom they admit and whom they evict; see `rowmesh.tables.Dynamic`.
 
     Attributes:
-        capacity: ids that a table holds at most, over all ranks; needed.
+        capacity: ids that a table holds at most, over all ranks; this or `capacity_bytes` is needed.
+        capacity_bytes: bytes of their rows with optimizer state at most, over all ranks.
         initial_capacity: ids that the index has room for at the start; it grows.
         shards: logical shards, part of what the model is; fewer than 1,024 for small tables if not given.
         admit_after: sightings at which an id is admitted.
@@ -99,6 +100,7 @@ class DynamicConfig(Section):
     """
 
     capacity: Positive | None = None
+    capacity_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     initial_capacity: Positive | None = None
     shards: Positive | None = None
     admit_after: Positive | None = None

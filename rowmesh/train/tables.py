@@ -151,8 +151,11 @@ def _tensor_train(config: TensorTrainConfig) -> TensorTrain:
 
 
 def _dynamic(key: str, config: DynamicConfig) -> Dynamic:
-    if config.capacity is None:
-        raise ConfigurationError(f"{key}.capacity: say how many ids a dynamic table holds at most, over all ranks")
+    if config.capacity is None and config.capacity_bytes is None:
+        raise ConfigurationError(
+            f"{key}.capacity: say how many ids a dynamic table holds at most, over all ranks, or how many bytes "
+            "(capacity_bytes)"
+        )
     return Dynamic(**config.model_dump(exclude_none=True))
 
 
