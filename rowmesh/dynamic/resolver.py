@@ -3,8 +3,8 @@
 A rank's distinct ids and their counts go to the owners of their logical shards. Each owner adds up the counts of all
 ranks, takes the ids in ascending order, opens the step, writes the rows of new ids, and answers frames. From there on
 the batch is one of dense tables. Where tables have replicas, counts go to the owners in every replica group, which so
-decide alike; a rank takes the answers of its own group. Replica groups that are averaged decide for themselves, each with a
-resolver of its own, and `merge` makes one of what they know.
+decide alike; a rank takes the answers of its own group. Replica groups that are averaged decide for themselves, each
+with a resolver of its own, and `merge` makes one of what they know.
 
 Two messages a batch, whatever the number of tables: the ids with their counts, and the answers. Room for ids is as much
 as the last batches needed; where it is too small on some rank, ids follow in a message of their own.

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
+from rowmesh.dynamic.merging import merge_facts
+from rowmesh.dynamic.shards import DynamicShards
+from rowmesh.dynamic.state import MAX
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import Adam
@@ -81,6 +85,27 @@ def test_groups_do_as_the_rules_say(ranks, world_size, num_groups, examples):
         assert_as_expected(seen, expected, knows_the_end_alone=True)
 
     check()
+
+
+def test_facts_of_groups_add_up():
+    """Group 0 saw the id in step 9, group 1 in step 5; frequencies halve at multiples of 4."""
+    of_groups = [[10, 7, 900, 3, 4, 400], [6, 5, 300, 3, 4, 400]]
+    # As of step 9, two halvings after step 2 and one after step 5: 100 in common, 800 and 50 more.
+    assert merge_facts(np.array(of_groups)[:, None], 4).tolist() == [[10, 8, 950]]
+    most = [[10, MAX, MAX, 0, 0, 0], [10, 1, 1, 0, 0, 0]]
+    assert merge_facts(np.array(most)[:, None], 0).tolist() == [[10, MAX, MAX]]
+
+
+def test_what_other_groups_bring_is_evicted_in_its_turn():
+    shards = DynamicShards("item", Dynamic(capacity=4, shards=1), range(1), num_frames=20)
+    for step, i in ((1, 1), (10, 2), (20, 3), (30, 4), (40, 5)):
+        shards.open(np.array([i]), np.array([1]), step)
+    united = shards.unite(np.array([6]), np.array([[16, 1, 0]]))
+    assert united.left_ids.tolist() == [2]
+    assert shards.unite(np.array([7]), np.array([[13, 1, 0]])).frames.tolist() == [-1], "it is itself seen longest ago"
+    for step, i in ((50, 8), (60, 9)):
+        evicted = shards.open(np.array([i]), np.array([1]), step).evicted_ids.tolist()
+        assert evicted == [6 if step == 50 else 3]
 
 
 def table(**rules):
