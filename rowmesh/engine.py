@@ -540,8 +540,8 @@ class Engine:
     def _check_migration(self, plan: Plan) -> None:
         if self.resolver is not None:
             raise ConfigurationError(
-                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and cannot "
-                "migrate; load a checkpoint under the other plan"
+                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and no "
+                "table beside them can migrate; save, and load under the other plan"
             )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
         if tiered := [table.name for table in self._tables if table.storage == "tiered"]:

@@ -199,8 +199,8 @@ def run_plan(
     replication.check()
     if config.data.is_raw:
         raise ConfigurationError(
-            "plans are made by the counts of prepared data, and raw data have none; dynamic tables need no plan: hashes "
-            "of ids say where rows are"
+            "plans are made by the counts of prepared data, and raw data have none; dynamic tables need no plan: "
+            "hashes of ids say where rows are"
         )
     data = Prepared.open(config.data.folder)
     config, _ = choose_defaults(config, data)  # plans depend on the batch size
