@@ -95,9 +95,9 @@ def print_dynamic(printer: Printer, found: Sequence[DynamicCost]) -> None:
     printer.show(table)
     printer.write(
         "Dynamic tables are not placed: hashes of ids say where rows are. Numbers are of the rank that has most, in",
-        "one replica. Memory is that at capacity, with optimizer state and index; spare frames take theirs where they are",
-        "used. Of a step it is the rows gathered, and the bytes received with ids and frames. Two messages a step come",
-        "before those of other tables.",
+        "one replica. Memory is that at capacity, with optimizer state and index; spare frames take theirs where",
+        "they are used. Of a step it is the rows gathered, and the bytes received with ids and frames. Two messages",
+        "a step come before those of other tables.",
     )
     for each in found:
         if each.capacity < each.num_seen:

@@ -25,7 +25,10 @@ from tests.support.dynamic import Stream, _bits, initial_row, run_dynamic, run_p
 from tests.support.dynamic_average import mean_of, run_average_oracle
 
 AVERAGED = {
-    **{name: rules for name, rules in RULES.items() if rules.eviction != "ttl"},
+    # So tight that what two groups know does not fit into one.
+    **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if rules.eviction != "ttl"},
+    "shards": Dynamic(capacity=36, shards=3),
+    "frequent": Dynamic(capacity=20, shards=1, eviction="lru_lfu", decay_steps=2),
     "time": Dynamic(capacity=40, shards=3, ttl_steps=2),
     "roomy": Dynamic(capacity=400, shards=3, eviction="lfu"),
 }
@@ -41,10 +44,10 @@ def streams():
         ),
         rules,
         rules,
-        every=st.integers(1, 3),
+        every=st.integers(1, 4),
         seed=st.integers(0, 2**16),
-        num_steps=st.integers(1, 7),
-        batch_size=st.integers(0, 3),
+        num_steps=st.integers(3, 8),
+        batch_size=st.integers(1, 3),
         rule=st.sampled_from(["row_wise_adagrad", "adam", "sgd"]),
         pooling=st.sampled_from(["sum", "mean", "none"]),
     )
