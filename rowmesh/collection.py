@@ -117,7 +117,7 @@ class EmbeddingCollection(TableModule):
         size, per_node = self.mesh.world_size, self.mesh.ranks_per_node
         if plan is not None and replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
-        counts = replicas_of_dynamic(tables, replicas)
+        counts = replicas_of_dynamic(tables, replicas if plan is None else plan.replicas)
         check_dynamic(tables, counts, self.synchronization, place)
         framed_tables = framed(tables, counts, size)
         if plan is None:

@@ -27,6 +27,7 @@ from rowmesh.dynamic.records import Records
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
+from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
@@ -128,7 +129,12 @@ class Engine:
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
         self.shard_groups.connect()
         shares_memory = shard_groups.transport == "one_sided"
-        self.resolver = make_resolver(self.exchanges, plan, mesh, seed, shares_memory=shares_memory)
+        self.resolver = make_resolver(
+            self.exchanges, plan, mesh, seed, options.synchronization, shares_memory=shares_memory
+        )
+        if self.resolver is not None:
+            for means in self._dynamic_means:
+                means.resolver = self.resolver
         self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
@@ -138,6 +144,7 @@ class Engine:
         self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
+        self._num_opened = 0  # steps whose batches a pipeline has opened
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
@@ -338,6 +345,7 @@ class Engine:
                 raise self._is_driven("another one begins")
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+            self._num_opened = self.step_count
 
     def prepare_to_take_back(self) -> None:
         """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
@@ -346,6 +354,8 @@ class Engine:
     def take_back(self) -> None:
         """Takes rows and steps back, when no thread of the pipeline uses them."""
         self._driver = self._rows_mesh.cancellation.event = None
+        for means in self._dynamic_means:
+            means.forget_ahead()
         self.mesh.unclaim("pipeline")
 
     def wait(self) -> None:
@@ -378,6 +388,9 @@ class Engine:
                 'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
             )
         route = self._route(batch, is_ahead=True)
+        self._num_opened += 1
+        for means in self._dynamic_means:
+            means.merge_ahead(self._num_opened)
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
@@ -473,8 +486,8 @@ class Engine:
         if found.owned is None:
             return None
         assert isinstance(exchange.arena, DenseArena)
-        is_first = found.grid.place(self.mesh.rank)[0] == 0
-        return Records(found.spec, found.owned, exchange.arena, step=self.resolver.step, is_first=is_first)
+        step, is_first = self.resolver.step, found.replica == 0
+        return Records(found.spec, found.owned, exchange.arena, step=step, is_first=is_first)
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
@@ -512,8 +525,8 @@ class Engine:
     def _check_migration(self, plan: Plan) -> None:
         if self.resolver is not None:
             raise ConfigurationError(
-                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and cannot "
-                "migrate; load a checkpoint under the other plan"
+                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and no "
+                "table beside them can migrate; save, and load under the other plan"
             )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
         if tiered := [table.name for table in self._tables if table.storage == "tiered"]:
@@ -548,6 +561,11 @@ class Engine:
         self.shard_groups, self.exchanges = shard_groups, shard_groups.exchanges
         self._all, self._stored, self._computed = shard_groups.all, shard_groups.stored, shard_groups.computed
         self._replicated = [each for each in shard_groups.stored if each.replicas > 1]
+
+    @property
+    def _dynamic_means(self) -> list[DynamicMeans]:
+        """What averages dynamic tables; it exists once shard groups are connected."""
+        return [each.synchronizer for each in self._stored if isinstance(each.synchronizer, DynamicMeans)]
 
 
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,9 @@ from rowmesh.errors import CheckpointError
 from rowmesh.ops.ranges import intersect
 
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
+CHUNK_BYTES = 8 << 20  # that a thread verifies and copies at once
+NUM_THREADS = 4
+"""Of a rank: while one waits for the disk, others verify and copy, all of which is done without the interpreter."""
 
 
 class Link(NamedTuple):
@@ -113,10 +118,13 @@ class SavedTable:
         Raises:
             CheckpointError: a file is missing, damaged, or has something else; or a row is in no file.
         """
-        found = 0
+        found, copies = 0, list[Callable[[], None]]()
         for part, mapped in zip(self._full.parts, self._mapped, strict=True):
             _map(self._name, self._files, part, mapped, targets)
-            found += _fill_piece(numbers, targets, part, mapped)
+            num, of_part = _fill_piece(numbers, targets, part, mapped)
+            found += num
+            copies += of_part
+        _do_all(copies)
         if found != len(numbers):
             raise CheckpointError(
                 f"table {self._name!r}: {len(numbers) - found} of {len(numbers)} rows are in no file of "
@@ -171,6 +179,21 @@ def _copy(source: SavedArray, places: npt.NDArray[Any], target: npt.NDArray[Any]
         target[to] = source[low : int(chunk.max()) + 1][chunk - low]
 
 
+def _do_all(copies: Sequence[Callable[[], None]]) -> None:
+    """In threads; raises the first error, in their order."""
+    if len(copies) < 2:
+        for copy in copies:
+            copy()
+        return
+    with ThreadPoolExecutor(NUM_THREADS, "rowmesh-read") as threads:
+        try:
+            for done in [threads.submit(copy) for copy in copies]:
+                done.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def _map(
     name: str, files: SavedFiles, part: Part, mapped: dict[str, SavedArray], targets: Mapping[str, Tensor]
 ) -> None:
@@ -179,18 +202,31 @@ def _map(
             mapped[kind] = files.array(name, kind, part.files, target, (part.count, *target.shape[1:]))
 
 
-def _fill_piece(numbers: range, targets: Mapping[str, Tensor], part: Part, sources: Mapping[str, SavedArray]) -> int:
-    """Copies what a part of the checkpoint has of a piece; returns how many rows that is."""
-    found, before = 0, 0
+def _fill_piece(
+    numbers: range, targets: Mapping[str, Tensor], part: Part, sources: Mapping[str, SavedArray]
+) -> tuple[int, list[Callable[[], None]]]:
+    """What copies what a part of the checkpoint has of a piece, in any order; and how many rows that is."""
+    found, before, copies = 0, 0, list[Callable[[], None]]()
     for bounds in part.ranges:
         common = intersect(range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride), numbers)
         if common is not None:
             saved, wanted = common
             for kind, target in targets.items():
-                for begin in range(0, len(saved), CHUNK_ROWS):
-                    to, at = wanted[begin : begin + CHUNK_ROWS], saved[begin : begin + CHUNK_ROWS]
-                    values = sources[kind][before + at.start : before + at.stop : at.step]
-                    as_numpy(target)[to.start : to.stop : to.step] = values
+                rows = _rows_of(target)
+                for begin in range(0, len(saved), rows):
+                    to, at = wanted[begin : begin + rows], saved[begin : begin + rows]
+                    from_rows = slice(before + at.start, before + at.stop, at.step)
+                    to_rows = slice(to.start, to.stop, to.step)
+                    copies.append(partial(_copy_rows, sources[kind], from_rows, as_numpy(target), to_rows))
             found += len(saved)
         before += bounds.count
-    return found
+    return found, copies
+
+
+def _rows_of(target: Tensor) -> int:
+    """Rows that are copied at once."""
+    return max(1, CHUNK_BYTES // (target[:1].numel() * target.itemsize)) if len(target) else 1
+
+
+def _copy_rows(source: SavedArray, from_rows: slice, target: npt.NDArray[Any], to_rows: slice) -> None:
+    target[to_rows] = source[from_rows]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rowmesh.cli.plan_dynamic import dynamic_bytes, dynamic_costs, print_dynamic
 from rowmesh.cli.plan_replicas import Replication
 from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
@@ -88,7 +89,7 @@ class PlanOptions:
     count_batches: bool = False
 
     def request(self, config: Config, world_size: int, tables: Sequence[TableSpec] = ()) -> Request:
-        """The request for as many ranks; the cores of tensor-train tables take their part of a rank's memory."""
+        """The request for as many ranks; cores and dynamic tables take their part of a rank's memory."""
         request = request_of(config, world_size)
         if self.memory is not None and self.extra_memory is not None:
             raise ConfigurationError("--memory and --extra-memory both limit a rank's memory; give one of them")
@@ -96,7 +97,7 @@ class PlanOptions:
             request,
             mode=self.mode,
             objective=self.objective or request.objective,
-            memory_limit_bytes=None if self.memory is None else self._limit(self.memory, cores_bytes(tables)),
+            memory_limit_bytes=None if self.memory is None else self._limit(self.memory, tables, world_size),
             extra_memory=request.extra_memory if self.extra_memory is None else self.extra_memory,
             max_hops=self.max_hops,
             fetch_weight=self._fetch_weight(request),
@@ -109,14 +110,19 @@ class PlanOptions:
         return configured.fetch_weight if self.mode == "train" else 1.0
 
     @staticmethod
-    def _limit(memory: str, cores: int) -> int:
-        limit = parse_bytes(memory, "--memory")
-        if limit <= cores:
+    def _limit(memory: str, tables: Sequence[TableSpec], world_size: int) -> int:
+        limit, cores, dynamic = parse_bytes(memory, "--memory"), cores_bytes(tables), dynamic_bytes(tables, world_size)
+        if limit <= dynamic:
+            raise ConfigurationError(
+                f"--memory {memory} does not hold the {dynamic:,} bytes that dynamic tables take on a rank at their "
+                "capacity; give more, lower tables.….dynamic.capacity, or take more ranks"
+            )
+        if limit - dynamic <= cores:
             raise ConfigurationError(
                 f"--memory {memory} does not hold the {cores:,} bytes of tensor-train cores and their optimizer state "
                 "that every rank has; give more, or make tables.….tensor_train.rank smaller"
             )
-        return limit - cores
+        return limit - dynamic - cores
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,11 @@ def run_plan(
     links.check(config)
     replication = replication or Replication()
     replication.check()
+    if config.data.is_raw:
+        raise ConfigurationError(
+            "plans are made by the counts of prepared data, and raw data have none; dynamic tables need no plan: "
+            "hashes of ids say where rows are"
+        )
     data = Prepared.open(config.data.folder)
     config, _ = choose_defaults(config, data)  # plans depend on the batch size
     question = _Question(config, title, options, outputs, replication, data)
@@ -224,10 +235,14 @@ class _Question:
                 f"cores     {bytes_text(cores_bytes(cored))} of cores and optimizer state on every rank, of "
                 f"{len(cored)} tensor-train table(s), which are not placed: {', '.join(table.name for table in cored)}"
             )
-        if len(cored) < len(tables):
+        dynamic = [table for table in tables if table.storage == "dynamic"]
+        if dynamic:
+            print_dynamic(printer, dynamic_costs(dynamic, self.data, topology, request))
+        if len(cored) + len(dynamic) < len(tables):
             self._place(topology, request, printer)
         else:
-            printer.write("all tables are tensor-train tables: there is nothing to place, and no plan to write")
+            kinds = " or ".join(["tensor-train"] * bool(cored) + ["dynamic"] * bool(dynamic))
+            printer.write(f"all tables are {kinds} tables: there is nothing to place, and no plan to write")
         if self.outputs.tensor_train and not self.outputs.explain:
             report_cores(self.config, self.data, request.batch_size, self.outputs.tensor_train, printer)
 

@@ -18,16 +18,17 @@ class DynamicTable:
 
     Args:
         spec: as `framed` gives it.
-        grid: the ranks of each replica group.
+        grid: the ranks of each replica group that decides together with the others.
         owned: what this rank has of it; None where there are more ranks than shards.
+        replica: of this rank, among all replica groups.
 
     Attributes:
         ask: finds what is asked, given all ids that a batch has of the table: a part is what goes to one owner.
         merge: finds the distinct ids of what all ranks ask of this one, with their counts added up.
     """
 
-    def __init__(self, spec: TableSpec, grid: Grid, owned: OwnedTable | None) -> None:
-        self.spec, self.grid, self.owned = spec, grid, owned
+    def __init__(self, spec: TableSpec, grid: Grid, owned: OwnedTable | None, replica: int = 0) -> None:
+        self.spec, self.grid, self.owned, self.replica = spec, grid, owned, replica
         self.ask = DistinctIds(seed_of(spec.name), owner_of_shard(rules_of(spec), grid.shards), grid.shards)
         self.merge = DistinctIds()
 

@@ -9,10 +9,12 @@ import torch
 
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.layout import rules_of, shards_of
+from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import AddressMap, Plan
 from rowmesh.tables import DenseArena, RowStore, TableGroup, TableSpec
@@ -36,17 +38,15 @@ def check_dynamic(
     device: torch.device | None,
 ) -> None:
     """Raises ConfigurationError for what dynamic tables cannot be yet."""
-    for table in (table for table in tables if table.storage == "dynamic"):
+    dynamic = [table for table in tables if table.storage == "dynamic"]
+    if synchronization.mode == "average":
+        _check_average([table for table in dynamic if replicas[table.name] > 1], dynamic, replicas, synchronization)
+    for table in dynamic:
         name, rules = table.name, rules_of(table)
         if device is not None:
             raise ConfigurationError(
                 f"table {name!r} is dynamic, and such tables are in the host's memory so far; take device='cpu', or "
                 "storage='dense'"
-            )
-        if replicas[name] > 1 and synchronization.mode == "average":
-            raise ConfigurationError(
-                f"table {name!r} is dynamic, and its replicas cannot be averaged so far: their groups would know "
-                "different ids; take exact synchronization, or one replica"
             )
         if rules.mode == "demote":
             raise ConfigurationError(f"table {name!r}: mode = 'demote' needs a slower tier, which is not there yet")
@@ -57,8 +57,42 @@ def check_dynamic(
             )
 
 
+def _check_average(
+    averaged: Sequence[TableSpec],
+    dynamic: Sequence[TableSpec],
+    replicas: Mapping[str, int],
+    synchronization: Synchronization,
+) -> None:
+    """Raises ConfigurationError where replicas of dynamic tables cannot be averaged."""
+    if not averaged:
+        return
+    name = averaged[0].name
+    counts = {table.name: replicas[table.name] for table in dynamic}
+    if len(set(counts.values())) > 1:
+        raise ConfigurationError(
+            f"dynamic tables whose replicas are averaged must have equally many, got {counts}; give them one number, "
+            "or take exact synchronization"
+        )
+    if synchronization.dense:
+        raise ConfigurationError(
+            f"table {name!r} is dynamic, and its rows have no numbers by which whole tables could be averaged; leave "
+            "dense out, so that the rows of changed ids are averaged"
+        )
+    if timed := [table.name for table in averaged if rules_of(table).eviction == "ttl"]:
+        raise ConfigurationError(
+            f"table {timed[0]!r}: eviction = 'ttl' evicts nobody before its time, but where averaged replicas know "
+            "more ids together than the table holds some must go; take 'lru' with ttl_steps, or exact synchronization"
+        )
+
+
 def make_resolver(
-    exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh, seed: int, *, shares_memory: bool
+    exchanges: Sequence[Exchange],
+    plan: Plan,
+    mesh: Mesh,
+    seed: int,
+    synchronization: Synchronization,
+    *,
+    shares_memory: bool,
 ) -> Resolver | None:
     """The resolver of all dynamic tables; None where there are none. Collective where there are some.
 
@@ -67,19 +101,31 @@ def make_resolver(
         plan: where frames are.
         mesh: all ranks.
         seed: of initial values.
+        synchronization: of replicas.
         shares_memory: whether ranks of one host may exchange ids in memory that they share.
     """
     tables = []
+    averages = synchronization.mode == "average"
+    grid = Grid(mesh.world_size)
     for exchange in exchanges:
         if exchange.group.storage != "dynamic":
             continue
         for number, spec in enumerate(exchange.group.tables):
             grid = plan.grid(plan.table(spec.name).replicas)
-            shards = shards_of(rules_of(spec), grid.place(mesh.rank)[1], grid.shards)
+            replica, member = grid.place(mesh.rank)
+            shards = shards_of(rules_of(spec), member, grid.shards)
             owned = None
             if shards:
                 (piece,) = exchange.address_map.held(number)
                 assert isinstance(exchange.arena, DenseArena)
                 owned = OwnedTable(spec, shards, exchange.arena, piece, seed)
-            tables.append(DynamicTable(spec, grid, owned))
-    return Resolver(tables, mesh, shares_memory=shares_memory and mesh.is_one_host) if tables else None
+            tables.append(DynamicTable(spec, Grid(grid.shards) if averages else grid, owned, replica))
+    if not tables:
+        return None
+    if not averages or grid.replicas == 1:
+        return Resolver(tables, mesh, shares_memory=shares_memory and mesh.is_one_host)
+    owned_tables = {table.spec.name: table.owned for table in tables if table.owned is not None}
+    # A mesh of its own: batches may be opened while rows of replicas are under way.
+    replicate_mesh = mesh.part(grid.replicate_groups).with_process_group("averages of dynamic tables")
+    group, averaging = mesh.part(grid.groups), Averages(owned_tables, replicate_mesh)
+    return Resolver(tables, group, averaging, shares_memory=shares_memory and group.is_one_host)

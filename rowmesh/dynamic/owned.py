@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -32,6 +33,18 @@ class _Change:
     visitors: np.ndarray
 
 
+class Decided(Protocol):
+    """Is told of decisions, see `rowmesh.dynamic.merging`."""
+
+    def note(self, ids: np.ndarray, fresh: np.ndarray) -> None:
+        """Ids that were seen or left, and frames that have a new id."""
+        ...
+
+    def begin_anew(self) -> None:
+        """All was replaced."""
+        ...
+
+
 class OwnedTable:
     """Some shards of a dynamic table, and their rows. Frames are counted from the rank's first one.
 
@@ -45,6 +58,8 @@ class OwnedTable:
     Attributes:
         shards: index, rules and statistics.
         counters: what was decided here.
+        merging: is told of decisions, where replica groups decide for themselves.
+        num_frames: frames that known ids have.
     """
 
     def __init__(self, table: TableSpec, shards: range, arena: DenseArena, piece: Piece, seed: int) -> None:
@@ -57,6 +72,8 @@ class OwnedTable:
         self._visitors = FrameList(table.name, spare)
         self._zero = self._first_visitor + spare  # its memory is never written
         self._changes: list[_Change] = []
+        self.merging: Decided | None = None
+        self.num_frames = self._first_visitor
 
     def open(self, number: int, ids: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
         """Takes a step's decisions; afterwards all rows are there. Returns the rows of the ids, int64 `[N]`.
@@ -80,6 +97,8 @@ class OwnedTable:
             self._changes.append(
                 _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
             )
+        if self.merging is not None:
+            self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
         self._count(opened, counts)
         return opened.frames + self._piece.rows.start
 
@@ -89,6 +108,15 @@ class OwnedTable:
         described = self.shards.described
         described[cpu.FIRST_ROW] = self._piece.rows.start
         return described
+
+    @property
+    def is_always_plain(self) -> bool:
+        """Whether a step of known ids never changes more than their counts and scores, which nobody needs to note."""
+        return self.merging is None and self.shards.is_always_plain
+
+    def is_plain(self, step: int) -> bool:
+        """Whether a step of known ids changes no more than that."""
+        return self.merging is None and self.shards.is_plain(step)
 
     def count_known(self, num_hits: int, step: int) -> None:
         """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known."""
@@ -149,6 +177,27 @@ class OwnedTable:
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
 
+    def unite(self, number: int, ids: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Takes over what other replica groups know; see `DynamicShards.unite`.
+
+        Args:
+            number: of the last batch that was opened.
+            ids: int64 `[N]`, ascending.
+            facts: int64 `[N, 3]`.
+
+        Returns:
+            Slots of the ids that are known afterwards, and a mask of these. New ones have their initial rows.
+        """
+        united = self.shards.unite(ids, facts)
+        entered = united.frames[united.entered]
+        self._start(entered, ids[united.entered])
+        none = np.empty(0, np.int64)
+        change = _Change(number, ids[united.entered], united.left_ids, united.left_frames, united.left_frames, none)
+        self._changes.append(change)
+        self.counters.evicted += len(united.left_ids)
+        stay = united.frames >= 0
+        return self.slots(united.frames[stay]), stay
+
     def release(self, first: int) -> None:
         """Batches before number `first` have ended on all ranks: what they freed may be used again."""
         while self._changes and self._changes[0].number < first:
@@ -163,6 +212,10 @@ class OwnedTable:
     def slots(self, frames: np.ndarray) -> np.ndarray:
         """Where in the arena frames are."""
         return frames + self._piece.slots.start
+
+    def frames(self, slots: np.ndarray) -> np.ndarray:
+        """The frames that are there."""
+        return slots - self._piece.slots.start
 
     def start(self, slots: np.ndarray, ids: np.ndarray) -> None:
         """Gives ids rows as new ones have, at slots that `load` returned."""
@@ -185,6 +238,8 @@ class OwnedTable:
             self.shards.load(shard, state, frames)
             slots.append(self.slots(frames))
             first += len(frames)
+        if self.merging is not None:
+            self.merging.begin_anew()
         return slots
 
 

@@ -28,9 +28,7 @@ class Owners:
     def __init__(self, tables: Sequence[DynamicTable]) -> None:
         self._tables = tables
         self._owned = [(place, table.owned) for place, table in enumerate(tables) if table.owned is not None]
-        self._is_always_plain = np.array(
-            [each.owned is not None and each.owned.shards.is_always_plain for each in tables]
-        )
+        self._is_always_plain = np.array([each.owned is not None and each.owned.is_always_plain for each in tables])
         self._described = np.zeros((len(tables), cpu.OWNER_COLUMNS), np.int64)
         for row, table in zip(self._described, tables, strict=True):
             if table.owned is not None:
@@ -76,7 +74,7 @@ class Owners:
         if not self._is_always_plain.all():
             is_plain &= self._is_always_plain
             for place, owned in self._owned:
-                is_plain[place] = opens[place] and owned.shards.is_plain(step)
+                is_plain[place] = opens[place] and owned.is_plain(step)
         if not is_plain.any():
             return is_plain
         described = self._described

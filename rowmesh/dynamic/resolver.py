@@ -3,7 +3,8 @@
 A rank's distinct ids and their counts go to the owners of their logical shards. Each owner adds up the counts of all
 ranks, opens the step, writes the rows of new ids, and answers frames. From there on the batch is one of dense tables.
 Where tables have replicas, counts go to the owners in every replica group, which so decide alike; a rank takes the
-answers of its own group.
+answers of its own group. Replica groups that are averaged decide for themselves, each with a resolver of its own, and
+`merge` makes one of what they know.
 
 All tables travel together, see `rowmesh.dynamic.mail`.
 
@@ -27,6 +28,7 @@ from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.leases import Lease, Leases
 from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, SharedMail
+from rowmesh.dynamic.merging import Averages, MergedIds
 from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.state import Statistics
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError
@@ -42,18 +44,27 @@ class Resolver:
 
     Args:
         tables: all of them, in the order of their groups.
-        mesh: all ranks.
-        shares_memory: whether ids travel in memory that all ranks share.
+        mesh: the ranks that decide together: all, or those of a replica group.
+        averages: of groups that decide for themselves; None where there are no such.
+        shares_memory: whether ids travel in memory that the ranks of the mesh share.
 
     Attributes:
         tables: by name.
+        averages: as given.
         leases: which batches are under way on this rank.
         counters: of its messages.
         step: how many batches were opened for training.
     """
 
-    def __init__(self, tables: Sequence[DynamicTable], mesh: Mesh, *, shares_memory: bool = False) -> None:
-        self.tables = {table.spec.name: table for table in tables}
+    def __init__(
+        self,
+        tables: Sequence[DynamicTable],
+        mesh: Mesh,
+        averages: Averages | None = None,
+        *,
+        shares_memory: bool = False,
+    ) -> None:
+        self.tables, self.averages = {table.spec.name: table for table in tables}, averages
         self._mesh = mesh.with_process_group("dynamic")
         self._channel = Channel.between_hosts(self._mesh)
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
@@ -94,6 +105,23 @@ class Resolver:
             except BaseException:
                 lease.end()
                 raise
+
+    def merge(self) -> dict[str, MergedIds]:
+        """Makes one of what replica groups know that decide for themselves. Collective among the replicas of this rank.
+
+        Returns:
+            Of each table, the ids whose rows must be averaged.
+        """
+        assert self.averages is not None
+        with self._lock:
+            return self.averages(self.leases.next - 1, self.step, self.counters)
+
+    def put_back(self, merged: Mapping[str, MergedIds]) -> None:
+        """The rows of these ids were not averaged: `merge` returns them again."""
+        assert self.averages is not None
+        with self._lock:
+            for name, each in merged.items():
+                self.averages.tables[name].note(each.ids, np.empty(0, np.int64))
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:

@@ -42,6 +42,22 @@ class _Decision:
     window: int
 
 
+@dataclass(frozen=True)
+class United:
+    """What `unite` has done.
+
+    Attributes:
+        frames: int64 `[N]`, of the ids; −1 where they left, or did not enter.
+        entered: places of those that were unknown.
+        left_ids, left_frames: int64 `[E]`; the frames are free only after `release`.
+    """
+
+    frames: np.ndarray
+    entered: np.ndarray
+    left_ids: np.ndarray
+    left_frames: np.ndarray
+
+
 class DynamicShards:
     """The shards `[first, last)` of one table.
 
@@ -264,6 +280,106 @@ class DynamicShards:
                 score = score >> np.minimum(halvings, 63)
         return Statistics(known, records[:, COUNT], last, score)
 
+    # What several replica groups know, see `rowmesh.dynamic.merging`
+
+    def facts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The frame of each id, −1 where it is unknown; and `[N, 3]`: last step + 1, count and frequency, or zeros."""
+        frames = self.find(ids)
+        return frames, np.where(frames[:, None] >= 0, self._facts_at(frames), 0)
+
+    def all_facts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same of all ids that are known here."""
+        frames = np.concatenate([self._index.slots_in(local) for local in range(len(self.shards))])
+        return frames, self._facts_at(frames)
+
+    def _facts_at(self, frames: np.ndarray) -> np.ndarray:
+        records = self._index.records[frames]
+        score = np.zeros(len(records), np.int64) if self._kind == victims.RECENCY else records[:, SCORE]
+        return np.stack([records[:, SEEN], records[:, COUNT], score], axis=1)
+
+    def unite(self, ids: np.ndarray, facts: np.ndarray) -> United:
+        """Sets facts of ids, of which unknown ones enter. Then those of the smallest (score, id) leave full shards.
+
+        Args:
+            ids: int64 `[N]`, distinct.
+            facts: int64 `[N, 3]`, as `facts` has them.
+
+        Raises:
+            NoRoomError: leases hold the frames; nothing has changed then.
+        """
+        batch, index = self._locate(ids), self._index
+        frames = index.find(batch.ids, batch.hashes, batch.shards)
+        is_new = frames < 0
+        self._frames.check(int(is_new.sum()))
+        self._set_facts(frames[~is_new], facts[~is_new])
+        left_frames, is_late = self._find_surplus(batch, is_new, facts)
+        left = self._locate(index.records[left_frames, ID])
+        index.erase(left.ids, left.hashes, left.shards)
+        self._frames.lease(left_frames)
+        entering = np.flatnonzero(is_new & ~is_late)
+        new, slots = batch.at(entering), self._frames.take(len(entering))
+        index.insert(new.ids, new.hashes, new.shards, slots)
+        self._set_facts(slots, facts[entering])
+        frames[entering] = slots
+        frames[np.isin(frames, left_frames)] = -1
+        index.headers[np.unique(batch.shards), HEAP_SIZE] = -1  # scores have changed
+        self._loaded = True
+        return United(frames, entering, left.ids, left_frames)
+
+    def _set_facts(self, frames: np.ndarray, facts: np.ndarray) -> None:
+        records = self._index.records
+        records[frames, SEEN], records[frames, COUNT] = facts[:, 0], facts[:, 1]
+        if self._kind != victims.RECENCY:
+            records[frames, SCORE] = facts[:, 2]
+
+    def _find_surplus(self, batch: Located, is_new: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Frames of ids that leave, and a mask of those of the batch that cannot enter."""
+        is_late = np.zeros(len(is_new), bool)
+        surplus = self._index.headers[:, USED] + self._by_shard(batch.shards[is_new]) - self._capacities
+        full = np.flatnonzero(surplus > 0)
+        if not len(full):
+            return np.empty(0, np.int64), is_late
+        held = [self._index.slots_in(shard) for shard in full.tolist()]
+        frames = np.concatenate(held)
+        waiting = np.flatnonzero(is_new & np.isin(batch.shards, full))
+        ids = np.concatenate([self._index.records[frames, ID], batch.ids[waiting]])
+        shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
+        order = np.lexsort((ids, *self._keys(np.concatenate([self._facts_at(frames), facts[waiting]])), shards))
+        places = np.arange(len(order)) - np.searchsorted(shards[order], shards[order])  # in their shards
+        leaving = order[places < surplus[shards[order]]]
+        is_late[waiting[leaving[leaving >= len(frames)] - len(frames)]] = True
+        return frames[leaving[leaving < len(frames)]], is_late
+
+    def _keys(self, facts: np.ndarray) -> list[np.ndarray]:
+        """What ids leave by: of equal ones of the last key, the first decides."""
+        seen, score = facts[:, 0], facts[:, 2]
+        if self._kind == victims.RECENCY:
+            return [seen]
+        if self.rules.decay_steps:
+            halvings = max(self._step, 0) // self.rules.decay_steps - (seen - 1) // self.rules.decay_steps
+            score = score >> np.minimum(halvings, 63)
+        return [seen, score] if self._kind == victims.BOTH else [score]
+
+    def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""
+        states = [self.state_of_candidates(shard) for shard in range(len(self.shards))]
+        sketches, ids, counts = zip(*states, strict=True)
+        ids = np.concatenate(ids)
+        order = np.argsort(ids)
+        return self._window, ids[order], np.concatenate(counts)[order], np.stack(sketches)
+
+    def set_sightings(self, ids: np.ndarray, counts: np.ndarray, sketches: np.ndarray) -> None:
+        """Replaces these; the window stays."""
+        if self._candidates is None:
+            return
+        batch, none = self._locate(ids), np.empty(0, np.int64)
+        for local, sketch in enumerate(sketches):
+            mine = np.flatnonzero(batch.shards == local)
+            columns = (none, none, none, none, none, sketch, batch.ids[mine], counts[mine])
+            self._candidates.load(local, ShardState(*columns, self._step, self._window), batch.at(mine))
+
+    # What is saved
+
     def state_of(self, shard: int) -> ShardState:
         """All of one shard, as arrays of its own."""
         local = self._local(shard)
@@ -271,10 +387,7 @@ class DynamicShards:
         frames = frames[np.argsort(self._index.records[frames, ID])]
         records = self._index.records[frames]
         last = records[:, SEEN] - 1
-        none = np.zeros(0, np.int64)
-        sketch, ids, counts = np.zeros((0, self.rules.sketch_width), np.int64), none, none
-        if self._candidates is not None:
-            sketch, ids, counts = self._candidates.state_of(local)
+        sketch, ids, counts = self.state_of_candidates(local)
         return ShardState(
             ids=records[:, ID].copy(),
             frames=frames,
@@ -287,6 +400,13 @@ class DynamicShards:
             step=self._step,
             window=self._window,
         )
+
+    def state_of_candidates(self, local: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sketch of a shard; or the ids that are not admitted, ascending, and their counts."""
+        if self._candidates is not None:
+            return self._candidates.state_of(local)
+        none = np.zeros(0, np.int64)
+        return np.zeros((0, self.rules.sketch_width), np.int64), none, none
 
     def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
         """Replaces one shard by a state, whose ids get the given free frames."""

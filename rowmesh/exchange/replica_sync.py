@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.errors import PeerError
+from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.mesh import Mesh
@@ -309,7 +310,7 @@ def make_synchronizer(
     mesh: Mesh,
     device: torch.device | None = None,
     second: dist.ProcessGroup | None = None,
-) -> ReplicaSync:
+) -> ReplicaSync | DynamicMeans:
     """Keeps the replicas of some groups of tables together. Collective among a replicate group.
 
     Args:
@@ -319,6 +320,8 @@ def make_synchronizer(
         device: where rows are; None: the hosts' memory.
         second: another process group of these ranks, where they are two and have one.
     """
+    if setting.mode == "average" and exchanges[0].group.storage == "dynamic":
+        return DynamicMeans(setting, exchanges, mesh)
     groups = list[_Group]()
     for exchange in exchanges:
         if setting.mode == "exact":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CoreShardGroup
+from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.migration import Moved, move_rows
@@ -118,7 +119,7 @@ class ShardGroup:
         self.transport, self.reason = self._make_transport(mesh, grid)
         self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
-        self.synchronizer: ReplicaSync | None = None
+        self.synchronizer: ReplicaSync | DynamicMeans | None = None
         self.needs_flush = False
 
     def _make_transport(self, mesh: Mesh, grid: Grid) -> tuple[Transport, str]:

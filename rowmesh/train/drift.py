@@ -175,6 +175,13 @@ def _configured(job: Job) -> Drift | None:
             'placement.drift.enabled="on" cannot follow tables that have replicas; leave it at auto, or train without '
             "replicas"
         )
+    if dynamic := [table.name for table in job.embeddings.tables if table.storage == "dynamic"]:
+        if config.enabled == "auto":
+            return None
+        raise ConfigurationError(
+            f'placement.drift.enabled="on" cannot follow tables {dynamic}, which are dynamic: hashes of ids say where '
+            "their rows are, and none of the collection's tables can migrate; leave it at auto"
+        )
     problem = None
 
     def fit() -> Fit:

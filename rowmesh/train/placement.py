@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,7 +72,8 @@ def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placeme
                 f"the plan {placement.plan} has its own replicas; leave parallel.replicas and tables.….replicas out, "
                 "or plan again with `rowmesh plan --replicas`"
             )
-        plan = _checked(Plan.load(Path(placement.plan)), shapes, mesh, placement.plan)
+        plan = _checked(Plan.load(Path(placement.plan)), placed_shapes(config, data), mesh, placement.plan)
+        plan = _with_dynamic(plan, shapes, replicas)
         _check_replica_settings(config.parallel, plan.together if plan.is_replicated else None)
         return Placement(plan, placement.plan)
     if not shapes:
@@ -80,10 +81,12 @@ def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placeme
     if config.parallel.replicas == "auto" or max(replicas.values()) > 1:
         return _replicated(config, mesh, data, replicas)
     _check_replica_settings(config.parallel, None)
+    if placement.strategy and not placed_shapes(config, data):
+        return _cyclic(shapes, mesh, "hashes of ids say where rows of dynamic tables are")
     if placement.strategy:
         topology = run_topology(config, mesh)
-        comparison = compare(problem_of(config, data, topology), placement.strategy)
-        return Placement(comparison.plan, f"made for topology {topology.name}")
+        plan = compare(problem_of(config, data, topology), placement.strategy).plan
+        return Placement(_with_dynamic(plan, shapes, replicas), f"made for topology {topology.name}")
     return _cyclic(shapes, mesh, "no plan is given")
 
 
@@ -132,7 +135,7 @@ def problem_of(
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
     profile = Profile.from_prepared(
-        data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
+        data, placed_shapes(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
     )
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
@@ -151,6 +154,23 @@ def request_of(config: Config, world_size: int) -> Request:
 def shapes_of(config: Config, data: TableData) -> list[TableShape]:
     """The run's tables with rows; tensor-train tables are on every rank, and in no plan."""
     return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage != "tensor_train"]
+
+
+def placed_shapes(config: Config, data: TableData) -> list[TableShape]:
+    """Those whose rows a search places: of dynamic tables hashes of ids say where they are."""
+    dynamic = {table.name for table in table_specs(config.tables, data) if table.storage == "dynamic"}
+    return [shape for shape in shapes_of(config, data) if shape.name not in dynamic]
+
+
+def _with_dynamic(plan: Plan, shapes: Sequence[TableShape], replicas: Mapping[str, int]) -> Plan:
+    """The plan with the dynamic tables too, by their capacity; each rank of a replica group has equally much."""
+    placed = {table.shape.name for table in plan.tables}
+    dynamic = [shape for shape in shapes if shape.name not in placed]
+    if not dynamic:
+        return plan
+    counts = {shape.name: replicas[shape.name] for shape in dynamic}
+    cyclic = Plan.cyclic(dynamic, plan.world_size, plan.ranks_per_node, replicas=counts, together=plan.together)
+    return replace(plan, tables=(*plan.tables, *cyclic.tables))
 
 
 def run_topology(config: Config, mesh: Mesh) -> Topology:
@@ -193,8 +213,14 @@ def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str,
     counts = None if parallel.replicas == "auto" else sorted(set(replicas.values()))
     if counts is None and any(config.tables.of(name).replicas is not None for name in replicas):
         raise ConfigurationError("tables.….replicas cannot be combined with parallel.replicas='auto'; give one of them")
-    if counts is not None and len(counts) > 1:
-        if config.placement.strategy:
+    placed = placed_shapes(config, data)
+    if counts is None and len(placed) < len(replicas):
+        raise ConfigurationError(
+            "parallel.replicas='auto' predicts what replicas of placed rows cost, and dynamic tables have none; give a "
+            "number"
+        )
+    if counts is not None and (len(counts) > 1 or not placed):
+        if config.placement.strategy and placed:
             raise ConfigurationError(
                 f"tables.….replicas that differ cannot go with placement.strategy={strategy!r}; give one of them"
             )
@@ -208,7 +234,8 @@ def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str,
     comparison = compare_replicas(problem, strategy, sync, counts)
     if parallel.together != "auto":
         comparison = comparison.arranged(parallel.together)
-    return Placement(comparison.plan, f"made for topology {problem.topology.name}")
+    plan = _with_dynamic(comparison.plan, shapes_of(config, data), replicas)
+    return Placement(plan, f"made for topology {problem.topology.name}")
 
 
 def _check_replica_settings(parallel: ParallelConfig, together: Together | None) -> None:

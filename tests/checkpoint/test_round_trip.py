@@ -109,6 +109,7 @@ def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
 
 def test_chunks_do_not_change_what_is_read(saved, monkeypatch):
     monkeypatch.setattr("rowmesh.checkpoint.chain.CHUNK_ROWS", 5)
+    monkeypatch.setattr("rowmesh.checkpoint.chain.CHUNK_BYTES", 100)
     actual = Cyclic(TABLES, 1, 2)
     load(saved, actual)
     assert actual.equals(Cyclic(TABLES, 1, 2).fill())

@@ -6,7 +6,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
-from rowmesh.errors import NoRoomError, PeerError
+from rowmesh.errors import ConfigurationError, NoRoomError, PeerError
 from rowmesh.mesh import Mesh
 from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
@@ -209,3 +209,23 @@ def some_evaluate(mesh):
 
 def test_ranks_that_train_beside_ranks_that_evaluate_are_an_error(ranks):
     ranks.run(some_evaluate, world_size=2)
+
+
+def migrates(mesh):
+    """Refused on all ranks; training goes on."""
+    plain = TableSpec(name="plain", num_rows=10, dim=3)
+    embeddings = EmbeddingCollection([item(capacity=4), plain], mesh=mesh)
+    batch = SparseBatch.from_bags({"item": [[7]], "plain": [[mesh.rank]]})
+    optimizer = EmbeddingOptimizer(embeddings)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigurationError, match=r"tables \['item'\] are dynamic: .* no table beside them can migrate"
+        ):
+            embeddings.migrate(embeddings.plan)
+        embeddings(batch).values.sum().backward()
+        optimizer.step()
+    return embeddings.statistics("item", [7]).count.tolist()
+
+
+def test_a_collection_with_dynamic_tables_does_not_migrate(ranks):
+    assert ranks.run(migrates, world_size=2) == [[4], [4]]

@@ -18,6 +18,7 @@ from rowmesh.dynamic.reference import ReferenceShards
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import DataError, NoRoomError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.initialize import initialize
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
@@ -46,6 +47,7 @@ class Stream:
         pooling: of the second table.
         missing: what unknown ids of the first table read.
         is_linear: whether gradients are whole numbers, whose sums are exact in any order.
+        synchronization: of replicas.
     """
 
     rules: tuple[tuple[str, Dynamic], ...]
@@ -57,6 +59,7 @@ class Stream:
     pooling: str = "sum"
     missing: str = "initial"
     is_linear: bool = False
+    synchronization: Synchronization | None = None
 
     def specs(self, *, is_dynamic: bool) -> list[TableSpec]:
         """The dynamic tables, or dense ones in their place; and a dense one beside."""
@@ -77,6 +80,10 @@ class Stream:
 
     def batch(self, step: int, rank: int, *, is_dynamic: bool) -> SparseBatch:
         """One rank's part of a step's batch; some ids are much more frequent than others."""
+        return SparseBatch.from_bags(self.bags(step, rank, is_dynamic=is_dynamic))
+
+    def bags(self, step: int, rank: int, *, is_dynamic: bool) -> dict[str, list[list[int]]]:
+        """The same by feature and sample."""
         drawn = np.random.default_rng([self.seed, step, rank])
         bags = {}
         for spec in self.specs(is_dynamic=False):
@@ -85,7 +92,7 @@ class Stream:
                 rows = [(spec.num_rows * drawn.random(size) ** 3).astype(int) for size in sizes]
                 is_id = is_dynamic and spec.name != "plain"
                 bags[name] = [(IDS[each] if is_id else each).tolist() for each in rows]
-        return SparseBatch.from_bags(bags)
+        return bags
 
     def oracles(self) -> dict[str, ReferenceShards]:
         """The rules as written, of each dynamic table."""
@@ -253,7 +260,8 @@ def known_of(embeddings: EmbeddingCollection, name: str) -> dict[int, tuple]:
 
 
 def make(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: int = 1) -> EmbeddingCollection:
-    return EmbeddingCollection(stream.specs(is_dynamic=True), mesh=mesh, transport=transport, replicas=replicas)
+    options = {"transport": transport, "replicas": replicas, "synchronization": stream.synchronization}
+    return EmbeddingCollection(stream.specs(is_dynamic=True), mesh=mesh, **options)
 
 
 def run_dynamic(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: int = 1) -> Seen:

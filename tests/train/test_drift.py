@@ -3,20 +3,21 @@
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.shard_group import ShardGroups
 from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.drift import Planner, Proposal
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
-from rowmesh.tables import TableSpec
+from rowmesh.tables import Dynamic, TableSpec, Uniform
 from rowmesh.train import drift as module
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.drift import Drift
@@ -152,3 +153,19 @@ def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "run", lambda trainer, run: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
+
+
+@pytest.mark.parametrize("enabled", ["on", "auto"])
+def test_dynamic_tables_are_not_followed(enabled):
+    rules = {"storage": "dynamic", "dynamic": Dynamic(capacity=9), "initializer": Uniform(bound=0.1)}
+    table = TableSpec(name="item", dim=4, **rules)
+    hot = TablePlan(TableShape("hot", 9, 16, 16), (RowRange(0, 9, "replicated"),))
+    collection = SimpleNamespace(plan=Plan((hot,), 2, 2), tables=(table,))
+    drift = SimpleNamespace(enabled=enabled)
+    config = SimpleNamespace(placement=SimpleNamespace(drift=drift))
+    job = SimpleNamespace(config=config, embeddings=collection, mesh=SimpleNamespace(world_size=2))
+    if enabled == "auto":
+        assert module._configured(job) is None
+    else:
+        with pytest.raises(ConfigurationError, match=r"cannot follow tables \['item'\], which are dynamic"):
+            module._configured(job)

@@ -87,3 +87,32 @@ def test_drift_cannot_follow_replicas(config_file, command, tmp_path):
     done = command(["train", str(config_file), *OPTIONS, *options], ranks=2)
     assert done.status
     assert "cannot follow tables that have replicas; leave it at auto" in done.err
+
+
+DYNAMIC = ["tables.storage=dynamic", "tables.dynamic.capacity=2000", "tables.initializer.bound=0.05"]
+
+
+@pytest.mark.slow
+def test_replicas_of_dynamic_tables_train(train):
+    """Of tables of a dense vocabulary that all fit, kept exact: the same model."""
+    plain = train("plain", *DYNAMIC)
+    exact = train("exact", *DYNAMIC, "parallel.replicas=2")
+    assert exact.metrics == pytest.approx(plain.metrics, abs=1e-9)
+    averaged = train("averaged", *DYNAMIC, "parallel.replicas=2", "parallel.synchronization=average")
+    assert averaged.metrics["auc"] == pytest.approx(plain.metrics["auc"], abs=0.1)
+
+
+def test_dynamic_tables_are_not_placed(config_file, clicks, tmp_path):
+    def placement(*options):
+        return configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+
+    table = clicks.tables[0].name
+    own = [f"tables.{table}.{option.removeprefix('tables.')}" for option in DYNAMIC]
+    assert placement(*DYNAMIC, "parallel.replicas=2").plan.replica_counts == (2,)
+    assert "hashes of ids say where" in placement(*DYNAMIC, "placement.strategy=auto").source
+    for options in (["placement.strategy=auto"], ["parallel.replicas=2"]):
+        plan = placement(*own, *options).plan
+        assert {each.shape.name for each in plan.tables} == {spec.name for spec in clicks.tables}
+        assert plan.table(table).shape.num_rows == 2000
+    with pytest.raises(ConfigurationError, match="dynamic tables have none; give a number"):
+        placement(*own, "parallel.replicas=auto")

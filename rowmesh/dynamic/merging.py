@@ -1,0 +1,230 @@
+"""What replica groups that decide for themselves know of a dynamic table is made one, before their rows are averaged.
+
+Between two averages the ranks of a replica group decide alone, on the ids of their own samples. A group's table is a
+function of all ids: the row and the optimizer state of an id that it knows; the initial row and a fresh state of any
+other. An average puts the mean of these functions into the place of each, for the ids that some group knows. So that it
+can be kept, all groups know the same ids afterwards:
+
+    known        an id that some group knows
+    count        what it was after the last average, and what every group has counted since
+    last step    the last one of all groups
+    frequency    as the count, of frequencies as of that step
+    too many     where a shard has more ids than it holds, those of the smallest (score, id) leave
+    sightings    of other ids: as the count. They admit nobody until the id comes again. Ids that some group has
+                 admitted since the last average begin anew
+
+An id that a group has evicted counts as unknown there: its share of the mean is the initial row. What was counted
+before is not lost with it, as long as another group knows the id.
+
+Only ids travel that some group has seen, or evicted, since the last average; the others are the same everywhere.
+Differs from the paper, whose groups all have the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rowmesh.counters import CommonCounters
+from rowmesh.dynamic.asked import message_of
+from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.state import MAX
+from rowmesh.errors import PeerError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
+
+_DOING = "making one of what replicas know of dynamic tables"
+_NONE = np.empty(0, np.int64)
+SEEN, COUNT, SCORE = 0, 1, 2
+"""Columns of facts: last step + 1, or 0 of an unknown id; count; frequency as of that step."""
+
+
+@dataclass
+class _Sightings:
+    """Those of ids that are not admitted, as of the last average."""
+
+    window: int
+    ids: np.ndarray
+    counts: np.ndarray
+    sketch: np.ndarray
+
+
+@dataclass(frozen=True)
+class MergedIds:
+    """Ids whose rows may differ between groups, and which all of them know.
+
+    Attributes:
+        ids: int64 `[n]`, ascending.
+        slots: int64 `[n]`, of their rows on this rank; a row is the initial one where this group did not know the id.
+    """
+
+    ids: np.ndarray
+    slots: np.ndarray
+
+
+class Merging:
+    """One table on the ranks that have the same shards, one of each replica group. Making one is local.
+
+    Args:
+        owned: what this rank has of it; it is told of every decision.
+    """
+
+    def __init__(self, owned: OwnedTable) -> None:
+        self._owned = owned
+        self._common = np.zeros((owned.num_frames, 3), np.int64)  # facts after the last average, by frame
+        self._changed: list[np.ndarray] = []
+        self._sightings = self._read_sightings()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._common.nbytes + sum(ids.nbytes for ids in self._changed)
+
+    def note(self, ids: np.ndarray, fresh: np.ndarray) -> None:
+        """Ids that a step, or an average that was not carried out, has changed; and frames that have a new id."""
+        self._changed.append(ids)
+        self._common[fresh] = 0
+
+    def begin_anew(self) -> None:
+        """Takes what is known here as what all groups know: it was loaded."""
+        self._changed, self._sightings = [], self._read_sightings()
+        self._common = np.zeros_like(self._common)
+        frames, facts = self._owned.shards.all_facts()
+        self._common[frames] = facts
+
+    def __call__(self, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
+        """Makes what all groups know one. Collective among the ranks that have the same shards.
+
+        Args:
+            channel: between them, in the order of their groups.
+            counters: of messages.
+            number: of the last batch that was opened.
+
+        Raises:
+            NoRoomError: leases hold the frames.
+        """
+        shards = self._owned.shards
+        changed = np.unique(np.concatenate([_NONE, *self._changed]))
+        union = np.unique(np.concatenate(_gather(channel, changed[:, None], counters)))
+        frames, facts = shards.facts(union)
+        common = np.where(frames[:, None] >= 0, self._common[frames], 0)
+        every = np.stack(_gather(channel, np.concatenate([facts, common], axis=1), counters))
+        known = (every[:, :, SEEN] > 0).any(axis=0)
+        ids, merged = union[known], merge_facts(every[:, known], shards.rules.decay_steps)
+        slots, stay = self._owned.unite(number, ids, merged)
+        self._common[self._owned.frames(slots)] = merged[stay]
+        self._merge_sightings(channel, counters, union)
+        self._changed = []
+        return MergedIds(ids[stay], slots)
+
+    def _merge_sightings(self, channel: Channel, counters: CommonCounters, without: np.ndarray) -> None:
+        shards, base, mine = self._owned.shards, self._sightings, self._read_sightings()
+        if shards.rules.admit_after == 1:
+            return
+        if mine.window != base.window:  # the counts of an earlier one are forgotten
+            base = _Sightings(mine.window, _NONE, _NONE, np.zeros_like(mine.sketch))
+        if mine.sketch.size:
+            more = np.maximum(mine.sketch - base.sketch, 0)
+            every = np.stack(_gather(channel, more.reshape(len(more), -1), counters))
+            sketch = _total(base.sketch, every.reshape(channel.size, *more.shape))
+            shards.set_sightings(_NONE, _NONE, sketch)
+        else:
+            more = np.maximum(mine.counts - _counts_at(mine.ids, base.ids, base.counts), 0)
+            every = _gather(channel, np.stack([mine.ids, more], axis=1)[more > 0], counters)
+            ids = np.unique(np.concatenate([base.ids, *(came[:, 0] for came in every)]))
+            ids = ids[~np.isin(ids, without)]
+            more = np.stack([_counts_at(ids, *came.T) for came in every])
+            shards.set_sightings(ids, _total(_counts_at(ids, base.ids, base.counts), more), mine.sketch)
+        self._sightings = self._read_sightings()
+
+    def _read_sightings(self) -> _Sightings:
+        return _Sightings(*self._owned.shards.sightings())
+
+
+class Averages:
+    """All dynamic tables whose replica groups decide for themselves. Making one is collective.
+
+    Args:
+        owned: what this rank has of each, by name; all of them on all ranks that have the same shards.
+        mesh: the ranks that have the same shards, one of each replica group, in their order.
+    """
+
+    def __init__(self, owned: dict[str, OwnedTable], mesh: Mesh) -> None:
+        self._mesh, self._channel = mesh, Channel.between_hosts(mesh)
+        self.tables = {name: Merging(table) for name, table in owned.items()}
+        for name, table in owned.items():
+            table.merging = self.tables[name]
+
+    def __call__(self, number: int, step: int, counters: CommonCounters) -> dict[str, MergedIds]:
+        """See `Merging.__call__`, of each table.
+
+        Raises:
+            PeerError: groups have opened differently many batches.
+        """
+        steps = self._channel.post_gather(torch.tensor([step]), counters, _DOING).wait().tolist()
+        if len(set(steps)) > 1:
+            opened = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(steps))
+            raise PeerError(
+                f"rank {self._mesh.name(self._mesh.rank)}: replicas of dynamic tables have opened differently many "
+                f"batches: {opened}; every rank must call forward and step equally often"
+            )
+        return {name: table(self._channel, counters, number) for name, table in self.tables.items()}
+
+
+def merge_facts(every: np.ndarray, decay_steps: int) -> np.ndarray:
+    """Facts of ids after an average.
+
+    Args:
+        every: int64 `[M, N, 6]`: the facts in each group, and those after the last average as far as it has them. All
+            groups that have them have the same.
+        decay_steps: in which a frequency halves; 0: never.
+
+    Returns:
+        int64 `[N, 3]`.
+
+    Example:
+        >>> merge_facts(np.array([[[8, 5, 0, 3, 4, 0]], [[9, 7, 0, 3, 4, 0]]]), 0)  # 4 until step 2, then 1 and 3 more
+        array([[9, 8, 0]])
+    """
+    facts, common = every[:, :, :3], every[:, :, 3:]
+    last = facts[:, :, SEEN].max(axis=0)
+    merged = [last]
+    for column in (COUNT, SCORE):
+        now, before = (_halved(each, column, last, decay_steps) for each in (facts, common))
+        merged.append(_total(before.max(axis=0), np.maximum(now - before, 0)))
+    return np.stack(merged, axis=1)
+
+
+def _halved(facts: np.ndarray, column: int, last: np.ndarray, decay_steps: int) -> np.ndarray:
+    """Counts, or frequencies as of the last sighting of any group."""
+    if column == COUNT or not decay_steps:
+        return facts[:, :, column]
+    halvings = (last - 1) // decay_steps - (facts[:, :, SEEN] - 1) // decay_steps
+    return facts[:, :, column] >> np.minimum(halvings, 63)
+
+
+def _total(base: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """`base + more.sum(axis=0)`, which stops at 2^63 − 1."""
+    total = base
+    for each in more:
+        total = np.where(total > MAX - each, MAX, total + each)
+    return total
+
+
+def _counts_at(wanted: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The count of each id that is wanted, 0 where it has none; `ids` ascend."""
+    if not len(ids):
+        return np.zeros(len(wanted), np.int64)
+    places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    return np.where(ids[places] == wanted, counts[places], 0)
+
+
+def _gather(channel: Channel, rows: np.ndarray, counters: CommonCounters) -> list[np.ndarray]:
+    """The rows `[n, C]` of each member; n may differ."""
+    sizes = channel.post_gather(torch.tensor([len(rows)]), counters, _DOING).wait().tolist()
+    out = np.zeros((max(sizes), rows.shape[1]), np.int64)
+    out[: len(rows)] = rows
+    came = channel.post_gather(message_of(out), counters, _DOING).wait().numpy()
+    return [part[:size] for part, size in zip(came.reshape(channel.size, *out.shape), sizes, strict=True)]

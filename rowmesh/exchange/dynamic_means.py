@@ -1,0 +1,142 @@
+"""Averages of dynamic tables: replica groups that decide for themselves make one of what they know, then of their rows.
+
+Rows of ids have no numbers that all groups share. So the groups first agree on the ids whose rows may differ
+(`rowmesh.dynamic.merging`). Then each sends its rows of all these ids, in their order, to the ranks of its replicate
+group. The mean is that of other tables, w₀ + Σ (wₘ − w₀) / M, in the order of the groups.
+
+Source: two-dimensional sparse parallelism, Algorithm 1, lines 5-10. Differs: tables are dynamic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.dynamic.merging import MergedIds
+from rowmesh.dynamic.resolver import Resolver
+from rowmesh.errors import PeerError
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel, Message
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim.rules import Update
+from rowmesh.tables.dense import compute_dtype
+
+if TYPE_CHECKING:
+    from rowmesh.exchange.group import GroupExchange
+
+_DOING = "averaging replicas of dynamic tables"
+
+
+class DynamicMeans:
+    """Keeps the replicas of some groups of dynamic tables together: a `Synchronizer`.
+
+    Args:
+        setting: how often.
+        exchanges: the groups'.
+        mesh: the ranks that have the same shards, in the order of their replicas.
+
+    Attributes:
+        resolver: of the tables; it is set before the first step.
+    """
+
+    def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh) -> None:
+        self.resolver: Resolver | None = None
+        self._every, self._exchanges, self._mesh = setting.every, exchanges, mesh
+        self._channel = Channel.between_hosts(mesh)
+        self._under_way: list[tuple[Tensor, Tensor, Message]] = []  # a table, its slots, and what comes for these
+        self._num_calls = self._digest = 0
+        self._ahead: dict[int, dict[str, MergedIds]] = {}  # by step
+
+    @property
+    def num_bytes(self) -> int:
+        """Nothing is held between two averages."""
+        return 0
+
+    def rows_after(self, steps: int) -> bool:
+        """No: between two averages the rows here are those of one replica."""
+        return False
+
+    def begin(self, updates: Sequence[Update], step: Step) -> bool:
+        """See `ReplicaSync.begin`."""
+        step = step.after(self._digest)
+        self._digest = step.digest
+        if step.number % self._every:
+            return False
+        self._digest = 0
+        self._send(step.number, step, self._ahead.pop(step.number, None))
+        return True
+
+    def start(self) -> None:
+        """As `begin` where an average is due, between two steps."""
+        assert self.resolver is not None
+        self.resolver.check_idle("average replicas")
+        self._num_calls += 1
+        self._send(-self._num_calls, None, None)
+
+    def merge_ahead(self, step: int) -> None:
+        """After the batch of a step was opened, before the next one is: what groups know becomes one, if that is due.
+
+        The rows follow with the step. So it decides on the same batches whether or not a pipeline opens them ahead.
+        Collective among the replicas of this rank.
+        """
+        if step % self._every == 0:
+            assert self.resolver is not None
+            self._ahead[step] = self.resolver.merge()
+
+    def forget_ahead(self) -> None:
+        """Steps for which this was done do not come: the next average has their rows too."""
+        for merged in self._ahead.values():
+            assert self.resolver is not None
+            self.resolver.put_back(merged)
+        self._ahead = {}
+
+    def forget(self) -> None:
+        """Nothing: what is loaded is the same in all groups."""
+
+    def finish(self) -> None:
+        """Waits for the rows of other replicas, and puts means into place."""
+        came = [(table, slots, message.wait()) for table, slots, message in self._under_way]
+        self._under_way = []
+        for table, slots, rows in came:
+            table[slots] = _mean(rows.unflatten(0, (self._mesh.world_size, -1)))
+
+    def _send(self, operation: int, step: Step | None, merged: dict[str, MergedIds] | None) -> None:
+        self._agree(operation, step)
+        assert self.resolver is not None
+        merged = self.resolver.merge() if merged is None else merged
+        for exchange in self._exchanges:
+            found = [merged[table.name].slots for table in exchange.group.tables if table.name in merged]
+            slots = np.concatenate([np.empty(0, np.int64), *found])
+            index, counters = torch.from_numpy(slots), exchange.counters.synchronization
+            counters.rows += len(slots)
+            for table in (exchange.arena.rows, *exchange.arena.state.values()) if len(slots) else ():
+                message = self._channel.post_gather(table[index], counters, _DOING)
+                self._under_way.append((table, index, message))
+
+    def _agree(self, operation: int, step: Step | None) -> None:
+        mine = torch.tensor([joined(operation, step)])
+        came = self._channel.post_gather(mine, self._exchanges[0].counters.synchronization, _DOING).wait()
+        operations, digests = parted(came.tolist())
+        if len(set(operations)) > 1:
+            name = self._mesh.name
+            calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
+            done = ", ".join(f"rank {name(replica)} is in {call}" for replica, call in enumerate(calls))
+            raise PeerError(
+                f"rank {name(self._mesh.rank)}: ranks are out of step: {done}; every rank must call forward, step and "
+                "synchronize equally often and in the same order"
+            )
+        check_rates(self._mesh, digests, step)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Of `[M, n, …]` over the first; where all are equal it is that, to the bit."""
+    first, *others = values.to(compute_dtype(values.dtype))
+    total = torch.zeros_like(first)
+    for other in others:
+        total += other - first
+    return (first + total * (1.0 / len(values))).to(values.dtype)
