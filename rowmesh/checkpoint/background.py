@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from rowmesh.checkpoint.manifest import Parent
-from rowmesh.checkpoint.snapshot import Room, Snapshot, Source
+from rowmesh.checkpoint.snapshot import Changed, Room, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
 
@@ -24,11 +22,11 @@ class Base(NamedTuple):
 
     Attributes:
         parent: the checkpoint that it adds to.
-        changed: which rows were updated since, as `Changes.take` gives it.
+        changed: what changed since, as `Changes.take` gives it.
     """
 
     parent: Parent
-    changed: Mapping[int, npt.NDArray[np.uint8]]
+    changed: Changed
 
 
 def save_increment(

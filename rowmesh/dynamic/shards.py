@@ -233,23 +233,54 @@ class DynamicShards:
                 score = score >> np.minimum(halvings, 63)
         return Statistics(known, records[:, COUNT], last, score)
 
+    @property
+    def known_frames(self) -> np.ndarray:
+        """The frames of all ids that are known, ascending."""
+        return self._frames.taken
+
+    def records_of(self, frames: np.ndarray) -> np.ndarray:
+        """Copies of what is known of the ids in some frames, for `columns`."""
+        return np.take(self._index.records, frames, axis=0)
+
+    def column_of(self, frames: np.ndarray, column: int) -> np.ndarray:
+        """One number of each, as `rowmesh.ops.dynamic_index` counts them."""
+        return self._index.records[frames, column]
+
+    def columns(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        """By their names in `ShardState`."""
+        last = records[:, SEEN] - 1
+        scores = last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy()
+        return {"ids": records[:, ID].copy(), "counts": records[:, COUNT].copy(), "last_steps": last, "scores": scores}
+
+    def shards_of(self, ids: np.ndarray) -> np.ndarray:
+        """The shard of each id, counted from the first one here; reads nothing that steps change."""
+        return self._locate(ids).shards
+
+    def counted_in(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sketch of a shard, and its ids that are not admitted yet with their sightings: copies."""
+        none = np.zeros(0, np.int64)
+        if self._candidates is None:
+            return np.zeros((0, self.rules.sketch_width), np.int64), none, none
+        return self._candidates.state_of(self._local(shard))
+
+    @property
+    def num_known(self) -> np.ndarray:
+        """How many ids each shard knows: a copy."""
+        return self._index.headers[:, USED].copy()
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """The last step that was opened, and its window of counting."""
+        return self._step, self._window
+
     def state_of(self, shard: int) -> ShardState:
         """All of one shard, as arrays of its own."""
-        local = self._local(shard)
-        frames = self._index.slots_in(local)
+        frames = self._index.slots_in(self._local(shard))
         frames = frames[np.argsort(self._index.records[frames, ID])]
-        records = self._index.records[frames]
-        last = records[:, SEEN] - 1
-        none = np.zeros(0, np.int64)
-        sketch, ids, counts = np.zeros((0, self.rules.sketch_width), np.int64), none, none
-        if self._candidates is not None:
-            sketch, ids, counts = self._candidates.state_of(local)
+        sketch, ids, counts = self.counted_in(shard)
         return ShardState(
-            ids=records[:, ID].copy(),
+            **self.columns(self.records_of(frames)),
             frames=frames,
-            counts=records[:, COUNT].copy(),
-            last_steps=last,
-            scores=last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy(),
             sketch=sketch,
             candidate_ids=ids,
             candidate_counts=counts,
