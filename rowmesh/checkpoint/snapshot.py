@@ -146,8 +146,12 @@ class Snapshot:
                     numbers = piece.rows.start + picked[cut] * piece.rows.step
                     at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
                     some.append(ChangedRows(of_store, numbers, at))
-        for each in self._stores.values():
-            each.open()
+        try:
+            for each in self._stores.values():
+                each.open()
+        except BaseException:
+            self.close()
+            raise
         reach("snapshot.taken")
 
     def _freeze_records(self, table: str, records: Records | None, changed: Changed | None, room: Room) -> None:
