@@ -103,7 +103,7 @@ def read_both(mesh, folder, stream, steps):
     embeddings.close()
 
 
-@pytest.mark.parametrize("written_by, read_by", [(1, 2), (2, 3)])
+@pytest.mark.parametrize("written_by, read_by", [(2, 3), pytest.param(1, 2, marks=pytest.mark.slow)])
 @settings(max_examples=3, deadline=None, phases=NO_SHRINK)
 @given(stream=streams(), events=st.lists(st.sampled_from(EVENTS), min_size=3, max_size=8))
 def test_a_chain_is_read_as_a_full_one(ranks, tmp_path_factory, written_by, read_by, stream, events):
