@@ -41,7 +41,7 @@ def measure(options: Options, report: Report, folder: Path) -> None:
         steps["noted"] += [training.step()[1] for _ in range(workload.steps)]
         changed = changes.take()
         assert changed is not None
-        touched = sum(int(marks.sum()) for marks in changed.values())
+        touched = sum(int(marks.sum()) for marks in changed.marks.values())
         before = checkpoint.read_manifest(series.at(number - 1))
         base = Base(Parent(number - 1, before.identity, before.depth), changed)
         began_s = time.perf_counter()

@@ -109,7 +109,7 @@ def async_save(
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
-        ConfigurationError: as `save`; also where rows are on a GPU or in dynamic tables, or replicas are averaged.
+        ConfigurationError: as `save`; also where rows are on a GPU, or replicas are averaged.
 
     Example:
         >>> import tempfile
@@ -154,13 +154,6 @@ def _prepared(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
 
 def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
     """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
-    if dynamic := [table.name for table in embeddings.tables if table.storage == "dynamic"]:
-        return f"tables {', '.join(dynamic)} are dynamic"
-    return why_not_noted(embeddings)
-
-
-def why_not_noted(embeddings: EmbeddingCollection) -> str:
-    """Why nobody notes which rows of a collection change, as `checkpoint.changes` does; "" where that can be."""
     if embeddings.device.type != "cpu" or embeddings.engine.options.device is not None:
         return f"rows are on {embeddings.device}"
     if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":

@@ -17,7 +17,10 @@ def test_a_case_of_the_grid(grid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode, ranks", [("tiered in files", 2), ("copies", 4), ("tensor-train", 1)])
+@pytest.mark.parametrize(
+    "mode, ranks",
+    [("tiered in files", 2), ("copies", 4), ("tensor-train", 1), ("dynamic, incremental, asynchronous", 2)],
+)
 def test_more_cases_of_the_grid(grid, mode, ranks):
     transport = "collective" if ranks > 1 else ""
     assert grid.run(Case(mode, ranks, transport, "loop.step@17", 0))["problem"] == ""
@@ -26,5 +29,5 @@ def test_more_cases_of_the_grid(grid, mode, ranks):
 def test_the_grid_has_every_step_and_mode():
     asked = argparse.Namespace(ranks=[1, 2, 4], mode=None, steps=list(range(1, NUM_STEPS + 1)), points=False)
     names = {case.name for case in cases(asked)}
-    assert len(names) == 30 * (11 + 2 * 2 * 14)
+    assert len(names) == 30 * (17 + 2 * 2 * 20)
     assert "copies/4/collective/loop.step@30,rank2" in names

@@ -495,9 +495,8 @@ def test_what_went_wrong_beside_training_is_raised_on_every_rank(ranks: RankPool
     ranks.run(fail_beside_training, tmp_path)
 
 
-def test_what_cannot_be_saved_beside_training_is_refused(tmp_path: Path):
-    rules = rowmesh.tables.Dynamic(capacity=10)
-    shape = {"dim": 2, "storage": "dynamic", "dynamic": rules, "initializer": rowmesh.Uniform(bound=0.1)}
-    embeddings = EmbeddingCollection([TableSpec(name="any", **shape)])
-    with pytest.raises(ConfigurationError, match=r"tables any are dynamic, and such cannot be saved while"):
+def test_what_cannot_be_saved_beside_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rowmesh.saving.why_not_asynchronous", lambda _: "rows are on cuda:0")
+    embeddings = EmbeddingCollection([TableSpec(name="any", num_rows=10, dim=2)])
+    with pytest.raises(ConfigurationError, match=r"rows are on cuda:0, and such cannot be saved while"):
         rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings})

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from rowmesh.checkpoint.manifest import Parent
-from rowmesh.checkpoint.snapshot import Room, Snapshot, Source
+from rowmesh.checkpoint.snapshot import Changed, Room, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
+
+if TYPE_CHECKING:
+    from rowmesh.checkpoint.write import RowHolder
+    from rowmesh.tables import TableSpec
 
 
 class Base(NamedTuple):
@@ -24,11 +26,11 @@ class Base(NamedTuple):
 
     Attributes:
         parent: the checkpoint that it adds to.
-        changed: which rows were updated since, as `Changes.take` gives it.
+        changed: what changed since, as `Changes.take` gives it.
     """
 
     parent: Parent
-    changed: Mapping[int, npt.NDArray[np.uint8]]
+    changed: Changed
 
 
 def save_increment(
@@ -53,16 +55,14 @@ class BackgroundSave:
     """A checkpoint that a thread writes, as `checkpoint.save` writes it: the same files, to the bit.
 
     Making it is collective, between two steps, with nothing under way; every rank then calls `wait`. What is small is
-    copied at once: `dense` and cores. For rows see `Snapshot`.
+    copied at once: `dense` and cores. For rows see `Snapshot`. Where a rank has no memory for that, or cannot begin a
+    thread, making it succeeds on all ranks, and `wait` raises on all of them.
 
     Args:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.
         group: a process group that nothing else uses meanwhile; None for a single process.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
         room: for pre-images, which stays for the next one; default: of its own.
-
-    Raises:
-        RuntimeError, OSError: `dense` cannot be copied, or no thread begins.
     """
 
     def __init__(
@@ -78,22 +78,35 @@ class BackgroundSave:
     ) -> None:
         rank = 0 if group is None else dist.get_rank(group)
         copied = io.BytesIO()
-        if rank == 0:
-            torch.save(dict(dense), copied)
         self._group, self._error, self._base = group, None, base
-        self.snapshot = Snapshot(embeddings, rank, None if base is None else base.changed, room)
-        arguments = (folder, copied.getbuffer(), dict(metadata or {}))
-        self._thread = threading.Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=True)
+        self._failure: Exception | None = None
+        self._snapshot: Snapshot | None = None
         try:
-            self._thread.start()
-        except BaseException:
-            self.snapshot.close()
-            raise
+            self._snapshot = Snapshot(embeddings, rank, None if base is None else base.changed, room)
+            if rank == 0:
+                torch.save(dict(dense), copied)
+        except Exception as error:  # the other ranks' threads wait for this one's
+            self._failure = error
+        arguments = (folder, copied.getbuffer(), dict(metadata or {}))
+        self._thread: Thread | None = None
+        try:
+            thread = Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=True)
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:
+            self._failure = self._failure or error
+            self._run(*arguments)
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once on this rank."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The rows of the moment; there is one unless this rank failed."""
+        assert self._snapshot is not None
+        return self._snapshot
 
     @property
     def error(self) -> BaseException | None:
@@ -106,8 +119,9 @@ class BackgroundSave:
         Raises:
             CheckpointWriteError, CheckpointError: as `checkpoint.save`.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if not self.is_done:
             return False
         if self._error is not None:
             raise self._error
@@ -115,16 +129,39 @@ class BackgroundSave:
 
     def cancel(self) -> None:
         """Ends it, here and at other ranks, and removes what was written; for runs that fail."""
-        self.snapshot.close()
-        if self._thread.is_alive() and self._group is not None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+        if not self.is_done and self._group is not None:
             abort(self._group)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         try:
-            increment = None if self._base is None else Increment(self._base.parent, self.snapshot.changed_rows)
-            save(folder, self.snapshot, dense, metadata=metadata, group=self._group, increment=increment)
+            if self._failure is not None or self._snapshot is None:
+                failed = cast("RowHolder", _Failed(self._failure))
+                save(folder, failed, dense, metadata=metadata, group=self._group)
+            else:
+                rows = self._snapshot
+                increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
+                save(folder, rows, dense, metadata=metadata, group=self._group, increment=increment)
         except BaseException as error:  # raised where it is waited for
             self._error = error
         finally:
-            self.snapshot.close()
+            if self._snapshot is not None:
+                self._snapshot.close()
+
+
+class _Failed:
+    """In place of rows that could not be frozen: `save` fails on all ranks with the reason."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        self._failure = failure
+
+    @property
+    def tables(self) -> Sequence[TableSpec]:
+        """Raises what failed."""
+        raise self._failure or RuntimeError("no snapshot")
+
+    def synchronize(self) -> None:
+        """No-op."""

@@ -91,9 +91,15 @@ def _parent(child: Link, place: Path) -> Link:
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     return {
-        name: (entry.num_rows, entry.dim, entry.dtype, entry.optimizer, "rows" if entry.cores is None else "cores")
+        name: (entry.num_rows, entry.dim, entry.dtype, entry.optimizer, _storage(entry))
         for name, entry in manifest.tables.items()
     }
+
+
+def _storage(entry: TableEntry) -> str:
+    if entry.known is not None:
+        return f"dynamic with {', '.join(f'{name} {value}' for name, value in sorted(entry.known.rules.items()))}"
+    return "rows" if entry.cores is None else "cores"
 
 
 class SavedTable:

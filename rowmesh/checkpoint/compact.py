@@ -7,16 +7,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.chain import SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
+from rowmesh.checkpoint.known import NUMBERS, SavedShards, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, TableEntry
 from rowmesh.checkpoint.write import RowHolder, save
+from rowmesh.dynamic.records import REMOVED
 
 SHARD_BYTES = 64 << 20
 """Of rows that are in memory at once."""
@@ -60,7 +64,10 @@ class _Table:
         self.dtype: torch.dtype = getattr(torch, entry.dtype)
         self.optimizer = _Rule(entry.optimizer)
         self.storage = "dense" if entry.cores is None else "tensor_train"
-        self.tensor_train_shape = entry.cores
+        self.tensor_train_shape, self.dynamic = entry.cores, None
+        if entry.known is not None:
+            self.storage = "dynamic"
+            self.dynamic = SimpleNamespace(**entry.known.rules, num_shards=entry.known.rules["shards"])
         self._entries, self._files = entries, files
 
     def shards(self) -> list[_Shard]:
@@ -83,6 +90,61 @@ class _Table:
                 np.array(self._files[0].array(self.name, kind, entry.files, like, tuple(like.shape))[:])
             )
         return _Cores(found)
+
+    def records(self) -> _Records:
+        """What it knows."""
+        known, (saved,) = self._entries[0].known, saved_shards(self.name, self._entries, self._files)
+        assert known is not None
+        kinds = [kind for kind in known.parts[0].files if kind != REMOVED]
+        row_bytes = max(saved.read(kind, slice(0)).itemsize for kind in kinds) * self.dim
+        return _Records(saved, max(part.step for part in known.parts), kinds, max(1, SHARD_BYTES // row_bytes))
+
+
+class _Records:
+    """What a dynamic table knows: `Records` that are only written."""
+
+    is_first = True
+
+    def __init__(self, saved: SavedShards, step: int, kinds: Sequence[str], size: int) -> None:
+        self.shards, self.step, self._saved, self._kinds, self._size = saved.shards, step, saved, kinds, size
+
+    @property
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """All but rows and their states."""
+        for kind in filter(NUMBERS.__contains__, self._kinds):
+            yield kind, self._saved.read(kind, slice(None)).numpy()
+
+    @property
+    def rows(self) -> list[_KnownRows]:
+        """Rows and states in the order of the ids."""
+        cuts = range(0, max(self._saved.num_ids, 1), self._size)
+        return [_KnownRows(self._saved, slice(first, first + self._size), self._kinds) for first in cuts]
+
+
+class _KnownRows:
+    """Some rows of a dynamic table, read when they are asked for."""
+
+    def __init__(self, saved: SavedShards, which: slice, kinds: Sequence[str]) -> None:
+        self._saved, self._which = saved, which
+        self.kinds = [kind for kind in kinds if kind not in ("values", *NUMBERS)]
+        self.rows = saved.read("ids", which).numpy()
+
+    @property
+    def values(self) -> Tensor:
+        """`[n, D]`."""
+        return self.read("values")
+
+    @property
+    def state(self) -> _State:
+        """By name, each read when it is asked for."""
+        return _State(self)
+
+    def read(self, kind: str) -> Tensor:
+        """The values, or a state."""
+        return self._saved.read(kind, self._which)
+
+    def forget(self) -> None:
+        """No-op: nothing is kept."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +185,7 @@ class _Shard:
 
 
 class _State(Mapping[str, Tensor]):
-    def __init__(self, shard: _Shard) -> None:
+    def __init__(self, shard: _Shard | _KnownRows) -> None:
         self._shard = shard
 
     def __getitem__(self, name: str) -> Tensor:
@@ -148,6 +210,10 @@ class _Rows:
     def local_rows(self, table: str) -> list[_Shard]:
         """All rows of a table."""
         return self._by_name[table].shards()
+
+    def records(self, table: str) -> _Records:
+        """What a dynamic table knows."""
+        return self._by_name[table].records()
 
     def cores(self, table: str) -> _Cores:
         """The cores of a table."""

@@ -31,6 +31,8 @@ An increment has only the rows that changed since its parent, another checkpoint
           dense.pt             whole, as are cores
           C1.0.rows.npy        which rows of C1, by rank 0
           C1.0.values.npy      … in this order
+          C3.0.removed.npy     of a dynamic table the ids that are gone (tombstones), and as above those that were seen,
+          C3.0.ids.npy         …; what its shards count beside is whole
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
 
-FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT = 1, 2, 3
-"""Of full ones, of increments, and of full ones with dynamic tables."""
+FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT = 1, 2, 3, 4
+"""Of full ones, of increments, and of both where there are dynamic tables."""
 ROWS = "rows"
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
@@ -94,7 +96,7 @@ class Part:
         ranges: the rows, in file order, one range after the other; none in an increment.
         files: "values" and the names of optimizer states → file name; in an increment "rows" too.
         num_changed: in an increment, how many rows are in its files.
-        num_removed: in an increment, how many ids are gone (tombstones): none, as long as tables have rows.
+        num_removed: none: rows of a table are never gone.
     """
 
     rank: Count
@@ -132,10 +134,11 @@ class KnownPart:
         rank: the rank that wrote them.
         first: the first shard.
         num_shards: how many, one after the other.
-        num_ids: that they know together.
+        num_ids: that they know together; in an increment those that changed.
         num_candidates: ids that they count and do not know yet.
         step: how many batches the tables were given.
         files: "values", the names of optimizer states and of what is known by id or shard → file name.
+        num_removed: in an increment, how many ids are gone (tombstones).
     """
 
     rank: Count
@@ -145,6 +148,7 @@ class KnownPart:
     num_candidates: Count
     step: Count
     files: dict[str, str]
+    num_removed: Count = 0
 
 
 @dataclass(frozen=True)
@@ -270,8 +274,10 @@ class Manifest:
         """
         try:
             values = json.loads(text)
-            if values["format"] not in (FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT):
-                raise CheckpointError(f"{path} has format {values['format']!r}; this rowmesh reads 1 to {KNOWN_FORMAT}")
+            if values["format"] not in range(FORMAT, KNOWN_INCREMENT_FORMAT + 1):
+                raise CheckpointError(
+                    f"{path} has format {values['format']!r}; this rowmesh reads 1 to {KNOWN_INCREMENT_FORMAT}"
+                )
             found = values.pop(OWN_SUM, None)  # earlier versions wrote none
             if found not in (None, own_sum(values)):
                 raise CheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
@@ -294,7 +300,7 @@ class Manifest:
         """Raises ValueError where it describes what no writer wrote."""
         if not re.fullmatch(FOLDER_PATTERN, self.folder):
             raise ValueError(f"folder {self.folder!r} is no name that rowmesh gives")
-        if (self.format == INCREMENT_FORMAT) != (self.parent is not None):
+        if (self.format in (INCREMENT_FORMAT, KNOWN_INCREMENT_FORMAT)) != (self.parent is not None):
             raise ValueError(f"format {self.format} is {'of increments' if self.parent is None else 'of full ones'}")
         for name, table in self.tables.items():
             if strangers := [file for file in table.files if not _is_plain(file)]:
@@ -302,7 +308,7 @@ class Manifest:
             if not isinstance(dtype := getattr(torch, table.dtype, None), torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
             if table.known is not None:
-                _check_known(name, table.known)
+                _check_known(name, table.known, is_increment=self.parent is not None)
             elif table.cores is None:
                 (_check_changed if self.parent else _check_rows)(name, table)
         names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
@@ -374,8 +380,12 @@ def _check_changed(name: str, table: TableEntry) -> None:
         raise ValueError(f"table {name!r} has {table.num_rows} rows, and {found} that changed")
 
 
-def _check_known(name: str, known: KnownEntry) -> None:
-    """Raises ValueError where a shard is in no part, or in two."""
+def _check_known(name: str, known: KnownEntry, *, is_increment: bool) -> None:
+    """Raises ValueError where a shard is in no part, or in two, or ids are gone of which nothing can be known."""
+    if any(("removed" in part.files) != is_increment for part in known.parts):
+        raise ValueError(
+            f"table {name!r} has a part that {'does not say' if is_increment else 'says'} which ids are gone"
+        )
     shards = sorted(shard for part in known.parts for shard in range(part.first, part.first + part.num_shards))
     if shards != list(range(len(shards))) or len(shards) != known.rules.get("shards"):
         raise ValueError(f"table {name!r}: files hold shards {shards}, and it has {known.rules.get('shards')}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rowmesh.checkpoint.chain import SavedTable, read_chain
-from rowmesh.checkpoint.files import UNVERIFIABLE, SavedArray, SavedFiles
-from rowmesh.checkpoint.manifest import CoresEntry, KnownEntry, KnownPart, Manifest, TableEntry, as_numpy, dtype_name
+from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
+from rowmesh.checkpoint.known import saved_shards
+from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
 from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
 from rowmesh.dynamic.known import no_state
-from rowmesh.dynamic.layout import rules_of
-from rowmesh.dynamic.records import OF_CANDIDATES, SIZES, SKETCH, facts_of
+from rowmesh.dynamic.records import facts_of
 from rowmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,7 +51,8 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)
         if entry.known is not None:
-            _fill_records(table, embeddings.records(table.name), entry.known, files[0], optimizer_state)
+            entries = [link.manifest.tables[table.name] for link in chain]
+            _fill_records(table, embeddings.records(table.name), entries, files, optimizer_state)
         elif entry.cores is not None:
             _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files[0], optimizer_state)
         else:
@@ -80,44 +79,19 @@ def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: SavedFiles, 
 
 
 def _fill_records(
-    table: TableSpec, records: Records | None, entry: KnownEntry, files: SavedFiles, optimizer_state: bool
+    table: TableSpec,
+    records: Records | None,
+    entries: Sequence[TableEntry],
+    files: Sequence[SavedFiles],
+    optimizer_state: bool,
 ) -> None:
     if records is None:  # this rank has no shard of it
         return
     states = list(table.optimizer.state) if optimizer_state else []
     forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
     forms |= {name: form for name, form in no_state(table).items() if name in states}
-    parts = [
-        (range(part.first, part.first + part.num_shards), _Reader(table, part, files, forms).read)
-        for part in entry.parts
-    ]
-    records.load(parts, states)
-
-
-class _Reader:
-    """Reads what one rank wrote of a dynamic table; maps each file once."""
-
-    def __init__(self, table: TableSpec, part: KnownPart, files: SavedFiles, forms: Mapping[str, Tensor]) -> None:
-        self._table, self._part, self._files, self._forms = table, part, files, forms
-        self._mapped: dict[str, SavedArray] = {}
-
-    def read(self, kind: str, which: slice) -> Tensor:
-        if kind not in self._mapped:
-            form = self._forms.get(kind, torch.empty(0, dtype=torch.int64))
-            shape = (self._num(kind), *self._rest(kind, form))
-            self._mapped[kind] = self._files.array(self._table.name, kind, self._part.files, form, shape)
-        found = torch.from_numpy(np.array(self._mapped[kind][which]))
-        return found.view(torch.bfloat16) if self._forms.get(kind, found).dtype == torch.bfloat16 else found
-
-    def _num(self, kind: str) -> int:
-        part = self._part
-        if kind in (SIZES, SKETCH):
-            return part.num_shards
-        return part.num_candidates if kind in OF_CANDIDATES else part.num_ids
-
-    def _rest(self, kind: str, form: Tensor) -> tuple[int, ...]:
-        rules = rules_of(self._table)
-        return {SIZES: (4,), SKETCH: (rules.sketch_depth, rules.sketch_width)}.get(kind, tuple(form.shape[1:]))
+    saved = saved_shards(table.name, entries, files, forms=forms, shards=records.shards)
+    records.load([(part.shards, part.read) for part in saved], states)
 
 
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:

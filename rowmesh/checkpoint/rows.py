@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
+from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
 from rowmesh.errors import CheckpointError
 from rowmesh.ops.prefixes import Workspace, sort_ids
@@ -37,7 +38,7 @@ class SavedRows:
     def __init__(self, folder: Path, manifest: Manifest, table: str, *, verify: bool = True) -> None:
         if table not in manifest.tables:
             raise CheckpointError(f"the model in {folder} has no table {table!r}, only: {', '.join(manifest.tables)}")
-        chain = (Link(folder, manifest), *read_chain(folder)[1:]) if manifest.parent else (Link(folder, manifest),)
+        chain = _chain(folder, manifest)
         files = [SavedFiles(*link, verify=verify) for link in chain]
         self._files, self._entry, self.table = files[0], manifest.tables[table], table
         self._saved = SavedTable(table, [link.manifest.tables[table] for link in chain], files)
@@ -94,10 +95,12 @@ class SavedKnown:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, table: str, *, verify: bool = True) -> None:
-        self.table, self._files = table, SavedFiles(folder, manifest, verify=verify)
-        entry = manifest.tables[table]
-        assert entry.known is not None
-        self._parts, self.dim, self.dtype = entry.known.parts, entry.dim, getattr(torch, entry.dtype)
+        self.table, chain = table, _chain(folder, manifest)
+        entries = [link.manifest.tables[table] for link in chain]
+        self.dim, self.dtype = entries[0].dim, getattr(torch, entries[0].dtype)
+        forms = {"values": torch.empty(0, self.dim, dtype=self.dtype, device="cpu")}
+        files = [SavedFiles(*link, verify=verify) for link in chain]
+        self._parts = saved_shards(table, entries, files, forms=forms)
         self.num_ids = sum(part.num_ids for part in self._parts)
 
     def read(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Tensor]]:
@@ -106,17 +109,14 @@ class SavedKnown:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        numbers = torch.empty(0, dtype=torch.int64, device="cpu")
-        rows = torch.empty(0, self.dim, dtype=self.dtype, device="cpu")
         for part in self._parts:
-            ids, counts = (
-                self._files.array(self.table, kind, part.files, numbers, (part.num_ids,)) for kind in ("ids", "counts")
-            )
-            values = self._files.array(self.table, "values", part.files, rows, (part.num_ids, self.dim))
             for begin in range(0, part.num_ids, size):
                 some = slice(begin, begin + size)
-                found = torch.from_numpy(np.array(values[some]))
-                yield np.array(ids[some]), np.array(counts[some]), found.view(self.dtype)
+                yield part.read("ids", some).numpy(), part.read("counts", some).numpy(), part.read("values", some)
+
+
+def _chain(folder: Path, manifest: Manifest) -> tuple[Link, ...]:
+    return (Link(folder, manifest), *(read_chain(folder)[1:] if manifest.parent else ()))
 
 
 def as_float(values: Tensor) -> npt.NDArray[Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import as_numpy
+from rowmesh.dynamic.records import Before, KnownCopy, Records
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.ops.claim import claim
@@ -75,6 +77,18 @@ class Source(Protocol):
     def records(self, table: str) -> Records | None: ...
 
 
+class Changed(NamedTuple):
+    """What changed since a checkpoint.
+
+    Attributes:
+        marks: by `id` of a store, a byte for each slot: 0 where its row was not updated.
+        known: by name, what dynamic tables knew then, of those that this rank saves.
+    """
+
+    marks: Mapping[int, npt.NDArray[np.uint8]]
+    known: Mapping[str, Before] = MappingProxyType({})
+
+
 class FrozenCores:
     """Copies of the cores of a table and their state, by name."""
 
@@ -91,7 +105,7 @@ class Snapshot:
     Args:
         embeddings: whose rows.
         rank: of this process; the first alone writes cores, and copies them at once.
-        changed: which slots of each store are wanted, by `id` of the store, as `Changes.take` gives them; None: all.
+        changed: what is wanted, as `Changes.take` gives it; None: all.
         room: for pre-images, which no other snapshot uses meanwhile; default: of its own.
 
     Attributes:
@@ -102,7 +116,7 @@ class Snapshot:
         self,
         embeddings: Source,
         rank: int = 0,
-        changed: Mapping[int, npt.NDArray[np.uint8]] | None = None,
+        changed: Changed | None = None,
         room: Room | None = None,
     ) -> None:
         embeddings.synchronize()
@@ -113,7 +127,11 @@ class Snapshot:
         self._rows: dict[str, list[FrozenRows]] = {}
         self._changed: dict[str, list[ChangedRows]] = {}
         self._cores: dict[str, FrozenCores] = {}
+        self._records: dict[str, FrozenRecords] = {}
         for table in self.tables:
+            if table.storage == "dynamic":
+                self._freeze_records(table.name, embeddings.records(table.name), changed, room)
+                continue
             if table.storage == "tensor_train":
                 self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
                 continue
@@ -124,14 +142,28 @@ class Snapshot:
                     rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
                     continue
                 slots = piece.slots
-                picked = np.flatnonzero(changed[id(store)][slots.start : slots.stop : slots.step])
+                picked = np.flatnonzero(changed.marks[id(store)][slots.start : slots.stop : slots.step])
                 for cut in _cuts(len(picked)):
                     numbers = piece.rows.start + picked[cut] * piece.rows.step
                     at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
                     some.append(ChangedRows(of_store, numbers, at))
-        for each in self._stores.values():
-            each.open()
+        try:
+            for each in self._stores.values():
+                each.open()
+        except BaseException:
+            self.close()
+            raise
         reach("snapshot.taken")
+
+    def _freeze_records(self, table: str, records: Records | None, changed: Changed | None, room: Room) -> None:
+        if records is None or not records.is_first:
+            return
+        if changed is None:
+            known = records.known()
+        else:
+            known = records.changed(changed.known[table], changed.marks[id(records.arena)])
+        store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, room))
+        self._records[table] = FrozenRecords(store, records, known)
 
     @property
     def num_saved(self) -> int:
@@ -154,8 +186,9 @@ class Snapshot:
         """The cores of a tensor-train table."""
         return self._cores[table]
 
-    def records(self, table: str) -> None:
-        """None: dynamic tables are saved between steps, whole."""
+    def records(self, table: str) -> FrozenRecords | None:
+        """What is wanted of a dynamic table; None where another rank saves it."""
+        return self._records.get(table)
 
     def go_on_after(self, table: str, step: int) -> None:
         """Not for what is only read."""
@@ -214,12 +247,45 @@ class ChangedRows(_Frozen):
     """One shard of an increment.
 
     Attributes:
-        rows: which rows of the table, ascending.
+        rows: which rows of the table, ascending; or ids of a dynamic one, shard by shard.
     """
 
     def __init__(self, store: StoreSnapshot, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.uint32]) -> None:
         super().__init__(store, slots)
         self.rows = rows
+
+
+class FrozenRecords:
+    """What a dynamic table knew on this rank, or what of it changed: `Records` that are only written.
+
+    Attributes:
+        shards: which ones.
+        step: how many batches were opened for training.
+    """
+
+    def __init__(self, store: StoreSnapshot, records: Records, known: KnownCopy) -> None:
+        self._store, self._known, self._slots = store, known, records.slots
+        self.shards, self.step, self.is_first = records.shards, records.step, True
+        self._pieces: list[ChangedRows] | None = None
+        store.expect(self._slots(known.frames).astype(np.uint32))
+
+    @property
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """All but rows and their states."""
+        return self._known.arrays
+
+    @property
+    def rows(self) -> list[ChangedRows]:
+        """The rows in the order of the ids, each to be read once; for one thread."""
+        if self._pieces is None:
+            ids, frames = self._known.placed
+            slots = self._slots(frames).astype(np.uint32)
+            self._pieces = [ChangedRows(self._store, ids[cut], slots[cut]) for cut in _cuts(len(ids)) or [slice(0)]]
+        return self._pieces
+
+    def load(self, parts: object, states: object) -> None:
+        """Not for what is only read."""
+        raise NotImplementedError
 
 
 class _FrozenState(Mapping[str, Tensor]):
@@ -253,6 +319,7 @@ class StoreSnapshot:
         self._store, self.states = store, tuple(store.state)
         self._lock = threading.Lock()
         self._shards: list[range | npt.NDArray[np.uint32]] = []
+        self._expected: list[npt.NDArray[np.uint32]] = []
         self._unread: list[set[str]] = []
         self._saved: list[dict[str, npt.NDArray[Any]]] = []
         self._firsts: list[int] = []
@@ -261,20 +328,26 @@ class StoreSnapshot:
         self._is_closed = False
 
     def add(self, slots: range | npt.NDArray[np.uint32]) -> int:
-        """Adds a shard before `open`; returns its number. Its slots ascend, and no other shard has any between them."""
+        """Adds a shard, before `open` or of slots that are expected; returns its number. No other has any of them."""
         self._shards.append(slots)
         self._unread.append({VALUES, *self.states})
         return len(self._shards) - 1
 
+    def expect(self, slots: npt.NDArray[np.uint32]) -> None:
+        """Slots, ascending, that are added to shards when they are in order, by the thread that reads them."""
+        self._expected.append(slots)
+
     def open(self) -> None:
         """From now on rows keep what they are."""
-        stop = max((int(shard[-1]) + 1 for shard in self._shards), default=0)
+        due = [slots for slots in (*self._shards, *self._expected) if len(slots)]
+        stop = max((int(slots[-1]) + 1 for slots in due), default=0)
         # One more than the place of a slot's pre-image; the system gives zeros without touching their pages.
         self._places = np.zeros(stop, np.uint32)
         self._is_due = np.zeros(stop, np.uint8)  # of each slot, whether its pre-image is to be saved before an update
-        for shard in self._shards:
-            self._is_due[_index(shard)] = 1
-        if self._shards:
+        for slots in due:
+            self._is_due[_index(slots)] = 1
+        self._expected = []
+        if due:
             self._store.watch(HOOK, self.preserve)
 
     def preserve(self, slots: npt.NDArray[np.uint32], at: npt.NDArray[np.uint32]) -> None:
@@ -333,7 +406,8 @@ class StoreSnapshot:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
         if self._store.has_views:
             source = self._tensors()[kind]
-            if kind not in self._room:  # one for all shards: fresh pages cost the steps time too
+            # One for all shards: fresh pages cost the steps time too.
+            if kind not in self._room or len(self._room[kind]) < len(slots):
                 self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
             copied = self._room[kind][: len(slots)]
             if isinstance(slots, range):

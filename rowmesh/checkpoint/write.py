@@ -24,6 +24,7 @@ from rowmesh.checkpoint.manifest import (
     FORMAT,
     INCREMENT_FORMAT,
     KNOWN_FORMAT,
+    KNOWN_INCREMENT_FORMAT,
     MANIFEST,
     ROWS,
     CoresEntry,
@@ -40,7 +41,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
-from rowmesh.dynamic.records import facts_of
+from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
@@ -123,7 +124,7 @@ class Increment(NamedTuple):
 
     Attributes:
         parent: the checkpoint that it adds to.
-        rows: those of a table that this rank owns and that changed since.
+        rows: those of a table that this rank owns and that changed since; of a dynamic table `records` has what did.
     """
 
     parent: Parent
@@ -260,8 +261,9 @@ def _write_records(
         files[kind] = file_name(table, rank, kind)
         write = partial(_write_pieces, pieces=pieces, kind=kind)
         checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
-    shards = records.shards
-    return KnownPart(rank, shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step, files)
+    shards, num_removed = records.shards, sizes.get(REMOVED, 0)
+    numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
+    return KnownPart(rank, *numbers, files, num_removed)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -334,7 +336,7 @@ def _manifest(
     checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
     number = FORMAT if parent is None else INCREMENT_FORMAT
     if any(entry.known for entry in entries.values()):
-        number = KNOWN_FORMAT
+        number = KNOWN_FORMAT if parent is None else KNOWN_INCREMENT_FORMAT
     return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
 
 

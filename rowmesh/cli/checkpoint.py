@@ -175,10 +175,12 @@ def _description(folder: Path) -> Iterator[str]:
     for name, table in manifest.tables.items():
         kind = f"cores of ranks {table.cores.ranks}" if table.cores else "rows"
         if table.known is not None:
-            kind = f"dynamic, {sum(part.num_ids for part in table.known.parts):,} ids known"
+            kind = f"dynamic, {sum(part.num_ids for part in table.known.parts):,} ids "
+            num_removed = sum(part.num_removed for part in table.known.parts)
+            kind += f"changed, {num_removed:,} gone" if manifest.parent is not None else "known"
         state = sorted({kind for part in table.parts for kind in part.files} - {"values", ROWS})
         more = f" with {', '.join(state)}" if state else ""
-        if manifest.parent is not None and not table.cores:
+        if manifest.parent is not None and not table.cores and table.known is None:
             more += f", {sum(part.count for part in table.parts):,} of them changed"
         yield f"table       {name}: {table.num_rows:,} × {table.dim} {table.dtype}, {table.optimizer}, {kind}{more}"
     yield f"beside      {', '.join(sorted(dense))}"

@@ -25,6 +25,11 @@ class FrameList:
         """Frames from here on were never taken."""
         return self._unused
 
+    @property
+    def taken(self) -> np.ndarray:
+        """The frames of ids, ascending."""
+        return np.flatnonzero(self._state == _TAKEN)
+
     def check(self, count: int) -> None:
         """Raises where fewer frames are free."""
         self._refresh()

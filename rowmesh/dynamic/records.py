@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,24 +15,93 @@ from torch import Tensor
 
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import ShardState
+from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
 
 OF_IDS = ("ids", "counts", "last_steps", "scores")
 OF_CANDIDATES = ("candidate_ids", "candidate_counts")
-SIZES, SKETCH = "shards", "sketch"
-"""int64 `[S, 4]`: how many ids and candidates each shard has, its step and its window; and the sketches of shards,
-where there are such."""
-CHUNK_SHARDS = 16
-"""Shards whose rows are copied at a time."""
+SIZES, SKETCH, REMOVED = "shards", "sketch", "removed"
+"""int64 `[S, 4]`: how many ids and candidates each shard has, its step and its window; the sketches of shards, where
+there are such. In an increment `SIZES` is `[S, 6]`, with how many ids are gone, and how many the shard knows in all;
+and `REMOVED` has the ids that are gone."""
+CHUNK_ROWS = 1 << 14
+"""Rows that are copied at a time."""
 
 Read = Callable[[str, slice], Tensor]
 """Some elements of what was saved of a kind."""
 
 
+class Before(NamedTuple):
+    """Which ids a table knew at an earlier boundary between two steps.
+
+    Attributes:
+        frames: in which they were, ascending.
+        ids: the id in each.
+        step: how many batches were opened for training by then.
+    """
+
+    frames: np.ndarray
+    ids: np.ndarray
+    step: int
+
+
+class KnownCopy:
+    """What the shards of this rank know at one boundary between two steps, without rows: copies.
+
+    Making one copies 24 or 32 bytes an id; they are put in order when they are first read, perhaps by another thread.
+
+    Args:
+        shards: of this rank.
+        frames: of the ids that are wanted.
+        removed: ids that are gone, in any order; None: all ids are wanted.
+    """
+
+    def __init__(self, shards: DynamicShards, frames: np.ndarray, removed: np.ndarray | None = None) -> None:
+        self.frames, self._shards, self._removed = frames, shards, removed
+        self._records = shards.records_of(frames)
+        self._counted = [shards.counted_in(shard) for shard in shards.shards]
+        self._clock, self._num_known = shards.clock, shards.num_known
+
+    @cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """That by shard and id, and how many ids each shard has."""
+        return self._ordered(self._records[:, ID])
+
+    def _ordered(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        of_shards = self._shards.shards_of(ids)
+        return np.lexsort((ids, of_shards)), np.bincount(of_shards, minlength=len(self._counted))
+
+    @property
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All, kind by kind, shard by shard."""
+        order, sizes = self._order
+        columns = [sizes, [len(ids) for _, ids, _ in self._counted]]
+        columns += [np.full(len(sizes), number) for number in self._clock]
+        if self._removed is not None:
+            of_removed, num_removed = self._ordered(self._removed)
+            columns += [num_removed, self._num_known]
+            yield REMOVED, self._removed[of_removed]
+        yield SIZES, np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+        found = self._shards.columns(self._records[order])
+        for kind in OF_IDS:
+            yield kind, found[kind]
+        for place, kind in enumerate(OF_CANDIDATES, start=1):
+            yield kind, np.concatenate([each[place] for each in self._counted])
+        if self._shards.rules.sketch_width:
+            yield SKETCH, np.stack([sketch for sketch, _, _ in self._counted])
+
+    @property
+    def placed(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids as in `arrays`, and their frames."""
+        order, _ = self._order
+        return self._records[order, ID], self.frames[order]
+
+
 class ShardRows:
-    """The rows and states of some shards: copies, made when they are asked for.
+    """The rows and states of some ids: copies, made when they are asked for.
 
     Attributes:
         rows: int64 `[n]`, the ids.
@@ -76,30 +146,57 @@ class Records:
         self._table, self._owned, self.arena, self.shards = table, owned, arena, owned.shards.shards
         self.step, self.is_first = step, is_first
 
+    def slots(self, frames: np.ndarray) -> np.ndarray:
+        """Where in the arena frames are."""
+        return self._owned.slots(frames)
+
+    # Between two steps: what is known now, and what of it changed
+
+    def note(self) -> Before:
+        """What is known now, to be compared with later."""
+        shards = self._owned.shards
+        frames = shards.known_frames
+        return Before(frames, shards.column_of(frames, ID), self.step)
+
+    def known(self) -> KnownCopy:
+        """All that is known now."""
+        return KnownCopy(self._owned.shards, self._owned.shards.known_frames)
+
+    def changed(self, before: Before, marks: np.ndarray) -> KnownCopy:
+        """What of it changed, and which ids are gone.
+
+        A batch changes no more than the ids that it has, and those that it evicts. Rows may be updated later than their
+        ids were seen, which marks tell.
+
+        Args:
+            before: since when.
+            marks: uint8 by slot of the arena: 0 where a row was not updated since.
+        """
+        shards = self._owned.shards
+        frames = shards.known_frames
+        is_changed = (shards.column_of(frames, SEEN) - 1 > before.step) | (marks[self.slots(frames)] != 0)
+        moved = np.flatnonzero(shards.column_of(before.frames, ID) != before.ids)
+        left = before.ids[np.union1d(moved, np.flatnonzero(~np.isin(before.frames, frames, assume_unique=True)))]
+        return KnownCopy(shards, frames[is_changed], left[shards.find(left) < 0])
+
+    # What is saved at once
+
     @cached_property
-    def _states(self) -> list[ShardState]:
-        return [self._owned.shards.state_of(shard) for shard in self.shards]
+    def _known(self) -> KnownCopy:
+        return self.known()
 
     @property
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """All but rows and their states, kind by kind, shard by shard."""
-        states = self._states
-        sizes = [[len(state.ids), len(state.candidate_ids), state.step, state.window] for state in states]
-        yield SIZES, np.array(sizes, np.int64).reshape(-1, 4)
-        for kind in (*OF_IDS, *OF_CANDIDATES):
-            yield kind, np.concatenate([getattr(state, kind) for state in states])
-        if rules_of(self._table).sketch_width:
-            yield SKETCH, np.stack([state.sketch for state in states])
+        return self._known.arrays
 
     @property
     def rows(self) -> list[ShardRows]:
         """The rows in the order of the ids."""
-        pieces = []
-        for first in range(0, len(self._states), CHUNK_SHARDS):
-            states = self._states[first : first + CHUNK_SHARDS]
-            ids, frames = (np.concatenate([getattr(state, kind) for state in states]) for kind in ("ids", "frames"))
-            pieces.append(ShardRows(self.arena, ids, self._owned.slots(frames)))
-        return pieces
+        ids, frames = self._known.placed
+        slots = self.slots(frames)
+        cuts = [slice(first, first + CHUNK_ROWS) for first in range(0, max(len(ids), 1), CHUNK_ROWS)]
+        return [ShardRows(self.arena, ids[cut], slots[cut]) for cut in cuts]
 
     def load(self, parts: Sequence[tuple[range, Read]], states: Sequence[str]) -> None:
         """Replaces everything by what was saved.

@@ -14,7 +14,7 @@ Source: FusedRec §3.2 (missing keys are initialized by their owner). Differs: d
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np

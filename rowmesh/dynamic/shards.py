@@ -362,7 +362,7 @@ class DynamicShards:
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""
-        states = [self.state_of_candidates(shard) for shard in range(len(self.shards))]
+        states = [self.counted_in(shard) for shard in self.shards]
         sketches, ids, counts = zip(*states, strict=True)
         ids = np.concatenate(ids)
         order = np.argsort(ids)
@@ -380,33 +380,60 @@ class DynamicShards:
 
     # What is saved
 
+    @property
+    def known_frames(self) -> np.ndarray:
+        """The frames of all ids that are known, ascending."""
+        return self._frames.taken
+
+    def records_of(self, frames: np.ndarray) -> np.ndarray:
+        """Copies of what is known of the ids in some frames, for `columns`."""
+        return np.take(self._index.records, frames, axis=0)
+
+    def column_of(self, frames: np.ndarray, column: int) -> np.ndarray:
+        """One number of each, as `rowmesh.ops.dynamic_index` counts them."""
+        return self._index.records[frames, column]
+
+    def columns(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        """By their names in `ShardState`."""
+        last = records[:, SEEN] - 1
+        scores = last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy()
+        return {"ids": records[:, ID].copy(), "counts": records[:, COUNT].copy(), "last_steps": last, "scores": scores}
+
+    def shards_of(self, ids: np.ndarray) -> np.ndarray:
+        """The shard of each id, counted from the first one here; reads nothing that steps change."""
+        return self._locate(ids).shards
+
+    def counted_in(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sketch of a shard, and its ids that are not admitted yet with their sightings: copies."""
+        none = np.zeros(0, np.int64)
+        if self._candidates is None:
+            return np.zeros((0, self.rules.sketch_width), np.int64), none, none
+        return self._candidates.state_of(self._local(shard))
+
+    @property
+    def num_known(self) -> np.ndarray:
+        """How many ids each shard knows: a copy."""
+        return self._index.headers[:, USED].copy()
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """The last step that was opened, and its window of counting."""
+        return self._step, self._window
+
     def state_of(self, shard: int) -> ShardState:
         """All of one shard, as arrays of its own."""
-        local = self._local(shard)
-        frames = self._index.slots_in(local)
+        frames = self._index.slots_in(self._local(shard))
         frames = frames[np.argsort(self._index.records[frames, ID])]
-        records = self._index.records[frames]
-        last = records[:, SEEN] - 1
-        sketch, ids, counts = self.state_of_candidates(local)
+        sketch, ids, counts = self.counted_in(shard)
         return ShardState(
-            ids=records[:, ID].copy(),
+            **self.columns(self.records_of(frames)),
             frames=frames,
-            counts=records[:, COUNT].copy(),
-            last_steps=last,
-            scores=last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy(),
             sketch=sketch,
             candidate_ids=ids,
             candidate_counts=counts,
             step=self._step,
             window=self._window,
         )
-
-    def state_of_candidates(self, local: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sketch of a shard; or the ids that are not admitted, ascending, and their counts."""
-        if self._candidates is not None:
-            return self._candidates.state_of(local)
-        none = np.zeros(0, np.int64)
-        return np.zeros((0, self.rules.sketch_width), np.int64), none, none
 
     def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
         """Replaces one shard by a state, whose ids get the given free frames."""

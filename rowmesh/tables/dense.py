@@ -106,10 +106,10 @@ class DenseArena:
         """
         if not len(slots):
             return
-        for watcher in filter(None, tuple(self._watchers.values())):
-            watcher(slots, slots)
-        streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
         places, pieces = slots.astype(np.uint32), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
+        for watcher in filter(None, tuple(self._watchers.values())):
+            watcher(places, places)
+        streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
         initialize_slots(self.rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
         index = torch.from_numpy(slots)
         for name, tensor in self.state.items():

@@ -20,7 +20,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.opening import check_installed
-from rowmesh.saving import why_not_noted
+from rowmesh.saving import why_not_asynchronous
 from rowmesh.tables import Constant, TableSpec
 from rowmesh.train.job import Job
 
@@ -130,7 +130,7 @@ class Publications:
         if newest is not None and self._run and newest.run == self._run:
             self._before = self._published = newest.step
             log(f"generation {newest.number} has step {newest.step:,} of this run already; later ones are published")
-        if not why_not_noted(self._job.embeddings):
+        if not why_not_asynchronous(self._job.embeddings):
             self._changes = self._opened.enter_context(closing(ChangedSlots(self._job.embeddings, HOOK)))
         self._publisher = publisher
         return publisher
@@ -142,7 +142,8 @@ class Publications:
     def _publish(self, publisher: Publisher, step: int) -> Generation:
         embeddings = self._job.embeddings
         embeddings.synchronize()
-        marks = None if self._changes is None else self._changes.take()
+        changed = None if self._changes is None else self._changes.take()
+        marks = None if changed is None else changed.marks
         if not all(gather_objects(self._job.mesh, marks is not None, PUBLISHING)):
             publisher.begin_anew()
         wanted = None if publisher.is_whole else marks

@@ -20,6 +20,7 @@ from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.manifest import Manifest, Parent
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series, verify
+from rowmesh.checkpoint.snapshot import Changed, Snapshot
 from rowmesh.files.manifest import OWN_SUM, own_sum
 from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
@@ -182,7 +183,7 @@ def test_an_increment_has_the_rows_that_changed_alone(trained):
 
 def test_without_notes_it_lacks_some(trained, tmp_path, monkeypatch):
     """That increments depend on the notes: else the equality above says nothing."""
-    monkeypatch.setattr(Changes, "take", lambda _: {})
+    monkeypatch.setattr(Changes, "take", lambda _: Changed({}))
     monkeypatch.setattr("rowmesh.checkpoint.background.Snapshot", lambda source, rank, _: _Nothing(source, rank))
     write_chain(Mesh(), tmp_path / "blind", CASE, ["step", "increment"])
     with pytest.raises(AssertionError):
@@ -190,10 +191,8 @@ def test_without_notes_it_lacks_some(trained, tmp_path, monkeypatch):
 
 
 def _Nothing(source, rank):  # noqa: N802
-    from rowmesh.checkpoint.snapshot import Snapshot
-
     stores = {id(store): np.zeros(10**4, np.uint8) for store, _ in source.stored_pieces("item")}
-    return Snapshot(source, rank, stores)
+    return Snapshot(source, rank, Changed(stores))
 
 
 def test_steps_without_changes_have_no_files_of_rows(series):

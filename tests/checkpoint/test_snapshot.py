@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from unittest import mock
@@ -241,6 +242,29 @@ def cancel(mesh, folder):
 def test_one_that_is_cancelled_leaves_nothing(ranks, tmp_path, world_size):
     ranks.run(cancel, tmp_path / "model", world_size=world_size)
     assert not (tmp_path / "model").exists()
+
+
+def fail_on_one_rank(mesh, folder, what):
+    """One rank cannot make a snapshot, or begin a thread; all learn it, and the next is written."""
+    training = Training(mesh, PLAIN)
+    group, embeddings = mesh.with_process_group("checkpoints").group, training.embeddings
+    fault = (
+        mock.patch(f"rowmesh.checkpoint.{what}", side_effect=RuntimeError("can't begin"))
+        if mesh.rank == 1
+        else contextlib.nullcontext()
+    )
+    with fault:
+        save = BackgroundSave(folder, embeddings, {}, group=group)
+    training.step()
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint in .*: can't begin"):
+        save.wait()
+    assert BackgroundSave(folder, embeddings, {}, group=group).wait()
+    embeddings.close()
+
+
+@pytest.mark.parametrize("what", ["snapshot.StoreSnapshot.open", "background.Thread"])
+def test_where_one_rank_cannot_begin_all_learn_it(ranks, tmp_path, what):
+    ranks.run(fail_on_one_rank, tmp_path / "model", what, world_size=2)
 
 
 def test_rows_are_as_they_were_and_read_once():

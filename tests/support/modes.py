@@ -11,6 +11,13 @@ BATCH_SIZE = 256
 FAST_ROWS = {1: 170, 2: 100, 3: 80, 4: 60}  # of 381, 191, 130 and 96 that a rank has
 _TIERED = ["tables.storage=tiered", "tiers.fast_share=0.01", "data.batch_size=64"]
 _PIPELINED = "pipeline.depth=2"
+_DYNAMIC = [
+    "tables.storage=dynamic",
+    "tables.dynamic.capacity=64",  # ids of one table come and go: it has 300
+    "tables.dynamic.shards=2",
+    "tables.initializer.bound=0.1",
+    "data.batch_size=16",
+]
 MODES = {
     "plain": [],
     "pipelined, depth 1": ["pipeline.depth=1"],
@@ -28,6 +35,18 @@ MODES = {
         'tables.tensor_train.optimizer.name="adagrad"',
         "tables.tensor_train.rank=2",
     ],
+    "dynamic": _DYNAMIC,
+    "dynamic, pipelined, asynchronous": [*_DYNAMIC, _PIPELINED, "checkpoint.asynchronous=true"],
+    "dynamic, incremental, asynchronous": [*_DYNAMIC, "checkpoint.incremental=3", "checkpoint.asynchronous=true"],
+    "dynamic, incremental, sketch": [
+        *_DYNAMIC,
+        "checkpoint.incremental=3",
+        "tables.dynamic.admit_after=2",
+        "tables.dynamic.sketch_width=8",
+        "tables.dynamic.eviction=lfu",
+    ],
+    "asynchronous": ["checkpoint.asynchronous=true"],
+    "incremental, asynchronous": ["checkpoint.incremental=3", "checkpoint.asynchronous=true"],
     "adam": ['tables.optimizer.name="adam"', 'schedule.name="cosine"', "schedule.warmup_steps=4"],
     "dropout": [
         "model.name=tests.support.own_models:Dropping",

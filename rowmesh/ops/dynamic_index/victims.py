@@ -460,8 +460,10 @@ def evict(
         at = (records, records_address, kind)
         if header[HEAP_SIZE] >= 0:
             count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, count, kept)
+            _remove(header, records, seed, victims, ids, first, count)  # a selection is among those that stay
         wanted -= count - first
         if wanted > 0:
+            first = count
             share = shard * 0.6180339887498949 % 1.0
             scratch = (frames, rows, ordered, ends, stack)
             _select(header, heap, *at, decay_steps, step, wanted, len(run), share, scratch)
@@ -472,5 +474,5 @@ def evict(
             for i in range(chosen):
                 run[i] = ordered[i, 3]
             count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, count, kept)
-        _remove(header, records, seed, victims, ids, first, count)
+            _remove(header, records, seed, victims, ids, first, count)
     return count
