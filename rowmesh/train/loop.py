@@ -226,7 +226,8 @@ class Trainer:
             return PlainSteps(self)
         pauses = [config.placement.drift.check_every] if can_migrate else []
         pauses += self._checkpoint_pauses
-        if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
+        ranks_known = config.model.is_sequence and self._is_dynamic  # nothing is ahead of what the tables know
+        if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience or ranks_known):
             pauses.append(self._eval_every)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
@@ -234,9 +235,12 @@ class Trainer:
     def _checkpoint_pauses(self) -> list[int]:
         """Every how many steps a pipeline opens no batch ahead: what dynamic tables know is that after all of them."""
         every = self.config.checkpoint.every_steps
-        is_dynamic = any(table.storage == "dynamic" for table in self.job.embeddings.tables)
-        is_ahead = is_dynamic and not self.config.pipeline.is_off
+        is_ahead = self._is_dynamic and not self.config.pipeline.is_off
         return [PAUSE_EVERY, *([every] if every else [])] if is_ahead and self.config.checkpoint.is_on else []
+
+    @property
+    def _is_dynamic(self) -> bool:
+        return any(table.storage == "dynamic" for table in self.job.embeddings.tables)
 
     @property
     def _is_idle(self) -> bool:

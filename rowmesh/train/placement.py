@@ -129,10 +129,16 @@ def problem_of(
         request: what to plan for; by default the request of the configuration.
         count_batches: read all batches once to count how many hold each row.
     """
+    shapes = shapes_of(config, data)
+    if dynamic := [shape.name for shape in shapes if config.tables.of(shape.name).storage == "dynamic"]:
+        raise ConfigurationError(
+            f"tables {', '.join(dynamic)} are dynamic: hashes of ids say where their rows are, and no counts do; leave "
+            "out placement.strategy and parallel.replicas='auto', and run without `rowmesh plan`"
+        )
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
     profile = Profile.from_prepared(
-        data, shapes_of(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
+        data, shapes, batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
     )
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
@@ -193,7 +199,8 @@ def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str,
     counts = None if parallel.replicas == "auto" else sorted(set(replicas.values()))
     if counts is None and any(config.tables.of(name).replicas is not None for name in replicas):
         raise ConfigurationError("tables.….replicas cannot be combined with parallel.replicas='auto'; give one of them")
-    if counts is not None and len(counts) > 1:
+    is_dynamic = any(config.tables.of(name).storage == "dynamic" for name in replicas)
+    if counts is not None and (len(counts) > 1 or (is_dynamic and not config.placement.strategy)):
         if config.placement.strategy:
             raise ConfigurationError(
                 f"tables.….replicas that differ cannot go with placement.strategy={strategy!r}; give one of them"

@@ -29,6 +29,7 @@ from rowmesh.train.finished import FinishedRun
 from rowmesh.train.job import Job
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
+from rowmesh.train.sequence.candidates import Candidates
 from rowmesh.train.sequence.data import SequenceData
 from rowmesh.train.sequence.evaluation import queries_of, vectors_of
 from rowmesh.train.tasks import task_of
@@ -182,7 +183,8 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
     options, values = job.config.model.sequence, data.sequences.item_values()
     parts = []
     with torch.no_grad():
-        items = vectors_of(job, torch.arange(data.sequences.num_items), options)
+        candidates = Candidates.of(job, data.sequences.num_items)
+        items = vectors_of(job, candidates.ids, options)
         for first in range(0, len(known.users), USERS):
             users = np.arange(first, min(first + USERS, len(known.users)))
             batch = _batch(known, users, options.max_length, at)
@@ -190,7 +192,8 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             if seen == "remove":
                 events, offsets = spans(known.offsets[:-1][users], known.offsets[1:][users])
                 of_user = np.repeat(np.arange(len(users)), np.diff(offsets))
-                scores[torch.from_numpy(of_user), torch.from_numpy(known.items[events])] = -torch.inf
+                places = candidates.places(torch.from_numpy(known.items[events]))
+                scores[torch.from_numpy(of_user)[places >= 0], places[places >= 0]] = -torch.inf
             best, which = scores.topk(min(top, len(items)), dim=1)
             there = best > -torch.inf
             ranks = torch.arange(1, best.shape[1] + 1).expand_as(best)[there]
@@ -198,7 +201,7 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             columns = [
                 names.take(pa.array(of.numpy())),
                 pa.array(ranks.numpy()),
-                values.take(pa.array(which[there].numpy())),
+                values.take(pa.array(candidates.ids[which[there]].numpy())),
             ]
             parts.append(pa.table([*columns, pa.array(best[there].numpy())], ["user", "rank", "item", "score"]))
     return pa.concat_tables(parts)
