@@ -43,18 +43,21 @@ class SequenceStep:
 
     Attributes:
         parts: the micro-batches; some are empty where there are few users.
-        sparse: a sample is a micro-batch: as `item` its events, as `scored` what they are compared with.
+        sparse: a sample is a micro-batch: as `item` its events, as `scored` what they are compared with, and
+            by name the side columns that are read.
     """
 
     parts: tuple[SequencePart, ...]
     sparse: SparseBatch
 
     @staticmethod
-    def of(parts: Sequence[SequencePart]) -> SequenceStep:
-        """From its micro-batches."""
+    def of(parts: Sequence[SequencePart], side: Sequence[str] = ()) -> SequenceStep:
+        """From its micro-batches, with some side columns."""
         bags = [part.events.items for part in parts] + [part.scored for part in parts]
+        bags += [part.events.side[name] for name in side for part in parts]
         ends = torch.tensor([0, *map(len, bags)]).cumsum(0)
-        return SequenceStep(tuple(parts), SparseBatch((ITEM, SCORED), torch.cat(bags), len(parts), jagged_offsets=ends))
+        features = (ITEM, SCORED, *side)
+        return SequenceStep(tuple(parts), SparseBatch(features, torch.cat(bags), len(parts), jagged_offsets=ends))
 
     @property
     def num_samples(self) -> int:
@@ -68,7 +71,7 @@ class SequenceStep:
 
     def take(self, samples: Tensor) -> SequenceStep:
         """The given micro-batches, in their order."""
-        return SequenceStep.of([self.parts[number] for number in samples.tolist()])
+        return SequenceStep.of([self.parts[number] for number in samples.tolist()], self.sparse.features[2:])
 
 
 class Draws:
@@ -113,9 +116,13 @@ class StepLoader:
         loader: of the training split.
         scored: this rank's part of all items, or what draws some.
         micro_batches: into how many parts of about as many ids the users of a step are shared out.
+        side: columns that are read, too.
     """
 
-    def __init__(self, loader: SequenceLoader, scored: range | Draws, micro_batches: int = 1) -> None:
+    def __init__(
+        self, loader: SequenceLoader, scored: range | Draws, micro_batches: int = 1, side: Sequence[str] = ()
+    ) -> None:
+        self._side = tuple(side)
         self._loader, self._scored, self._micro_batches = loader, scored, micro_batches
         self.waited_s = 0.0
 
@@ -134,7 +141,7 @@ class StepLoader:
 
     def _step(self, events: SequenceBatch, number: int) -> SequenceStep:
         parts = [events] if self._micro_batches == 1 else events.split(self._micro_batches)
-        return SequenceStep.of([self._part(part, number) for part in parts])
+        return SequenceStep.of([self._part(part, number) for part in parts], self._side)
 
     def _part(self, events: SequenceBatch, number: int) -> SequencePart:
         if isinstance(self._scored, range):
@@ -165,9 +172,16 @@ def hashed(keys: NDArray[np.uint64], more: NDArray[np.uint64] | np.uint64) -> ND
         return z ^ (z >> np.uint64(31))
 
 
-def items_alone(items: Tensor, feature: str = ITEM) -> SparseBatch:
-    """A look-up of one feature."""
-    return SparseBatch((feature,), items, 1, jagged_offsets=torch.tensor([0, len(items)]))
+def items_alone(items: Tensor) -> SparseBatch:
+    """A look-up of items that are compared with events."""
+    return SparseBatch((SCORED,), items, 1, jagged_offsets=torch.tensor([0, len(items)]))
+
+
+def events_alone(events: SequenceBatch, side: Sequence[str]) -> SparseBatch:
+    """A look-up of events, with side columns; of a value without a row, −1, that of row 0."""
+    bags = [events.items, *(events.side[name].clamp(min=0) for name in side)]
+    ends = torch.arange(len(bags) + 1) * len(events.items)
+    return SparseBatch((ITEM, *side), torch.cat(bags), 1, jagged_offsets=ends)
 
 
 def _places(offsets: NDArray[np.int64]) -> NDArray[np.int64]:

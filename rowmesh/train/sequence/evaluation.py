@@ -17,9 +17,9 @@ from rowmesh.faults import reach
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
-from rowmesh.train.sequence.batches import items_alone
+from rowmesh.train.sequence.batches import events_alone, items_alone
 from rowmesh.train.sequence.candidates import Candidates
-from rowmesh.train.sequence.data import SCORED
+from rowmesh.train.sequence.data import ITEM, SCORED
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.ranking import Seen, rank_targets
 from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
@@ -115,15 +115,19 @@ def evaluate_ranking(
 
 def queries_of(job: Job, batch: SequenceBatch, options: SequenceOptions) -> Tensor:
     """`[N, D]`, what the network gives after each event. Collective: every rank looks its events up."""
-    vectors = job.embeddings(items_alone(batch.items), features=("item",))["item"].values
+    names = [name for table in job.embeddings.tables for name in table.features if name not in (ITEM, SCORED)]
+    side = []
+    found = job.embeddings(events_alone(batch, names), features=(ITEM, *names))
+    for name in names:  # a value that the training did not have adds nothing
+        side.append(found[name].values.masked_fill((batch.side[name] < 0)[:, None], 0.0))
     with job.linear():
-        queries = job.network(vectors, batch.offsets, batch.times, batch.request_times)
+        queries = job.network(found[ITEM].values, batch.offsets, batch.times, batch.request_times, side)
     return torch.nn.functional.normalize(queries, dim=-1) if options.is_cosine else queries
 
 
 def vectors_of(job: Job, items: Tensor, options: SequenceOptions) -> Tensor:
     """`[len(items), D]`, to be compared with queries. Collective."""
-    vectors = job.embeddings(items_alone(items, SCORED), features=(SCORED,))[SCORED].values
+    vectors = job.embeddings(items_alone(items), features=(SCORED,))[SCORED].values
     return torch.nn.functional.normalize(vectors, dim=-1) if options.is_cosine else vectors
 
 

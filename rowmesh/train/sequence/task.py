@@ -78,6 +78,12 @@ class SequenceTask:
             name = getattr(self.config.data, key)
             if name in self.data.splits or name != key:  # those of the default names may be absent
                 self.data.split(f"data.{key}", name)
+        for name in self.data.side:
+            if (own := self.config.tables.of(name).dim) != (dim := self.config.tables.of(ITEM).dim):
+                raise ConfigurationError(
+                    f"tables.{name}.dim={own}, and tables.{ITEM}.dim={dim}: the vectors of a side column are added to "
+                    "those of items; give one dim to all tables"
+                )
         for problem in _problems(self.config):
             raise ConfigurationError(f"{problem} with model.name = {self.config.model.name!r}")
 
@@ -112,8 +118,10 @@ class SequenceTask:
         return chosen(self.config.data.batch_size) * max(mean, 1)
 
     def fingerprint(self) -> Fingerprint:
-        """Of the items' vocabulary."""
-        return {f"vocabulary of {ITEM}": digest_values(self.data.sequences.item_values())}
+        """Of the vocabularies of items and side columns."""
+        sequences = self.data.sequences
+        side = {f"vocabulary of {name}": digest_values(sequences.side_values(name)) for name in self.data.side}
+        return {f"vocabulary of {ITEM}": digest_values(sequences.item_values()), **side}
 
     def check_split(self, key: str, split: str) -> str:
         """One that predicts the last event of each user."""
@@ -141,9 +149,9 @@ class SequenceTask:
         num_parts = self.config.pipeline.micro_batches
         assert num_parts != "auto", "refused before the run"
         if self.options.samples:
-            return StepLoader(loader, self._draws, num_parts)
+            return StepLoader(loader, self._draws, num_parts, self.data.side)
         mine = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
-        return StepLoader(loader, mine, num_parts)
+        return StepLoader(loader, mine, num_parts, self.data.side)
 
     def check_batch(self, batch: StepBatch, where: str) -> None:
         """Events were checked when they were opened."""
@@ -158,7 +166,8 @@ class SequenceTask:
         """The losses of all positions."""
         assert isinstance(batch, SequenceStep)
         parts = batch.parts[samples or slice(None)]
-        vectors = embeddings[ITEM].values.split([part.events.num_ids for part in parts])
+        lengths = [part.events.num_ids for part in parts]
+        vectors = zip(*(embeddings[name].values.split(lengths) for name in (ITEM, *self.data.side)), strict=True)
         scored = embeddings[SCORED].values.split([len(part.scored) for part in parts])
         totals = [self._total(job, *each) for each in zip(parts, vectors, scored, strict=True)]
         return Computed(totals[0] if len(totals) == 1 else torch.stack(totals).sum())
@@ -190,6 +199,9 @@ class SequenceTask:
             f"{self.data.folder}: {counts.num_users:,} users, {counts.num_items:,} items, {counts.num_events:,} "
             f"events; {splits} users predict something{unverified}"
         ]
+        if self.data.side:
+            sizes = ", ".join(f"{name} ({self.data.table(name).num_rows:,} values)" for name in self.data.side)
+            lines.append(f"side columns are added to the items: {sizes}")
         loader = SequenceLoader(self.data.sequences, "train", batch_size=1, max_length=options.max_length, prefetch=0)
         if loader.num_cut_events:
             share = loader.num_cut_events / counts.num_events
@@ -241,11 +253,11 @@ class SequenceTask:
         """Where popularity ranks better, or the end came too early."""
         return [f"warning   {line}" for line in _advice(self.config, stopping, evaluation)]
 
-    def _total(self, job: Job, part: SequencePart, vectors: Tensor, scored: Tensor) -> Tensor:
+    def _total(self, job: Job, part: SequencePart, vectors: Sequence[Tensor], scored: Tensor) -> Tensor:
         """The sum of the losses of a micro-batch."""
         events = part.events
         with job.linear():
-            queries = job.network(vectors, events.offsets, events.times, events.request_times)
+            queries = job.network(vectors[0], events.offsets, events.times, events.request_times, vectors[1:])
         return self._losses(job, part, queries, scored).sum()
 
     def _losses(self, job: Job, batch: SequencePart, queries: Tensor, scored: Tensor) -> Tensor:
