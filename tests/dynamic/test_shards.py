@@ -36,8 +36,8 @@ RULES = [
 MARGIN = 12
 
 
-def both(rules):
-    num_frames = rules.capacity + MARGIN
+def both(rules, margin=MARGIN):
+    num_frames = rules.capacity + margin
     return [kind("t", rules, range(rules.num_shards), num_frames) for kind in (DynamicShards, ReferenceShards)]
 
 
@@ -191,6 +191,19 @@ def test_a_shard_that_stays_full_evicts_the_smallest_for_a_long_time(eviction):
     random = np.random.default_rng(1)
     for step in range(120):
         ids = np.unique(random.zipf(1.2, 12) % 900)
+        results = [opened(shards, ids, step) for shards in (mine, theirs)]
+        assert canonical(results[0]) == canonical(results[1])
+        for shards, result in zip((mine, theirs), results, strict=True):
+            shards.release(result.evicted_frames)
+    assert state(mine) == state(theirs)
+
+
+def test_batches_of_all_sizes_evict_as_many_as_are_missing():
+    """More than what is left of a selection, so that another follows in the same step."""
+    mine, theirs = both(Dynamic(capacity=100, shards=1), margin=200)
+    random = np.random.default_rng(0)
+    for step in range(60):
+        ids = np.sort(random.choice(169, size=random.integers(1, 101), replace=False))
         results = [opened(shards, ids, step) for shards in (mine, theirs)]
         assert canonical(results[0]) == canonical(results[1])
         for shards, result in zip((mine, theirs), results, strict=True):

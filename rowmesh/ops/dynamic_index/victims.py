@@ -450,6 +450,8 @@ def evict(
             count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, count, kept)
         wanted -= count - first
         if wanted > 0:
+            _remove(header, records, seed, victims, ids, first, count)  # or the selection would find them again
+            first = count
             share = shard * 0.6180339887498949 % 1.0
             scratch = (frames, rows, ordered, ends, stack)
             _select(header, heap, *at, decay_steps, step, wanted, len(run), share, scratch)
