@@ -12,7 +12,6 @@ from rowmesh.cli.plan_dynamic import dynamic_bytes, dynamic_costs, print_dynamic
 from rowmesh.cli.plan_replicas import Replication
 from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
-from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.transports import reader_for
 from rowmesh.mesh import Mesh
@@ -29,9 +28,10 @@ from rowmesh.report.replica_page import write_replica_report
 from rowmesh.report.replica_text import explain_replicas, print_replicas
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
-from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
+from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
+from rowmesh.train.tasks import open_data, task_of
 from rowmesh.train.together import on_rank_0
 
 
@@ -202,8 +202,8 @@ def run_plan(
             "plans are made by the counts of prepared data, and raw data have none; dynamic tables need no plan: "
             "hashes of ids say where rows are"
         )
-    data = Prepared.open(config.data.folder)
-    config, _ = choose_defaults(config, data)  # plans depend on the batch size
+    data = open_data(config)
+    config, _ = task_of(config, data).choose_defaults()  # plans depend on the batch size
     question = _Question(config, title, options, outputs, replication, data)
     if not links.measure:
         question.answer(links.stated(config))
@@ -223,7 +223,7 @@ class _Question:
     options: PlanOptions
     outputs: Outputs
     replication: Replication
-    data: Prepared
+    data: TableData
 
     def answer(self, topology: Topology) -> None:
         """Plans, prints, and reports what cores would save if an option asks for it."""

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from rowmesh.data import Prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim import AdaGrad, UpdateRule
 from rowmesh.placement import Profile, TableShape
@@ -19,6 +18,7 @@ from rowmesh.tables import TableSpec, TensorTrain
 from rowmesh.tensor_train.cost import step_seconds
 from rowmesh.train.config import Config
 from rowmesh.train.table_config import TablesConfig
+from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs, update_rule
 
 MIN_ROWS = 100_000  # of tables that are looked at, where the configuration says nothing
@@ -75,7 +75,7 @@ def cores_bytes(tables: Sequence[TableSpec]) -> int:
     return sum(_size(table)[0] for table in tables if table.storage == "tensor_train")
 
 
-def compressions(config: Config, data: Prepared, batch_size: int, ranks: Sequence[int]) -> Iterator[Compression]:
+def compressions(config: Config, data: TableData, batch_size: int, ranks: Sequence[int]) -> Iterator[Compression]:
     """What tensor-train storage would save and cost, for every large table; measures for about a second a table.
 
     Args:
@@ -122,7 +122,7 @@ def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Se
     )
 
 
-def report(config: Config, data: Prepared, batch_size: int, ranks: Sequence[int], printer: Printer) -> None:
+def report(config: Config, data: TableData, batch_size: int, ranks: Sequence[int], printer: Printer) -> None:
     """Measures and prints."""
     found = list(compressions(config, data, batch_size, ranks))
     printer.write("")
@@ -169,7 +169,7 @@ def _compressed(table: TableSpec, ids: torch.Tensor) -> Compressed:
     return Compressed(*_size(table), step_seconds(table, ids))
 
 
-def _distinct(data: Prepared, table: TableSpec, batch_size: int) -> torch.Tensor:
+def _distinct(data: TableData, table: TableSpec, batch_size: int) -> torch.Tensor:
     """Distinct ids of a batch that is drawn from the counts of the data, int64."""
     counted = Profile.from_prepared(data, [TableShape.of(table)])
     profile, generator = counted.tables[0], np.random.default_rng(0)

@@ -11,7 +11,7 @@ import numpy as np
 from rowmesh.observe.step_clock import STAGES
 from rowmesh.report.html import card, data_table, section
 from rowmesh.report.line_chart import Line, Point, line_chart
-from rowmesh.report.run_record import Result, thinned
+from rowmesh.report.run_record import RANKING, Result, thinned
 from rowmesh.report.shown import Shown
 from rowmesh.train.score_bins import ScoreBins
 
@@ -19,7 +19,8 @@ CALIBRATION_BINS, DENSITY_CELLS = 15, 40
 GIGABYTE = 1e9
 CLICK_KEYS = ("base_rate", "auc", "log_loss", "normalized_entropy", "calibration")
 VALUE_KEYS = ("mean_label", "mean_prediction", "rmse", "mae", "baseline_rmse", "baseline_mae")
-NAMES = {"loss": "loss", "log_loss": "log-loss", "auc": "AUC", "rmse": "RMSE", "mae": "MAE"}
+RANKING_KEYS = {"ndcg@10": "NDCG@10", "hr@10": "HR@10", "ndcg@50": "NDCG@50", "hr@50": "HR@50", "mrr": "MRR"}
+NAMES = {"loss": "loss", "log_loss": "log-loss", "auc": "AUC", "rmse": "RMSE", "mae": "MAE", **RANKING_KEYS}
 
 
 def curves_section(runs: Sequence[Shown]) -> str:
@@ -34,12 +35,14 @@ def _charts(runs: Sequence[Shown]) -> Iterator[str]:
         losses += [
             Line(f"{_titled(NAMES[key], name, split)}", runs[0].record.series(name, split), style, dots=True)
             for split in runs[0].record.evaluations
+            if not runs[0].record.names(RANKING, split)  # whose loss is another one: 1 − NDCG@10
             for key in ("loss", "log_loss")
             for name, style in zip(runs[0].record.names(key, split)[:3], "bcd", strict=False)
         ]
     yield card("Loss of training", line_chart("loss", losses))
     for split in dict.fromkeys(split for run in runs for split in run.record.evaluations):
-        for key in ("loss", "log_loss", "auc", "rmse", "mae"):
+        is_ranking = any(run.record.names(RANKING, split) for run in runs)
+        for key in RANKING_KEYS if is_ranking else ("loss", "log_loss", "auc", "rmse", "mae"):
             for name in dict.fromkeys(name for run in runs for name in run.record.names(key, split)):
                 if len(runs) > 1 or key not in ("loss", "log_loss"):
                     lines = _lines(runs, name, NAMES[key], split)
@@ -233,10 +236,13 @@ def calibration_curve(bins: ScoreBins, most: int = CALIBRATION_BINS) -> tuple[li
 
 
 def _results_table(runs: Sequence[Shown]) -> str:
-    rows, values = [], []
+    rows, values, rankings = [], [], []
     for run in runs:
         for result in run.record.results:
             dot = f'<span class="dot {run.style}"></span>' if len(runs) > 1 else ""
+            if result.is_ranking:
+                rankings += [[f"{dot}{row[0]}", *row[1:]] for row in _ranking_rows(result)]
+                continue
             if not result.is_click:
                 values.append([f"{dot}{escape(result.split)}", *_cells(result.numbers, VALUE_KEYS)])
                 continue
@@ -248,8 +254,19 @@ def _results_table(runs: Sequence[Shown]) -> str:
                 )
     heads = ["split", "samples", "base rate", "AUC", "log-loss", "norm. entropy", "calibration"]
     value_heads = ["split", "samples", "mean", "of predictions", "RMSE", "MAE", "RMSE of the mean", "MAE of the mean"]
-    tables = ((heads, rows), (value_heads, values))
+    ranking_heads = ["split", "users", *RANKING_KEYS.values(), "NDCG@10, 95 % interval"]
+    tables = ((heads, rows), (value_heads, values), (ranking_heads, rankings))
     return "".join(data_table(head, each) for head, each in tables if each)
+
+
+def _ranking_rows(result: Result) -> Iterator[list[str]]:
+    """What the model reaches, beside the best that can be and popularity."""
+    keys, interval = tuple(RANKING_KEYS), result.intervals.get(RANKING)
+    text = f"{interval[0]:.5f} to {interval[1]:.5f}" if interval else ""
+    yield [escape(result.split), *_cells(result.numbers, keys), text]
+    for name, numbers in (("best that can be reached", result.optimum), ("popularity", result.floor)):
+        if numbers:
+            yield [f'<span class="soft">{escape(result.split)}, {name}</span>', *_cells(numbers, keys), ""]
 
 
 def _cells(numbers: Mapping[str, float], keys: Sequence[str] = CLICK_KEYS) -> list[str]:

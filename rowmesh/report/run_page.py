@@ -13,8 +13,8 @@ from rowmesh.placement.text import bytes_text
 from rowmesh.report.advice import Advice, advise
 from rowmesh.report.html import data_table, fact_list, page, section, sentence
 from rowmesh.report.run_costs import memory_section, time_section, traffic_section
-from rowmesh.report.run_curves import curves_section, quality_section
-from rowmesh.report.run_record import RunRecord, read_run
+from rowmesh.report.run_curves import RANKING_KEYS, curves_section, quality_section
+from rowmesh.report.run_record import RANKING, RunRecord, read_run
 from rowmesh.report.run_settings import settings_section, tables_section
 from rowmesh.report.run_tables import tables_of
 from rowmesh.report.shown import STYLES, Shown, heading_of, side_by_side
@@ -90,6 +90,10 @@ def _summary(run: Shown, *, named: bool) -> str:
         if auc is not None:
             best_text = f", of {best:.5f} that can be reached" if best is not None else ""
             text = f"AUC {auc:.5f} on {result.split}{best_text}; {text}"
+        elif result.is_ranking:
+            best = result.optimum.get(RANKING)
+            best_text = f", of {best:.5f} that can be reached" if best is not None else ""
+            text = f"NDCG@10 {result.numbers[RANKING]:.5f} on {result.split}{best_text}; {text}"
         elif (rmse := result.numbers.get("rmse")) is not None:
             text = f"RMSE {rmse:.5f} on {result.split}; {text}"
     return sentence(f"{run.name}: {text}" if named else text)
@@ -102,6 +106,9 @@ def _facts(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         if auc is not None:
             best = result.optimum.get("auc")
             yield f"AUC, {result.split}", f"{auc:.5f}", f"best {best:.5f}" if best else "0.5 is chance"
+        for key in (RANKING, "hr@10") if result.is_ranking else ():
+            floor = f"popularity {result.floor[key]:.5f}" if key in result.floor else ""
+            yield f"{RANKING_KEYS[key]}, {result.split}", f"{result.numbers[key]:.5f}", floor
         if (rmse := result.numbers.get("rmse")) is not None:
             yield f"RMSE, {result.split}", f"{rmse:.5f}", f"mean of training {result.numbers['baseline_rmse']:.5f}"
         if loss is not None:
@@ -172,6 +179,8 @@ _NUMBERS: Sequence[tuple[str, Callable[[RunRecord], float | None], Callable[[flo
     ("calibration", _of_result("calibration"), "{:.5f}".format, False),
     ("RMSE", _of_result("rmse"), "{:.5f}".format, False),
     ("MAE", _of_result("mae"), "{:.5f}".format, False),
+    ("NDCG@10", _of_result(RANKING), "{:.5f}".format, False),
+    ("HR@10", _of_result("hr@10"), "{:.5f}".format, False),
     ("samples a second", lambda record: record.mean("samples_per_s"), "{:,.0f}".format, True),
     ("a step", lambda record: sum(record.step_ms.values()) or None, "{:.3g} ms".format, True),
     ("bytes between ranks, a step", lambda record: record.traffic.bytes_per_step, bytes_text, True),

@@ -23,6 +23,8 @@ Record = Mapping[str, Any]
 """A JSON object that a run wrote."""
 Points = list[tuple[float, float]]
 WARM_UP_SHARE = 0.1
+RANKING = "ndcg@10"
+"""The number by which sequence models are compared."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,26 @@ class Result:
         numbers: by name.
         optimum: the best that can be reached, where the data were planted.
         score_bins: None where an earlier version evaluated.
+        floor: of sequences, what a ranking by popularity reaches.
+        intervals: of sequences, 95 % intervals of the numbers.
     """
 
     split: str
     numbers: Mapping[str, float]
     optimum: Mapping[str, float]
     score_bins: ScoreBins | None
+    floor: Mapping[str, float] = field(default_factory=dict)
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def is_click(self) -> bool:
         """Whether the label is 0 or 1; one of several has its name behind that of the split."""
-        return "rmse" not in self.numbers
+        return "rmse" not in self.numbers and not self.is_ranking
+
+    @property
+    def is_ranking(self) -> bool:
+        """Whether items were ranked after sequences of events."""
+        return RANKING in self.numbers
 
 
 @dataclass(frozen=True)
@@ -203,9 +214,21 @@ def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
             continue
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         if numbers:
-            optimum = {k: v for k, v in (values.get("planted_optimum") or {}).items() if _is_number(v)}
-            found.append(Result(path.stem, numbers, optimum, _score_bins(path, values, missing)))
+            bins, optimum = _score_bins(path, values, missing), _numbers(values.get("planted_optimum"))
+            floor, intervals = _numbers(values.get("popularity")), _intervals(values.get("intervals"))
+            found.append(Result(path.stem, numbers, optimum, bins, floor, intervals))
     return found
+
+
+def _numbers(values: object) -> dict[str, float]:
+    """Those of a part of a file, which an earlier version did not write."""
+    return {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
+
+
+def _intervals(values: object) -> dict[str, list[float]]:
+    found = values.items() if isinstance(values, dict) else ()
+    pairs = {name: each for name, each in found if isinstance(each, list) and len(each) == 2}
+    return {name: pair for name, pair in pairs.items() if all(map(_is_number, pair))}
 
 
 def _of_label(path: Path, label: str, values: Record, missing: list[str]) -> Result:

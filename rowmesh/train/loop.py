@@ -234,7 +234,8 @@ class Trainer:
             return PlainSteps(self)
         pauses = [config.placement.drift.check_every] if can_migrate else []
         pauses += self._idle_steps
-        if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience):
+        ranks_known = config.model.is_sequence and self._is_dynamic  # nothing is ahead of what the tables know
+        if self._eval_every and (self.job.embeddings.tier_counters or self.stopping.patience or ranks_known):
             pauses.append(self._eval_every)
         return PipelinedSteps(self, self.job, pauses, log.progress.write)
 
@@ -242,11 +243,14 @@ class Trainer:
     def _idle_steps(self) -> list[int]:
         """Every how many steps a pipeline opens no batch ahead: what dynamic tables know is that after all of them."""
         checkpoint, publish = self.config.checkpoint, self.config.publish
-        is_dynamic = any(table.storage == "dynamic" for table in self.job.embeddings.tables)
-        is_ahead = is_dynamic and not self.config.pipeline.is_off
+        is_ahead = self._is_dynamic and not self.config.pipeline.is_off
         if not is_ahead or not (checkpoint.is_on or publish.is_on):
             return []
         return [PAUSE_EVERY, *filter(None, (checkpoint.every_steps, publish.every_steps))]
+
+    @property
+    def _is_dynamic(self) -> bool:
+        return any(table.storage == "dynamic" for table in self.job.embeddings.tables)
 
     @property
     def _is_idle(self) -> bool:

@@ -36,8 +36,8 @@ RULES = [
 MARGIN = 24
 
 
-def both(rules):
-    num_frames = rules.capacity + MARGIN
+def both(rules, margin=MARGIN):
+    num_frames = rules.capacity + margin
     return [kind("t", rules, range(rules.num_shards), num_frames) for kind in (DynamicShards, ReferenceShards)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,32 +23,55 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceStep:
-    """One step on one rank; P positions, at each of which the item that followed is predicted.
+class SequencePart:
+    """One micro-batch of a step on one rank; P positions, at each of which the item that followed is predicted.
 
     Attributes:
-        events: of this rank's users.
-        sparse: one sample: as `item` the events, as `scored` what they are compared with.
+        events: of its users.
+        scored: int64, the items that they are compared with.
         negative_ids: int64 `[S]`, shared by all positions, or `[P, S]`; None where all items are compared.
     """
 
     events: SequenceBatch
-    sparse: SparseBatch
+    scored: Tensor
     negative_ids: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceStep:
+    """One step on one rank, in micro-batches with about as many ids each.
+
+    Attributes:
+        parts: the micro-batches; some are empty where there are few users.
+        sparse: a sample is a micro-batch: as `item` its events, as `scored` what they are compared with, and
+            by name the side columns that are read.
+    """
+
+    parts: tuple[SequencePart, ...]
+    sparse: SparseBatch
+
+    @staticmethod
+    def of(parts: Sequence[SequencePart], side: Sequence[str] = ()) -> SequenceStep:
+        """From its micro-batches, with some side columns."""
+        bags = [part.events.items for part in parts] + [part.scored for part in parts]
+        bags += [part.events.side[name] for name in side for part in parts]
+        ends = torch.tensor([0, *map(len, bags)]).cumsum(0)
+        features = (ITEM, SCORED, *side)
+        return SequenceStep(tuple(parts), SparseBatch(features, torch.cat(bags), len(parts), jagged_offsets=ends))
 
     @property
     def num_samples(self) -> int:
         """Users."""
-        return len(self.events.users)
+        return sum(len(part.events.users) for part in self.parts)
 
     @property
     def weight(self) -> float:
-        """P."""
-        return float(len(self.events.targets))
+        """P of all micro-batches."""
+        return float(sum(len(part.events.targets) for part in self.parts))
 
     def take(self, samples: Tensor) -> SequenceStep:
-        """Itself: it is one sample."""
-        return self
+        """The given micro-batches, in their order."""
+        return SequenceStep.of([self.parts[number] for number in samples.tolist()], self.sparse.features[2:])
 
 
 class Draws:
@@ -92,10 +115,15 @@ class StepLoader:
     Args:
         loader: of the training split.
         scored: this rank's part of all items, or what draws some.
+        micro_batches: into how many parts of about as many ids the users of a step are shared out.
+        side: columns that are read, too.
     """
 
-    def __init__(self, loader: SequenceLoader, scored: range | Draws) -> None:
-        self._loader, self._scored = loader, scored
+    def __init__(
+        self, loader: SequenceLoader, scored: range | Draws, micro_batches: int = 1, side: Sequence[str] = ()
+    ) -> None:
+        self._side = tuple(side)
+        self._loader, self._scored, self._micro_batches = loader, scored, micro_batches
         self.waited_s = 0.0
 
     @property
@@ -112,10 +140,14 @@ class StepLoader:
             started_s = time.perf_counter()
 
     def _step(self, events: SequenceBatch, number: int) -> SequenceStep:
+        parts = [events] if self._micro_batches == 1 else events.split(self._micro_batches)
+        return SequenceStep.of([self._part(part, number) for part in parts], self._side)
+
+    def _part(self, events: SequenceBatch, number: int) -> SequencePart:
         if isinstance(self._scored, range):
-            return SequenceStep(events, _sparse(events.items, torch.arange(self._scored.start, self._scored.stop)))
+            return SequencePart(events, torch.arange(self._scored.start, self._scored.stop))
         drawn = self._scored.ids(events, number, number // self.num_batches)
-        return SequenceStep(events, _sparse(events.items, torch.cat([events.targets, drawn.flatten()])), drawn)
+        return SequencePart(events, torch.cat([events.targets, drawn.flatten()]), drawn)
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """The position after so many batches since the first."""
@@ -140,14 +172,16 @@ def hashed(keys: NDArray[np.uint64], more: NDArray[np.uint64] | np.uint64) -> ND
         return z ^ (z >> np.uint64(31))
 
 
-def items_alone(items: Tensor, feature: str = ITEM) -> SparseBatch:
-    """A look-up of one feature."""
-    return SparseBatch((feature,), items, 1, jagged_offsets=torch.tensor([0, len(items)]))
+def items_alone(items: Tensor) -> SparseBatch:
+    """A look-up of items that are compared with events."""
+    return SparseBatch((SCORED,), items, 1, jagged_offsets=torch.tensor([0, len(items)]))
 
 
-def _sparse(items: Tensor, scored: Tensor) -> SparseBatch:
-    ends = torch.tensor([0, len(items), len(items) + len(scored)])
-    return SparseBatch((ITEM, SCORED), torch.cat([items, scored]), 1, jagged_offsets=ends)
+def events_alone(events: SequenceBatch, side: Sequence[str]) -> SparseBatch:
+    """A look-up of events, with side columns; of a value without a row, −1, that of row 0."""
+    bags = [events.items, *(events.side[name].clamp(min=0) for name in side)]
+    ends = torch.arange(len(bags) + 1) * len(events.items)
+    return SparseBatch((ITEM, *side), torch.cat(bags), 1, jagged_offsets=ends)
 
 
 def _places(offsets: NDArray[np.int64]) -> NDArray[np.int64]:

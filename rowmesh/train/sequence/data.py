@@ -1,8 +1,9 @@
-"""SequenceData: prepared events as the data of a run: one table, of the items."""
+"""SequenceData: prepared events as the data of a run: a table of the items, and one of each side column."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from rowmesh.data.events import Sequences
 from rowmesh.data.events.sequences import SEQUENCES, SplitName
 from rowmesh.data.prepared import SPLITS, Split, Table
-from rowmesh.errors import DataError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.manifest import Manifest
 
 ITEM, SCORED = "item", "scored"
-"""Features of the one table: the events of users, and the items that they are compared with."""
+"""Features of the table of items: the events of users, and the items that they are compared with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +28,19 @@ class SequenceData:
 
     Attributes:
         sequences: the events.
+        side: columns that are read beside the items, each a feature with a table of its own.
     """
 
     sequences: Sequences
+    side: tuple[str, ...] = ()
 
     @staticmethod
-    def open(folder: str | Path, *, verify: bool = True) -> SequenceData:
-        """Maps what `rowmesh data prepare` wrote of an event table.
+    def open(folder: str | Path, *, side: Sequence[str] | None = None, verify: bool = True) -> SequenceData:
+        """Maps what `rowmesh data prepare` wrote of an event table, with some of its side columns, or all (None).
 
         Raises:
             DataError: it is not there, damaged, or of samples with labels.
+            ConfigurationError: there is no such column, or its name is taken.
         """
         manifest = Manifest.read(Path(folder))
         if manifest is not None and manifest.kind != SEQUENCES:
@@ -44,7 +48,21 @@ class SequenceData:
                 f"{folder} holds {manifest.kind}, and a sequence model needs {SEQUENCES}; prepare an event table, as "
                 "rowmesh data prepare ratings.csv --schema movielens-csv does"
             )
-        return SequenceData(Sequences.open(folder, verify=verify))
+        sequences = Sequences.open(folder, verify=verify)
+        side = tuple(sequences.side) if side is None else tuple(side)
+        for name in side:
+            if name not in sequences.side:
+                known = f"only: {', '.join(sequences.side)}" if sequences.side else "and no other"
+                raise ConfigurationError(
+                    f"model.options.side: {folder} has no side column {name!r}, {known}; name it as `side` in the "
+                    "schema, and prepare the data again"
+                )
+            if name in (ITEM, SCORED):
+                raise ConfigurationError(
+                    f"model.options.side: a side column cannot be called {name!r}, as the items are; leave it out, or "
+                    "rename the column"
+                )
+        return SequenceData(sequences, side)
 
     @property
     def folder(self) -> Path:
@@ -58,13 +76,13 @@ class SequenceData:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of the items' table."""
-        return (ITEM, SCORED)
+        """Of the items' table, and the side columns."""
+        return (ITEM, SCORED, *self.side)
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """One, of the items."""
-        return (self.table(ITEM),)
+        """Of the items, and of each side column."""
+        return tuple(self.table(name) for name in (ITEM, *self.side))
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -97,17 +115,19 @@ class SequenceData:
         return xxhash.xxh3_128_hexdigest(json.dumps([facts, sums], sort_keys=True).encode())
 
     def table(self, name: str) -> Table:
-        """That of the items."""
-        count = self.sequences.num_items
-        return Table(name=ITEM, num_rows=count, multi_hot=True, num_distinct=count, rare_share={})
+        """That of the items, or of a side column."""
+        name = self.table_of(name)
+        count = self.sequences.num_items if name == ITEM else self.sequences.num_side[name]
+        return Table(name=name, num_rows=count, multi_hot=True, num_distinct=count, rare_share={})
 
     def table_of(self, feature: str) -> str:
-        """That of the items."""
-        return ITEM
+        """That of the items, or the column's own."""
+        return ITEM if feature in (ITEM, SCORED) else feature
 
     def counts(self, name: str) -> NDArray[np.int64]:
-        """Events of each item, of all splits: they do not rise, as items are numbered by them."""
-        return np.bincount(self.sequences.items, minlength=self.sequences.num_items)
+        """Events of each item, or value of a side column, of all splits: they do not rise, as rows are numbered so."""
+        rows = self.sequences.items if self.table_of(name) == ITEM else self.sequences.side[name]
+        return np.bincount(rows, minlength=self.table(name).num_rows)
 
     def unordered_rows(self, name: str) -> range:
         """None are."""

@@ -17,8 +17,9 @@ from rowmesh.faults import reach
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
-from rowmesh.train.sequence.batches import items_alone
-from rowmesh.train.sequence.data import SCORED
+from rowmesh.train.sequence.batches import events_alone, items_alone
+from rowmesh.train.sequence.candidates import Candidates
+from rowmesh.train.sequence.data import ITEM, SCORED
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.ranking import Seen, rank_targets
 from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
@@ -35,11 +36,13 @@ class RankingEvaluation(Evaluation):
 
     Attributes:
         users: of whom something was predicted.
+        candidates: items that were ranked: all, or those that a dynamic table knows.
         means: `hr@K`, `ndcg@K`, `mrr`, and `tied`, the share of targets that tie.
         floor: the same of a ranking by popularity; empty where that was not asked for.
     """
 
     users: int = 0
+    candidates: int = 0
     means: Mapping[str, Mean] = field(default_factory=dict)
     floor: Mapping[str, Mean] = field(default_factory=dict)
 
@@ -75,6 +78,8 @@ def evaluate_ranking(
 ) -> RankingEvaluation:
     """Ranks all items for every user of a split. Collective and blocking: every rank calls it, and gets the same.
 
+    Of a dynamic table the ids that it knows are ranked, and another target stands after them.
+
     Every rank holds its part of all items, `M D / W` numbers.
 
     Raises:
@@ -85,18 +90,19 @@ def evaluate_ranking(
     metrics, floor = RankingMetrics(options.ties), RankingMetrics(options.ties)
     loader = _loader(job, data, split, options)
     counts = torch.from_numpy(data.popularity(split)).float()[:, None]
-    part = item_range(data.num_items, mesh.rank, mesh.world_size)
+    part = item_range(data.num_items, mesh.rank, mesh.world_size)  # of popularity
     job.embeddings.synchronize()
     was_training = job.network.training
     job.network.eval()
     with torch.no_grad(), naming_lost_peers(mesh, doing):
-        items = vectors_of(job, torch.arange(part.start, part.stop), options)
+        candidates = Candidates.of(job, data.num_items)
+        items = vectors_of(job, candidates.ids[candidates.slice(mesh)], options)
         for number, batch in enumerate(loader):
             reach("evaluate.batch")
             last = batch.offsets[1:] - 1
             queries, targets = queries_of(job, batch, options)[last], batch.targets[last]
             seen = seen_by(data, batch.users.numpy(), split) if options.seen == "remove" else None
-            metrics.add(rank_targets(mesh, queries, targets, items, part.start, seen))
+            metrics.add(candidates.rank(mesh, queries, targets, items, seen))
             if with_floor:
                 ones = torch.ones(len(targets), 1)
                 floor.add(rank_targets(mesh, ones, targets, counts[part.start : part.stop], part.start, seen))
@@ -104,20 +110,24 @@ def evaluate_ranking(
         means = metrics.compute(mesh)
         floors = floor.compute(mesh) if with_floor else {}
     job.network.train(was_training)
-    return RankingEvaluation({}, 1.0 - means["ndcg@10"].value, loader.num_users, means, floors)
+    return RankingEvaluation({}, 1.0 - means["ndcg@10"].value, loader.num_users, len(candidates), means, floors)
 
 
 def queries_of(job: Job, batch: SequenceBatch, options: SequenceOptions) -> Tensor:
     """`[N, D]`, what the network gives after each event. Collective: every rank looks its events up."""
-    vectors = job.embeddings(items_alone(batch.items), features=("item",))["item"].values
+    names = [name for table in job.embeddings.tables for name in table.features if name not in (ITEM, SCORED)]
+    side = []
+    found = job.embeddings(events_alone(batch, names), features=(ITEM, *names))
+    for name in names:  # a value that the training did not have adds nothing
+        side.append(found[name].values.masked_fill((batch.side[name] < 0)[:, None], 0.0))
     with job.linear():
-        queries = job.network(vectors, batch.offsets, batch.times, batch.request_times)
+        queries = job.network(found[ITEM].values, batch.offsets, batch.times, batch.request_times, side)
     return torch.nn.functional.normalize(queries, dim=-1) if options.is_cosine else queries
 
 
 def vectors_of(job: Job, items: Tensor, options: SequenceOptions) -> Tensor:
     """`[len(items), D]`, to be compared with queries. Collective."""
-    vectors = job.embeddings(items_alone(items, SCORED), features=(SCORED,))[SCORED].values
+    vectors = job.embeddings(items_alone(items), features=(SCORED,))[SCORED].values
     return torch.nn.functional.normalize(vectors, dim=-1) if options.is_cosine else vectors
 
 

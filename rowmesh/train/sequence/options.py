@@ -28,6 +28,7 @@ class SequenceOptions(Section):
         ffn_dim: width of feed-forward layers; the kind's own if not given.
         time: of fuxi_beta, the function of time.
         time_unit: of fuxi_beta, what durations are counted in, in seconds.
+        side: side columns of the data whose vectors are added to those of items; all that they have if not given.
         learned_positions: whether a learned vector of each position is added; of sasrec if not given.
         loss: over all items; over the target and sampled ones; or of each of these for itself.
         negatives: sampled items; 128 of sampled_softmax, 1 a position of binary_cross_entropy if not given.
@@ -49,6 +50,7 @@ class SequenceOptions(Section):
     ffn_dim: Positive | None = None
     time: Literal["power", "exponential"] | None = None
     time_unit: Factor | None = None
+    side: list[str] | None = None
     learned_positions: bool | None = None
     loss: LossName = "full_softmax"
     negatives: Positive | None = None

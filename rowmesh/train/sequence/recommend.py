@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from rowmesh.data.events.batch import SequenceBatch, spans
-from rowmesh.data.events.read import EVENT, CodedEvents, read_events
+from rowmesh.data.events.read import read_events
 from rowmesh.data.progress import silent
 from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.files.atomic import replacing_file
 from rowmesh.mesh import Mesh
@@ -29,6 +30,7 @@ from rowmesh.train.finished import FinishedRun
 from rowmesh.train.job import Job
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
+from rowmesh.train.sequence.candidates import Candidates
 from rowmesh.train.sequence.data import SequenceData
 from rowmesh.train.sequence.evaluation import queries_of, vectors_of
 from rowmesh.train.tasks import task_of
@@ -68,6 +70,7 @@ class _Histories:
     items: NDArray[np.int64]
     times: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    side: dict[str, NDArray[np.int64]]
 
 
 def recommend(
@@ -104,15 +107,19 @@ def recommend(
         with tempfile.TemporaryDirectory() as folder:
             keep_at = file.with_name(f"{file.name}.quarantine.jsonl")
             with Quarantine(Path(folder) / "bad", max_bad_rows, keep_at) as quarantine:
-                schema = known.schema.model_copy(update={"side": ()})  # which the model does not read
+                schema = known.schema.model_copy(update={"side": sequence.side})  # what the model reads
                 events = read_events([file], Path(folder) / "events", schema, quarantine, silent)
-            coded = np.concatenate([np.zeros(0, EVENT), *events.blocks()])
+            coded = np.concatenate([np.zeros(0, events.dtype), *events.blocks()])
         if not len(coded):
             raise DataError(f"{file} holds no event that counts; it is read with the schema of {known.folder}")
         asked = int(coded["time"].max()) // _SECOND if at is None else at
         is_later = coded["time"] // _SECOND > asked
-        rows = _rows_of(events, known.item_values())[coded["item"]]
-        histories = _histories(coded, rows, ~is_later & (rows >= 0), known.schema.ties == "item")
+        rows = _rows_of(events.items, known.item_values())[coded["item"]]
+        side = {
+            name: _rows_of(vocabulary, known.side_values(name))[coded["side"][:, number]]
+            for number, (name, vocabulary) in enumerate(events.side.items())
+        }
+        histories = _histories(coded, rows, side, ~is_later & (rows >= 0), known.schema.ties == "item")
         if not len(histories.users):
             raise DataError(
                 f"{file}: no event is left of {len(coded):,}: {int(is_later.sum()):,} are after {asked} and "
@@ -146,7 +153,7 @@ def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Jo
     config = for_one_process(resolve(finished.folder.config))
     if not config.model.is_sequence:
         raise RowmeshError(f"{run} is a run of {config.model.name}, which scores samples; rowmesh predict reads it")
-    data = SequenceData.open(moved_to or config.data.folder, verify=verify)
+    data = SequenceData.open(moved_to or config.data.folder, side=config.model.sequence.side, verify=verify)
     config, _ = task_of(config, data).choose_defaults()
     fingerprint = task_of(config, data).fingerprint
     if what := mismatch(finished.manifest.metadata, fingerprint, finished.folder.model):
@@ -160,29 +167,40 @@ def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Jo
         yield job, data
 
 
-def _rows_of(events: CodedEvents, known: pa.Array) -> NDArray[np.int64]:
-    """The row of each coded item; −1 where the training had none of its name."""
-    given = events.items.values(np.arange(len(events.items)))
-    rows = {value: row for row, value in enumerate(map(str, known.to_pylist()))}
-    return np.array([rows.get(str(value), -1) for value in given.to_pylist()], np.int64)
+def _rows_of(coded: Vocabulary, known: pa.Array) -> NDArray[np.int64]:
+    """The row of each coded value; −1 where the training had none of its name."""
+    given = coded.values(np.arange(len(coded)))
+    rows = {value: row for row, value in enumerate(map(_name, known.to_pylist()))}
+    return np.array([rows.get(_name(value), -1) for value in given.to_pylist()], np.int64)
+
+
+def _name(value: object) -> str:
+    """As text; a missing value of a side column is "" in files of text."""
+    return "" if value is None else str(value)
 
 
 def _histories(
-    coded: NDArray[np.void], rows: NDArray[np.int64], kept: NDArray[np.bool_], ties_by_item: bool
+    coded: NDArray[np.void],
+    rows: NDArray[np.int64],
+    side: dict[str, NDArray[np.int64]],
+    kept: NDArray[np.bool_],
+    ties_by_item: bool,
 ) -> _Histories:
     """Sorted by user and time; what is equal stays in the order of the file, unless items decide."""
     coded, rows = coded[kept], rows[kept]
     keys = (coded["time"], coded["user"])
     order = np.lexsort((rows, *keys) if ties_by_item else keys)
     users, starts = np.unique(coded["user"][order], return_index=True)
-    return _Histories(users, rows[order], coded["time"][order] // _SECOND, np.append(starts, len(order)))
+    side = {name: values[kept][order] for name, values in side.items()}
+    return _Histories(users, rows[order], coded["time"][order] // _SECOND, np.append(starts, len(order)), side)
 
 
 def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, top: int, at: int, seen: str) -> pa.Table:
     options, values = job.config.model.sequence, data.sequences.item_values()
     parts = []
     with torch.no_grad():
-        items = vectors_of(job, torch.arange(data.sequences.num_items), options)
+        candidates = Candidates.of(job, data.sequences.num_items)
+        items = vectors_of(job, candidates.ids, options)
         for first in range(0, len(known.users), USERS):
             users = np.arange(first, min(first + USERS, len(known.users)))
             batch = _batch(known, users, options.max_length, at)
@@ -190,7 +208,8 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             if seen == "remove":
                 events, offsets = spans(known.offsets[:-1][users], known.offsets[1:][users])
                 of_user = np.repeat(np.arange(len(users)), np.diff(offsets))
-                scores[torch.from_numpy(of_user), torch.from_numpy(known.items[events])] = -torch.inf
+                places = candidates.places(torch.from_numpy(known.items[events]))
+                scores[torch.from_numpy(of_user)[places >= 0], places[places >= 0]] = -torch.inf
             best, which = scores.topk(min(top, len(items)), dim=1)
             there = best > -torch.inf
             ranks = torch.arange(1, best.shape[1] + 1).expand_as(best)[there]
@@ -198,7 +217,7 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             columns = [
                 names.take(pa.array(of.numpy())),
                 pa.array(ranks.numpy()),
-                values.take(pa.array(which[there].numpy())),
+                values.take(pa.array(candidates.ids[which[there]].numpy())),
             ]
             parts.append(pa.table([*columns, pa.array(best[there].numpy())], ["user", "rank", "item", "score"]))
     return pa.concat_tables(parts)
@@ -217,4 +236,5 @@ def _batch(known: _Histories, users: NDArray[np.int64], max_length: int, at: int
         times=torch.from_numpy(known.times[events]),
         request_times=torch.from_numpy(asked),
         targets=torch.full((len(events),), -1),
+        side={name: torch.from_numpy(values[events]) for name, values in known.side.items()},
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from rowmesh.data.events import SequenceLoader
@@ -21,13 +22,14 @@ from rowmesh.train.fingerprint import Fingerprint, digest_values
 from rowmesh.train.graphs import Network
 from rowmesh.train.job import Job
 from rowmesh.train.own_model import OwnModel
-from rowmesh.train.sequence.batches import Draws, SequenceStep, StepLoader
+from rowmesh.train.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.train.sequence.data import ITEM, SCORED, SequenceData
 from rowmesh.train.sequence.defaults import choose_sequence_defaults
 from rowmesh.train.sequence.evaluation import SHOWN, USERS, RankingEvaluation, evaluate_ranking
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.sharded_softmax import item_range, sharded_softmax
 from rowmesh.train.stopping import EarlyStopping
+from rowmesh.train.table_config import TableConfig
 from rowmesh.train.tables import table_specs
 from rowmesh.train.targets import Target
 from rowmesh.train.task import Computed, StepBatch, TrainingLoader
@@ -76,6 +78,12 @@ class SequenceTask:
             name = getattr(self.config.data, key)
             if name in self.data.splits or name != key:  # those of the default names may be absent
                 self.data.split(f"data.{key}", name)
+        for name in self.data.side:
+            if (own := self.config.tables.of(name).dim) != (dim := self.config.tables.of(ITEM).dim):
+                raise ConfigurationError(
+                    f"tables.{name}.dim={own}, and tables.{ITEM}.dim={dim}: the vectors of a side column are added to "
+                    "those of items; give one dim to all tables"
+                )
         for problem in _problems(self.config):
             raise ConfigurationError(f"{problem} with model.name = {self.config.model.name!r}")
 
@@ -110,8 +118,10 @@ class SequenceTask:
         return chosen(self.config.data.batch_size) * max(mean, 1)
 
     def fingerprint(self) -> Fingerprint:
-        """Of the items' vocabulary."""
-        return {f"vocabulary of {ITEM}": digest_values(self.data.sequences.item_values())}
+        """Of the vocabularies of items and side columns."""
+        sequences = self.data.sequences
+        side = {f"vocabulary of {name}": digest_values(sequences.side_values(name)) for name in self.data.side}
+        return {f"vocabulary of {ITEM}": digest_values(sequences.item_values()), **side}
 
     def check_split(self, key: str, split: str) -> str:
         """One that predicts the last event of each user."""
@@ -136,9 +146,12 @@ class SequenceTask:
             shuffle=self.config.data.shuffle,
             seed=self.config.train.seed,
         )
+        num_parts = self.config.pipeline.micro_batches
+        assert num_parts != "auto", "refused before the run"
         if self.options.samples:
-            return StepLoader(loader, self._draws)
-        return StepLoader(loader, item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size))
+            return StepLoader(loader, self._draws, num_parts, self.data.side)
+        mine = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
+        return StepLoader(loader, mine, num_parts, self.data.side)
 
     def check_batch(self, batch: StepBatch, where: str) -> None:
         """Events were checked when they were opened."""
@@ -152,10 +165,12 @@ class SequenceTask:
     ) -> Computed:
         """The losses of all positions."""
         assert isinstance(batch, SequenceStep)
-        events, vectors = batch.events, embeddings[ITEM].values
-        with job.linear():
-            queries = job.network(vectors, events.offsets, events.times, events.request_times)
-        return Computed(self._losses(job, batch, queries, embeddings[SCORED].values).sum())
+        parts = batch.parts[samples or slice(None)]
+        lengths = [part.events.num_ids for part in parts]
+        vectors = zip(*(embeddings[name].values.split(lengths) for name in (ITEM, *self.data.side)), strict=True)
+        scored = embeddings[SCORED].values.split([len(part.scored) for part in parts])
+        totals = [self._total(job, *each) for each in zip(parts, vectors, scored, strict=True)]
+        return Computed(totals[0] if len(totals) == 1 else torch.stack(totals).sum())
 
     def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
         """Beside popularity."""
@@ -184,6 +199,9 @@ class SequenceTask:
             f"{self.data.folder}: {counts.num_users:,} users, {counts.num_items:,} items, {counts.num_events:,} "
             f"events; {splits} users predict something{unverified}"
         ]
+        if self.data.side:
+            sizes = ", ".join(f"{name} ({self.data.table(name).num_rows:,} values)" for name in self.data.side)
+            lines.append(f"side columns are added to the items: {sizes}")
         loader = SequenceLoader(self.data.sequences, "train", batch_size=1, max_length=options.max_length, prefetch=0)
         if loader.num_cut_events:
             share = loader.num_cut_events / counts.num_events
@@ -209,7 +227,7 @@ class SequenceTask:
         """Beside popularity, and the planted model where there is one."""
         assert isinstance(evaluation, RankingEvaluation)
         seen = "those that the user has seen are not" if self.options.seen == "remove" else "those seen, too"
-        title = f"{split}: {evaluation.users:,} users, {self.data.sequences.num_items:,} items are ranked, {seen}"
+        title = f"{split}: {evaluation.users:,} users, {evaluation.candidates:,} items are ranked, {seen}"
         rows: list[tuple[str, Mapping[str, float]]] = [
             ("trained", {name: mean.value for name, mean in evaluation.means.items()})
         ]
@@ -235,7 +253,14 @@ class SequenceTask:
         """Where popularity ranks better, or the end came too early."""
         return [f"warning   {line}" for line in _advice(self.config, stopping, evaluation)]
 
-    def _losses(self, job: Job, batch: SequenceStep, queries: Tensor, scored: Tensor) -> Tensor:
+    def _total(self, job: Job, part: SequencePart, vectors: Sequence[Tensor], scored: Tensor) -> Tensor:
+        """The sum of the losses of a micro-batch."""
+        events = part.events
+        with job.linear():
+            queries = job.network(vectors[0], events.offsets, events.times, events.request_times, vectors[1:])
+        return self._losses(job, part, queries, scored).sum()
+
+    def _losses(self, job: Job, batch: SequencePart, queries: Tensor, scored: Tensor) -> Tensor:
         """`[P]`."""
         options, targets = self.options, batch.events.targets
         if options.is_cosine:
@@ -262,10 +287,12 @@ _DRAWN = {"uniform": "uniformly", "popularity": "by popularity"}
 def _problems(config: Config) -> Iterator[str]:
     """Keys that mean nothing for sequences, or that cannot be yet."""
     defaults = type(config.train)()
-    if config.pipeline.micro_batches != 1:
-        yield f"pipeline.micro_batches={config.pipeline.micro_batches} cannot be yet; leave it out (depth works)"
-    if config.pipeline.is_measured:
-        yield "pipeline.depth='auto' cannot be yet; give a number"
+    yield from _problems_of_dynamic(config.model.sequence, config.tables.of(ITEM))
+    if config.pipeline.micro_batches == "auto":
+        yield "pipeline.micro_batches='auto' cannot be: batches are cut when they are read; give a number"
+    for key, default in (("sizes", "even"), ("clustering", "off")):
+        if (given := getattr(config.pipeline, key)) != default:
+            yield f"pipeline.{key}={given!r} cannot be: micro-batches are balanced by ids; leave it out"
     if config.train.device != "cpu":
         yield f"train.device={config.train.device!r} cannot be yet; leave it out"
     if config.train.precision != "float32":
@@ -275,6 +302,24 @@ def _problems(config: Config) -> Iterator[str]:
     for key in ("loss", "loss_weights", "progressive_every", "cuda_graphs"):
         if getattr(config.train, key) != getattr(defaults, key):
             yield f"train.{key} is of clicks and cannot be given"
+
+
+def _problems_of_dynamic(options: SequenceOptions, table: TableConfig) -> Iterator[str]:
+    if table.storage != "dynamic":
+        return
+    if not options.samples:
+        yield (
+            "model.options.loss='full_softmax' with tables.storage='dynamic' cannot be: it is over all items, and "
+            "those that such a table knows change in the step; give sampled_softmax or binary_cross_entropy"
+        )
+    rules = table.dynamic
+    counted = {"admit_after": (rules.admit_after or 1) > 1, "eviction": rules.eviction in ("lfu", "lru_lfu")}
+    if options.shares and (keys := [f"tables.dynamic.{key}" for key, counts in counted.items() if counts]):
+        yield (
+            f"model.options.shared_negatives with {' and '.join(keys)} cannot be: every rank and micro-batch looks "
+            "shared negatives up, so that how often ids occur would depend on their number; give "
+            "model.options.shared_negatives=false"
+        )
 
 
 def _advice(config: Config, stopping: EarlyStopping, evaluation: Evaluation | None) -> Iterator[str]:

@@ -133,7 +133,6 @@ def test_the_model_that_is_best_on_the_validation_is_tested(sequence_file, event
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("pipeline.micro_batches=2", r"pipeline.micro_batches=2 cannot be yet.*hstu"),
         ("train.progressive_every=2", "train.progressive_every is of clicks"),
         ("tables.pooling=mean", "tables.pooling='mean': hstu reads a vector an event"),
         ("model.options.num_block=1", "num_block: no such option.*did you mean 'num_blocks'"),
