@@ -16,6 +16,7 @@ imported with those modules and nowhere else, so rowmesh runs without it. What h
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 from contextlib import nullcontext
@@ -75,13 +76,19 @@ def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, num_wa
         kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def require_triton(device: str | torch.device) -> None:
     """Raises where kernels of a device cannot be used for want of Triton.
 
     Raises:
         ConfigurationError: it is not installed; says how to get it.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise ConfigurationError(
             f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
             "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"

@@ -6,14 +6,13 @@ Source: Naumov et al., "Deep Learning Recommendation Model for Personalization a
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rowmesh.ops.gpu import has_triton
 from rowmesh.ops.interaction import cpu, reference
 
 __all__ = ["interact"]
@@ -88,14 +87,9 @@ def _can_take(base: Tensor, embeddings: Tensor) -> bool:
         and base.dtype in _DTYPES
         and base.device == embeddings.device
         and embeddings.numel() > 0
-        and (embeddings.is_cpu or (embeddings.is_cuda and _has_triton()))
+        and (embeddings.is_cpu or (embeddings.is_cuda and has_triton()))
         and not torch.compiler.is_compiling()
         and not torch._C._get_tracing_state()
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and forward_ad._current_level < 0
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

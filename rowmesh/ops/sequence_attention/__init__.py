@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rowmesh.ops.gpu import has_triton
 from rowmesh.ops.sequence_attention import cpu, reference
 from rowmesh.ops.sequence_attention.bias import NUM_BUCKETS, Bias, TimeForm, bucket_starts, buckets
 from rowmesh.ops.sequence_attention.layout import Layout
@@ -80,11 +81,16 @@ def attend(
         if not _can_take(tensors, offsets):
             bias = replace(bias, positions=tensors[3], time=tensors[4])
             return reference.attend(values.to(dtype), offsets, tensors[1], tensors[2], activation, divisor, bias)
-        found: Any = _Attention.apply(*tensors, layout or Layout.of(offsets), activation, divisor, bias)
+        if values.is_cpu:
+            found: Any = _Padded.apply(*tensors, layout or Layout.of(offsets), activation, divisor, bias)
+        else:
+            found = _Packed.apply(*tensors, offsets, activation, divisor, bias)
         return found
 
 
-class _Attention(torch.autograd.Function):
+class _Padded(torch.autograd.Function):
+    """On a CPU."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -118,6 +124,55 @@ class _Attention(torch.autograd.Function):
         ]
         tables = [None if each is None else each.to(grad.dtype) for each in (found.positions, found.time)]
         return (*events, *tables, *[None] * 4)
+
+
+class _Packed(torch.autograd.Function):
+    """On a GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        positions: Tensor | None,
+        time: Tensor | None,
+        offsets: Tensor,
+        activation: Activation,
+        divisor: float | None,
+        bias: Bias,
+    ) -> Tensor:
+        out, sums = _gpu().forward(
+            *_arguments((values, queries, keys, positions, time), offsets, activation, divisor, bias)
+        )
+        kept = (None, None) if sums is None else (out, sums)
+        ctx.save_for_backward(values, queries, keys, positions, time, *kept)
+        ctx.about = offsets, activation, divisor, bias
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*_differentiable(tuple(tensors), grads[0], *ctx.about), *[None] * 4)
+        found = _gpu().backward(*_arguments(tuple(tensors), *ctx.about), out, sums, grads[0].contiguous())
+        return (*(None if each is None else each.to(grads[0].dtype) for each in found), *[None] * 4)
+
+
+def _arguments(
+    tensors: tuple[Tensor | None, ...], offsets: Tensor, activation: Activation, divisor: float | None, bias: Bias
+) -> tuple[Any, ...]:
+    """What the GPU's functions take: contiguous, and nothing that has a gradient."""
+    floats = [None if each is None else each.detach().contiguous() for each in tensors]
+    times, asked = (None if each is None else each.contiguous() for each in (bias.times, bias.query_times))
+    bias = replace(bias, positions=floats[3], time=floats[4], times=times, query_times=asked)
+    return floats[0], offsets.contiguous(), floats[1], floats[2], activation, divisor, bias
+
+
+def _gpu() -> Any:
+    from rowmesh.ops.sequence_attention import cuda
+
+    return cuda
 
 
 def _call(
@@ -161,17 +216,21 @@ def _differentiable(
 
 
 def _can_take(tensors: list[Tensor | None], offsets: Tensor) -> bool:
-    """Whether the CPU's kernels can; plain torch is for other devices, compiled models and `torch.func`."""
+    """Whether kernels can; plain torch is for other devices, wide heads on a GPU, compiled models and `torch.func`."""
+    there = [each for each in tensors if each is not None]
     return (
-        all(each is None or (type(each) in (Tensor, torch.nn.Parameter) and each.is_cpu) for each in tensors)
-        and offsets.is_cpu
-        and tensors[0] is not None
-        and tensors[0].numel() > 0
+        all(type(each) in (Tensor, torch.nn.Parameter) and each.device == offsets.device for each in there)
+        and (offsets.is_cpu or (offsets.is_cuda and has_triton() and _fits(*tensors[:2])))
+        and there[0].numel() > 0
         and not torch.compiler.is_compiling()
         and not torch._C._get_tracing_state()
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and forward_ad._current_level < 0
     )
+
+
+def _fits(*heads: Tensor | None) -> bool:
+    return all(each is None or each.shape[2] <= _gpu().MOST_COLUMNS for each in heads)
 
 
 def _check(
