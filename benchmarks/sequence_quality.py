@@ -81,7 +81,12 @@ def main(arguments: list[str] | None = None) -> None:
             for kind in cast(list[Kind], options.models)
         }
         for kind, of_kind in runs.items():
-            write({"model": kind, "seeds": options.seeds, **over_seeds([run.result() for run in of_kind])})
+            found = []
+            for run in of_kind:
+                line, result = run.result()
+                write(line)
+                found.append(result)
+            write({"model": kind, "seeds": options.seeds, **over_seeds(found)})
 
 
 def popularity(data: Sequences) -> dict[str, Mean]:
@@ -95,8 +100,8 @@ def popularity(data: Sequences) -> dict[str, Mean]:
     return metrics.compute(Mesh())
 
 
-def train(kind: Kind, folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Mean]:
-    """The test's scores of the epoch that is best on the validation."""
+def train(kind: Kind, folder: Path, seed: int, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Mean]]:
+    """The test's scores of the epoch that is best on the validation, and what is printed of them."""
     data = Sequences.open(folder)
     torch.manual_seed(seed)
     model = Recommender(kind, data.num_items, options.dropout)
@@ -119,8 +124,7 @@ def train(kind: Kind, folder: Path, seed: int, options: argparse.Namespace) -> d
     model.load_state_dict(state)
     result = evaluate(model, data, "test")
     about = {"model": kind, "seed": seed, "epoch": best_epoch, "validation_ndcg@10": round(best, 5)}
-    write({**about, **shown(result), "elapsed_s": round(time.monotonic() - began_s, 1)})
-    return result
+    return {**about, **shown(result), "elapsed_s": round(time.monotonic() - began_s, 1)}, result
 
 
 @torch.no_grad()

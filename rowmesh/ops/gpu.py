@@ -88,7 +88,7 @@ def require_triton(device: str | torch.device) -> None:
     Raises:
         ConfigurationError: it is not installed; says how to get it.
     """
-    if not has_triton():
+    if importlib.util.find_spec("triton") is None:
         raise ConfigurationError(
             f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
             "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"

@@ -81,6 +81,10 @@ def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placeme
     if config.parallel.replicas == "auto" or max(replicas.values()) > 1:
         return _replicated(config, mesh, data, replicas)
     _check_replica_settings(config.parallel, None)
+    if placement.strategy and config.data.is_raw:
+        raise ConfigurationError(
+            "a placement by frequency needs prepared data, and data.source is raw; leave placement.strategy out"
+        )
     if placement.strategy and not placed_shapes(config, data):
         return _cyclic(shapes, mesh, "hashes of ids say where rows of dynamic tables are")
     if placement.strategy:
