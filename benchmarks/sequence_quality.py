@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare_events
 from rowmesh.data.events.sequences import SplitName
+from rowmesh.linear_layers import fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.models.sequence import KINDS, Kind, SequenceEncoder
-from rowmesh.models.sequence.losses import full_softmax
+from rowmesh.models.sequence.losses import full_softmax, score_shape
 from rowmesh.train.sequence.ranking import Seen, rank_targets
 from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
 
@@ -107,12 +108,14 @@ def train(kind: Kind, folder: Path, seed: int, options: argparse.Namespace) -> t
     model = Recommender(kind, data.num_items, options.dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loader = SequenceLoader(data, "train", batch_size=BATCH, max_length=LENGTH, shuffle=True, seed=seed)
+    fast = fast_linear(model, 1024, score_shapes=[score_shape(DIM)])
     best, best_epoch, state, began_s = -1.0, 0, {}, time.monotonic()
     for epoch in range(1, options.epochs + 1):
         model.train()
         for batch in loader:
-            queries = model(batch.items, batch.offsets, batch.times, batch.request_times)
-            loss = full_softmax(queries, batch.targets, model.items.weight).mean()
+            with fast():
+                queries = model(batch.items, batch.offsets, batch.times, batch.request_times)
+                loss = full_softmax(queries, batch.targets, model.items.weight).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

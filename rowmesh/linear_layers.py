@@ -5,7 +5,7 @@ Every rank gets what rank 0 has measured, since ranks that computed differently 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import nn
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import broadcast_object, gather_objects
-from rowmesh.ops.linear import Choices, Measured, linear_shapes, measure, obstacle, using
+from rowmesh.ops.linear import Choices, Measured, Shape, linear_shapes, measure, obstacle, using
 
 Wanted = Literal["auto", "torch", "onednn"]
 _DOING = "choosing how linear layers are computed"
@@ -46,7 +46,14 @@ class FastLinear:
         self.reason = "as in the training of the model" + (f"; but by torch: {obstacle()}" if obstacle() else "")
 
 
-def fast_linear(network: nn.Module, batch_size: int, *, mesh: Mesh | None = None, use: Wanted = "auto") -> FastLinear:
+def fast_linear(
+    network: nn.Module,
+    batch_size: int,
+    *,
+    mesh: Mesh | None = None,
+    use: Wanted = "auto",
+    score_shapes: Sequence[Shape] = (),
+) -> FastLinear:
     """Chooses, for every linear layer of a network, between oneDNN and torch's own matrix products.
 
     Torch multiplies by MKL, which is slow on processors of AMD: there a dense network becomes twice as fast. Rank 0
@@ -58,6 +65,8 @@ def fast_linear(network: nn.Module, batch_size: int, *, mesh: Mesh | None = None
         batch_size: samples of a step, over all ranks: layers of small batches are faster with torch's own.
         mesh: the ranks; None: this process alone.
         use: auto measures; torch or onednn is taken unmeasured.
+        score_shapes: `[N, K]` of products that are no `nn.Linear`: `rowmesh.models.sequence.losses.score_shape` of the
+            items' dimension where `full_softmax` is the loss.
 
     Returns:
         What to compute with, in `with fast():`. Without oneDNN, torch's own, which `reason` says.
@@ -74,7 +83,7 @@ def fast_linear(network: nn.Module, batch_size: int, *, mesh: Mesh | None = None
         'by torch'
     """
     mesh = mesh or Mesh()
-    shapes = linear_shapes(network)
+    shapes = list(dict.fromkeys([*linear_shapes(network), *score_shapes]))
     if use == "torch":
         return FastLinear(Choices(), "by torch")
     if not shapes or not _is_float32_on_cpu(network):

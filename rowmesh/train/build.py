@@ -21,6 +21,7 @@ from rowmesh.train.placement import Placement
 from rowmesh.train.precision import check_precision
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
+from rowmesh.train.task import Task
 from rowmesh.train.tasks import task_of
 
 
@@ -55,14 +56,15 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
         wire_dtype=torch.bfloat16 if config.parallel.wire_dtype == "bfloat16" else None,
     )
     network = network.to(embeddings.device)
-    linear = _linear(config, mesh, network, task.linear_rows()) if trains else FastLinear(Choices(), "by torch")
+    linear = _linear(config, mesh, network, task) if trains else FastLinear(Choices(), "by torch")
     return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
 
 
-def _linear(config: Config, mesh: Mesh, network: nn.Module, rows: int) -> FastLinear:
+def _linear(config: Config, mesh: Mesh, network: nn.Module, task: Task) -> FastLinear:
     if config.train.precision == "bfloat16":
         return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
-    return fast_linear(network, rows, mesh=mesh, use=config.train.linear)
+    shapes = task.score_shapes()
+    return fast_linear(network, task.linear_rows(), mesh=mesh, use=config.train.linear, score_shapes=shapes)
 
 
 def _tiers(config: Config) -> Tiers:

@@ -12,6 +12,7 @@ from torch import nn
 from rowmesh.data import Batch, Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.embeddings import Embeddings
+from rowmesh.ops.linear import Shape
 from rowmesh.tables import TableSpec
 from rowmesh.train.checks import check_batch
 from rowmesh.train.config import Config, chosen
@@ -72,6 +73,10 @@ class LabelledTask(Generic[Data]):
     def linear_rows(self) -> int:
         """One a sample."""
         return chosen(self.config.data.batch_size)
+
+    def score_shapes(self) -> list[Shape]:
+        """None."""
+        return []
 
     def check_batch(self, batch: StepBatch, where: str) -> None:
         """Refuses values and labels that cannot be."""

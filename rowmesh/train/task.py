@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from torch import Tensor, nn
 
 from rowmesh.embeddings import Embeddings
+from rowmesh.ops.linear import Shape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config
@@ -127,6 +128,10 @@ class Task(Protocol):
 
     def linear_rows(self) -> int:
         """Rows that linear layers multiply in a step of all ranks."""
+        ...
+
+    def score_shapes(self) -> list[Shape]:
+        """Shapes of products that are computed as linear layers are, and are no layers of the network."""
         ...
 
     def fingerprint(self) -> Fingerprint:

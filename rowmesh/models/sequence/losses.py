@@ -7,14 +7,18 @@ for cosines pass what `cosine` returns.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK = 4096
-"""Items that are scored at a time: memory is P · CHUNK numbers, however many items there are."""
+from rowmesh.ops.linear import Passes, Shape, chosen, gradients, linear
+
+CHUNK = 256
+"""Items that a CPU scores at a time: memory is P · CHUNK numbers, however many items there are, and stays in caches."""
+DEVICE_CHUNK = 4096
+"""The same on a device, which is busy for as long as a launch takes only with many."""
 
 
 def cosine(queries: Tensor, items: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -28,16 +32,17 @@ def cosine(queries: Tensor, items: Tensor, temperature: float) -> tuple[Tensor, 
     return F.normalize(queries, dim=-1) / temperature, F.normalize(items, dim=-1)
 
 
-def full_softmax(queries: Tensor, targets: Tensor, items: Tensor, chunk_size: int = CHUNK) -> Tensor:
+def full_softmax(queries: Tensor, targets: Tensor, items: Tensor, chunk_size: int | None = None) -> Tensor:
     """Cross entropy over all items: `log Σ_j exp(q · w_j) − q · w_target`, without `[P, M]` scores in memory.
 
-    Scores are computed again in the backward pass.
+    Scores are computed again in the backward pass. In a block of `rowmesh.fast_linear`, called with
+    `score_shapes=[score_shape(D)]`, products are by oneDNN where that is faster.
 
     Args:
         queries: `[P, D]`.
         targets: int64 `[P]`, rows of `items`.
         items: `[M, D]`.
-        chunk_size: items that are scored at a time.
+        chunk_size: items that are scored at a time; None: as many as suit the device.
 
     Returns:
         `[P]`.
@@ -51,48 +56,68 @@ def full_softmax(queries: Tensor, targets: Tensor, items: Tensor, chunk_size: in
 
 class _FullSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, targets: Tensor, items: Tensor, chunk_size: int) -> Tensor:
-        log_sums = log_sum_exp(queries, items, chunk_size)
+    def forward(ctx: Any, queries: Tensor, targets: Tensor, items: Tensor, chunk_size: int | None) -> Tensor:
+        ctx.scoring = scoring = Scoring.of(queries, items, chunk_size)
+        log_sums = scoring.log_sum_exp(queries, items)
         ctx.save_for_backward(queries, targets, items, log_sums)
-        ctx.chunk_size = chunk_size
         return log_sums - (queries * items[targets]).sum(-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = grads
         queries, targets, items, log_sums = ctx.saved_tensors
-        to_queries, to_items = softmax_gradients(queries, items, log_sums, gradient, ctx.chunk_size)
+        to_queries, to_items = ctx.scoring.gradients(queries, items, log_sums, gradient)
         to_queries.addcmul_(gradient[:, None], items[targets], value=-1)
         to_items.index_add_(0, targets, gradient[:, None] * queries, alpha=-1)
         return to_queries, None, to_items, None
 
 
-def log_sum_exp(queries: Tensor, items: Tensor, chunk_size: int = CHUNK) -> Tensor:
-    """`log Σ_j exp(q · w_j)` of each query, `[P]`; −∞ where there are no items. Has no gradient of its own."""
-    sums = queries.new_full((len(queries),), -torch.inf)
-    for chunk in items.split(chunk_size):
-        sums = torch.logaddexp(sums, (queries @ chunk.T).logsumexp(1))
-    return sums
+def score_shape(dim: int) -> Shape:
+    """The shape of the layer that a chunk of items is to a CPU: what `fast_linear` measures for a full softmax."""
+    return CHUNK, dim
 
 
-def softmax_gradients(
-    queries: Tensor, items: Tensor, log_sums: Tensor, gradient: Tensor, chunk_size: int = CHUNK
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `Σ gradient · log_sums` for queries and items.
+class Scoring(NamedTuple):
+    """How all items are scored: each chunk is a linear layer without bias, whose weight the items are.
 
-    Args:
-        queries: `[P, D]`.
-        items: `[M, D]`, all of those that `log_sums` is over, or a part of them.
-        log_sums: `[P]`.
-        gradient: `[P]`.
+    Attributes:
         chunk_size: items at a time.
+        passes: which products are by oneDNN.
     """
-    to_queries, to_items = torch.zeros_like(queries), torch.empty_like(items)
-    for chunk, out in zip(items.split(chunk_size), to_items.split(chunk_size), strict=True):
-        shares = (queries @ chunk.T).sub_(log_sums[:, None]).exp_().mul_(gradient[:, None])
-        to_queries.addmm_(shares, chunk)
-        torch.mm(shares.T, queries, out=out)
-    return to_queries, to_items
+
+    chunk_size: int
+    passes: Passes
+
+    @staticmethod
+    def of(queries: Tensor, items: Tensor, chunk_size: int | None = None) -> Scoring:
+        """Of `[P, D]` and `[M, D]`, in chunks that suit the device if not given."""
+        size = chunk_size or (CHUNK if items.is_cpu else DEVICE_CHUNK)
+        return Scoring(size, chosen(score_shape(items.shape[1]), queries, items))
+
+    def log_sum_exp(self, queries: Tensor, items: Tensor) -> Tensor:
+        """`log Σ_j exp(q · w_j)` of each query, `[P]`; −∞ where there are no items. Has no gradient of its own."""
+        sums = queries.new_full((len(queries),), -torch.inf)
+        for chunk in items.split(self.chunk_size):
+            sums = torch.logaddexp(sums, linear(queries, chunk, passes=self.passes).logsumexp(1))
+        return sums
+
+    def gradients(self, queries: Tensor, items: Tensor, log_sums: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of `Σ gradient · log_sums` for queries and items.
+
+        Args:
+            queries: `[P, D]`.
+            items: `[M, D]`, all of those that `log_sums` is over, or a part of them.
+            log_sums: `[P]`.
+            gradient: `[P]`.
+        """
+        to_queries, to_items = torch.zeros_like(queries), torch.empty_like(items)
+        for chunk, out in zip(items.split(self.chunk_size), to_items.split(self.chunk_size), strict=True):
+            scores = linear(queries, chunk, passes=self.passes)
+            shares = scores.sub_(log_sums[:, None]).exp_().mul_(gradient[:, None])
+            of_queries, of_items = gradients(shares, queries, chunk, self.passes)
+            to_queries += of_queries
+            out.copy_(of_items)
+        return to_queries, to_items
 
 
 def sampled_softmax(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,12 +20,28 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rowmesh.ops.linear import reference
-from rowmesh.ops.linear.choices import ALL, NONE, Choices, Passes, linear_shapes
-from rowmesh.ops.linear.cpu import LinearFunction, obstacle
+from rowmesh.ops.linear.choices import ALL, NONE, Choices, Passes, Shape, linear_shapes
+from rowmesh.ops.linear.cpu import LinearFunction, gradients, obstacle
 from rowmesh.ops.linear.measured import Measured, measure
 
-__all__ = ["ALL", "NONE", "Choices", "Measured", "Passes", "linear", "linear_shapes", "measure", "obstacle", "using"]
+__all__ = [
+    "ALL",
+    "NONE",
+    "Choices",
+    "Measured",
+    "Passes",
+    "Shape",
+    "chosen",
+    "gradients",
+    "linear",
+    "linear_shapes",
+    "measure",
+    "obstacle",
+    "using",
+]
 _PLAIN = (Tensor, nn.Parameter)
+_NO_CHOICES = Choices()
+_CHOICES = ContextVar("choices", default=_NO_CHOICES)
 
 
 def linear(
@@ -72,8 +89,27 @@ def using(choices: Choices) -> Iterator[None]:
     if not choices or obstacle() is not None:
         yield
         return
-    with _Mode(choices):
-        yield
+    token = _CHOICES.set(choices)
+    try:
+        with _Mode(choices):
+            yield
+    finally:
+        _CHOICES.reset(token)
+
+
+def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Passes:
+    """How the block that this thread is in computes layers of a shape: for products that are no `nn.Linear`.
+
+    Args:
+        shape: `[N, K]` as it was measured.
+        x: `[B, K]`.
+        weight: `[≤ N, K]`, such as a part of many rows.
+
+    Returns:
+        What to pass to `linear` and `gradients`: no oneDNN outside of `using`, and for tensors that it cannot
+        take.
+    """
+    return _CHOICES.get().passes.get(shape, NONE) if _can_take(x, weight, None) else NONE
 
 
 class _Mode(TorchFunctionMode):

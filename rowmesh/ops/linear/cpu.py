@@ -66,6 +66,12 @@ def weight_product(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return product(turned, x.t()), sums
 
 
+def gradients(grad: Tensor, x: Tensor, weight: Tensor, passes: Passes) -> tuple[Tensor, Tensor]:
+    """`[B, K]` and `[N, K]`: the gradients of x and weight, from that of the result `[B, N]`, which is contiguous."""
+    of_x = product(grad, weight.t()) if passes.input else reference.input_gradient(grad, weight)
+    return of_x, weight_product(grad, x)[0] if passes.weight else reference.weight_gradient(grad, x)
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x Wᵀ + b` by oneDNN, whose own ReLU behind it saves no time and is left out.
 

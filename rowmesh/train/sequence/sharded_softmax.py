@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.mesh import Mesh
-from rowmesh.models.sequence.losses import CHUNK, log_sum_exp, softmax_gradients
+from rowmesh.models.sequence.losses import Scoring
 from rowmesh.train.sequence.exchange import Rows, largest, total
 
 
@@ -28,7 +28,7 @@ def item_range(num_items: int, rank: int, world_size: int) -> range:
 
 
 def sharded_softmax(
-    mesh: Mesh, queries: Tensor, targets: Tensor, items: Tensor, first_item: int, chunk_size: int = CHUNK
+    mesh: Mesh, queries: Tensor, targets: Tensor, items: Tensor, first_item: int, chunk_size: int | None = None
 ) -> Tensor:
     """As `full_softmax` over the items of all ranks: the log-sum-exp is exact, up to rounding.
 
@@ -42,7 +42,7 @@ def sharded_softmax(
         targets: int64 `[P]`, any items.
         items: `[M_r, D]`, this rank's part.
         first_item: which item its first row is.
-        chunk_size: items that are scored at a time.
+        chunk_size: items that are scored at a time; None: as many as suit the device.
 
     Returns:
         `[P]`, of this rank's queries.
@@ -62,23 +62,24 @@ class _Sharded(torch.autograd.Function):
         targets: Tensor,
         mesh: Mesh,
         first_item: int,
-        chunk_size: int,
+        chunk_size: int | None,
     ) -> Tensor:
         rows = Rows.of(mesh, len(queries))
         queries, targets = rows.gather(queries), rows.gather(targets) - first_item
-        log_sums = _over_ranks(mesh, log_sum_exp(queries, items, chunk_size))
+        scoring = Scoring.of(queries, items, chunk_size)
+        log_sums = _over_ranks(mesh, scoring.log_sum_exp(queries, items))
         here = ((targets >= 0) & (targets < len(items))).nonzero()[:, 0]
         scores = queries.new_zeros(len(queries))
         scores[here] = (queries[here] * items[targets[here]]).sum(-1)
         ctx.save_for_backward(queries, items, targets, log_sums, here)
-        ctx.rows, ctx.chunk_size = rows, chunk_size
+        ctx.rows, ctx.scoring = rows, scoring
         return (log_sums - total(mesh, scores))[rows.mine]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         queries, items, targets, log_sums, here = ctx.saved_tensors
         gradient = ctx.rows.gather(grads[0].contiguous())
-        to_queries, to_items = softmax_gradients(queries, items, log_sums, gradient, ctx.chunk_size)
+        to_queries, to_items = ctx.scoring.gradients(queries, items, log_sums, gradient)
         weights = gradient[here, None]
         to_queries.index_add_(0, here, weights * items[targets[here]], alpha=-1)
         to_items.index_add_(0, targets[here], weights * queries[here], alpha=-1)

@@ -14,7 +14,8 @@ from rowmesh.data.events import SequenceLoader
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
 from rowmesh.models.sequence import Kind, SequenceEncoder
-from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax
+from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax, score_shape
+from rowmesh.ops.linear import Shape
 from rowmesh.tables import TableSpec
 from rowmesh.train.config import Config, chosen
 from rowmesh.train.evaluation import Evaluation
@@ -116,6 +117,11 @@ class SequenceTask:
         counts = self.data.sequences.counts
         mean = min(counts.num_events // max(counts.num_users, 1), self.options.max_length)
         return chosen(self.config.data.batch_size) * max(mean, 1)
+
+    def score_shapes(self) -> list[Shape]:
+        """That of the full softmax."""
+        is_full = self.options.loss == "full_softmax"
+        return [score_shape(chosen(self.config.tables.of(ITEM).dim))] if is_full else []
 
     def fingerprint(self) -> Fingerprint:
         """Of the vocabularies of items and side columns."""
@@ -258,7 +264,7 @@ class SequenceTask:
         events = part.events
         with job.linear():
             queries = job.network(vectors[0], events.offsets, events.times, events.request_times, vectors[1:])
-        return self._losses(job, part, queries, scored).sum()
+            return self._losses(job, part, queries, scored).sum()
 
     def _losses(self, job: Job, batch: SequencePart, queries: Tensor, scored: Tensor) -> Tensor:
         """`[P]`."""

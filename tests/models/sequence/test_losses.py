@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, full_softmax, sampled_softmax
+from rowmesh.models.sequence.losses import (
+    CHUNK,
+    binary_cross_entropy,
+    cosine,
+    full_softmax,
+    sampled_softmax,
+    score_shape,
+)
+from rowmesh.ops.linear import ALL, Choices, chosen, obstacle, using
 
 P, M, S, D = 11, 23, 7, 5
 
@@ -31,6 +39,20 @@ def test_full_softmax_in_chunks(chunk_size):
     )
     found = full_softmax(queries, targets, items, chunk_size)
     assert_same(gradients(found, queries, items), gradients(expected, queries, items))
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_full_softmax_by_onednn():
+    """Chosen where the forward pass is; the backward pass comes after the block."""
+    items, queries = drawn(2 * CHUNK + 3, 16).float().requires_grad_(), drawn(P, 16, seed=1).float().requires_grad_()
+    targets = torch.arange(P) * 50 % len(items)
+    expected = full_softmax(queries.double(), targets, items.double())
+    with using(Choices.everything([score_shape(16)])):
+        assert chosen(score_shape(16), queries.detach(), items.detach()) == ALL
+        found = full_softmax(queries, targets, items)
+    for one, other in zip(gradients(found.double(), queries, items), gradients(expected, queries, items), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-6)
+    assert not any(chosen(score_shape(16), queries.detach(), items.detach()))
 
 
 def test_large_scores_do_not_overflow():
