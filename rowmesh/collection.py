@@ -118,7 +118,7 @@ class EmbeddingCollection(TableModule):
         if plan is not None and replicas != 1:
             raise ConfigurationError("give replicas or a plan, which has replicas of its own, not both")
         counts = replicas_of_dynamic(tables, replicas if plan is None else plan.replicas)
-        check_dynamic(tables, counts, self.synchronization, place)
+        check_dynamic(tables, counts, self.synchronization, place, transport)
         framed_tables = framed(tables, counts, size)
         if plan is None:
             plan = Plan.cyclic(stored_shapes(framed_tables), size, per_node, replicas=replicas)

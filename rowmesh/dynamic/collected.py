@@ -36,6 +36,7 @@ def check_dynamic(
     replicas: Mapping[str, int],
     synchronization: Synchronization,
     device: torch.device | None,
+    transport: str,
 ) -> None:
     """Raises ConfigurationError for what dynamic tables cannot be yet."""
     dynamic = [table for table in tables if table.storage == "dynamic"]
@@ -43,10 +44,15 @@ def check_dynamic(
         _check_average([table for table in dynamic if replicas[table.name] > 1], dynamic, replicas, synchronization)
     for table in dynamic:
         name, rules = table.name, rules_of(table)
-        if device is not None:
+        if device is not None and transport == "one_sided":
             raise ConfigurationError(
-                f"table {name!r} is dynamic, and such tables are in the host's memory so far; take device='cpu', or "
-                "storage='dense'"
+                f"table {name!r} is dynamic, with rows on {device}: whoever reads them there by himself may come when "
+                "they are another id's; take transport='collective' or 'auto'"
+            )
+        if device is not None and synchronization.mode == "average" and replicas[name] > 1:
+            raise ConfigurationError(
+                f"table {name!r} is dynamic, and replicas that are averaged are in the host's memory; take exact "
+                "synchronization, or device='cpu'"
             )
         if rules.mode == "demote":
             raise ConfigurationError(f"table {name!r}: mode = 'demote' needs a slower tier, which is not there yet")

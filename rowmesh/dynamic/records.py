@@ -109,17 +109,18 @@ class ShardRows:
     """
 
     def __init__(self, arena: DenseArena, ids: np.ndarray, slots: np.ndarray) -> None:
-        self.rows, self.slots, self._arena, self._slots = ids, slots, arena, torch.from_numpy(slots)
+        self.rows, self.slots, self._arena = ids, slots, arena
+        self._slots = torch.from_numpy(slots).to(arena.device)
 
     @property
     def values(self) -> Tensor:
-        """`[n, D]`."""
-        return self._arena.rows[self._slots]
+        """`[n, D]`, in the host's memory."""
+        return self._arena.rows[self._slots].cpu()
 
     @property
     def state(self) -> Mapping[str, Tensor]:
         """Optimizer state by name."""
-        return {name: tensor[self._slots] for name, tensor in self._arena.state.items()}
+        return {name: tensor[self._slots].cpu() for name, tensor in self._arena.state.items()}
 
     def forget(self) -> None:
         """No-op: nothing is kept."""

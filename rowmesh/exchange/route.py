@@ -19,6 +19,7 @@ from torch import Tensor
 from rowmesh.dynamic.asking import Asked
 from rowmesh.dynamic.leases import Lease
 from rowmesh.errors import IdRangeError
+from rowmesh.exchange.frames import DynamicIds, Resolve, put_frames
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp, UniqueIds
 from rowmesh.ops.look_up.device import DeviceIds, DeviceLookUp
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
-
-Resolve = Callable[[Sequence[Asked]], Lease]
-"""Puts frames in the place of the ids of dynamic tables; returns what keeps these. Collective."""
 
 
 class Found(NamedTuple):
@@ -284,7 +282,7 @@ class Router:
             IdRangeError: an id is out of range; on a device that is found later.
         """
         if self._ids is not None:
-            return self._route_on_device(batch, exchanges, moment, self._ids)
+            return self._route_on_device(batch, exchanges, moment, self._ids, resolve)
         try:
             memory = self.idle.pop()
         except IndexError:  # asking before would not do: another thread may take the last one
@@ -328,9 +326,14 @@ class Router:
         return iter(found)
 
     def _route_on_device(
-        self, batch: SparseBatch, exchanges: Sequence[GroupExchange], moment: Moment | None, device_ids: DeviceIds
+        self,
+        batch: SparseBatch,
+        exchanges: Sequence[GroupExchange],
+        moment: Moment | None,
+        device_ids: DeviceIds,
+        resolve: Resolve | None,
     ) -> Route:
-        """Routes a batch on a device; the host waits for nothing.
+        """Routes a batch on a device; the host waits for nothing but the frames of dynamic tables.
 
         The ids are brought into the order of the tables before, by the host where the features of the batch are in
         another order.
@@ -339,6 +342,22 @@ class Router:
         batch = batch.routed(device_ids.offsets_room)
         batch = batch if batch.features == self._features else batch.select(self._features)
         layouts = self._layouts(batch)
+        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
+        lease = None
+        if resolve is not None:
+            begins = accumulate((layout.num_ids for layout in layouts), initial=0)
+            ids, lease = put_frames(
+                batch.ids,
+                [
+                    DynamicIds([begin + bound for bound in bounds], exchange.is_frozen)
+                    for exchange, begin, bounds in zip(exchanges, begins, segments, strict=False)
+                    if exchange.is_dynamic
+                ],
+                resolve,
+            )
+            batch = batch.with_ids(ids)
+        route = Route(batch)  # first: it tells exchanges when it is gone, even half made
+        route.lease = lease
         weights = batch.weights
         if weights is not None:
             weights = weights.detach()
@@ -347,11 +366,9 @@ class Router:
         ids = device_ids.upload(batch.ids)
         jagged = device_ids.upload(batch.offsets) if batch.bag_size is None else None
         bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, 1])]
-        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
         numbers = torch.tensor([*bounds, *(number for part in segments for number in part)], device="cpu")
         offsets, *of_groups = device_ids.upload(numbers).split([len(bounds), *map(len, segments)])
         rows, outside, refused = device_ids.bound(ids, offsets)
-        route = Route(batch)  # first: it tells exchanges when it is gone, even half made
         route.late = LateIdCheck(outside, refused, route, moment)
         place, first = 0, 0
         for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):

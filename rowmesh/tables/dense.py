@@ -110,10 +110,27 @@ class DenseArena:
         for watcher in filter(None, tuple(self._watchers.values())):
             watcher(places, places)
         streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
-        initialize_slots(self.rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
-        index = torch.from_numpy(slots)
+        rows = self.rows
+        if not self.has_views:  # the host computes them
+            rows, places = (
+                torch.empty(len(slots), self.group.dim, dtype=rows.dtype),
+                np.arange(len(slots), dtype=np.uint32),
+            )
+        initialize_slots(rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
+        index = self._index(slots)
+        if rows is not self.rows:
+            self._wait()
+            self.rows[index] = rows.to(self.device)
         for name, tensor in self.state.items():
             tensor[index] = self.group.optimizer.initial_state[name]
+
+    def _wait(self) -> None:
+        """Waits for all that the device was asked for: it may read and update, on any stream, rows that are reused.
+
+        What comes later waits for the current stream, as for the batch that is routed there.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""

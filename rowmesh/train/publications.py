@@ -21,7 +21,7 @@ from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.opening import check_installed
 from rowmesh.saving import why_not_asynchronous
-from rowmesh.tables import Constant, TableSpec
+from rowmesh.tables import Constant, RowStore, TableSpec
 from rowmesh.train.job import Job
 
 PUBLISHING = "publishing"
@@ -166,7 +166,7 @@ class Publications:
         records, none = self._job.embeddings.records(table), np.empty(0, np.int64)
         if records is None or not records.is_first:
             return Changes(), none
-        rows, of_store, pieces = records.arena.rows, None, records.rows
+        of_store, pieces = None, records.rows
         if marks is not None:
             of_store = marks[id(records.arena)]
         ids = np.concatenate([none, *(piece.rows for piece in pieces)])
@@ -174,7 +174,7 @@ class Publications:
         def chunks() -> Chunks:
             for piece in pieces:
                 kept = slice(None) if of_store is None else of_store[piece.slots] != 0
-                yield piece.rows[kept], _vectors(rows[torch.from_numpy(piece.slots[kept])])
+                yield piece.rows[kept], _vectors(_rows_at(records.arena, piece.slots[kept]))
 
         gone = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
         return Changes(rows=chunks(), deleted=gone), ids
@@ -197,11 +197,12 @@ def _stored_rows(embeddings: EmbeddingCollection, table: str, marks: Marks | Non
         for first in range(0, len(picked), CHUNK_ROWS):
             at = np.asarray(picked[first : first + CHUNK_ROWS], np.int64)
             places = slots.start + at * slots.step
-            if store.has_views:
-                rows = store.rows[torch.from_numpy(places)]
-            else:
-                rows, _ = store.read_rows(places.astype(np.uint32))
-            yield piece.rows.start + at * piece.rows.step, _vectors(rows)
+            yield piece.rows.start + at * piece.rows.step, _vectors(_rows_at(store, places))
+
+
+def _rows_at(store: RowStore, slots: npt.NDArray[np.int64]) -> Tensor:
+    """Copies, without the states."""
+    return store.rows[torch.from_numpy(slots)] if store.has_views else store.read_rows(slots.astype(np.uint32))[0]
 
 
 def _computed_rows(embeddings: EmbeddingCollection, table: TableSpec, rank: int, world_size: int) -> Chunks:

@@ -20,6 +20,7 @@ from rowmesh.errors import DataError, NoRoomError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.initialize import initialize
+from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
 from rowmesh.tables.initializer import table_key
@@ -42,12 +43,13 @@ class Stream:
         seed: of the ids.
         num_steps: batches.
         batch_size: samples a rank.
-        rule: name of the update rule.
+        rule: name of the update rule; "exact" rounds nowhere but in the sum, on any device.
         evaluates: whether the last batch is looked up without gradients after each step.
         pooling: of the second table.
         missing: what unknown ids of the first table read.
         is_linear: whether gradients are whole numbers, whose sums are exact in any order.
         synchronization: of replicas.
+        device: where rows are.
     """
 
     rules: tuple[tuple[str, Dynamic], ...]
@@ -60,10 +62,14 @@ class Stream:
     missing: str = "initial"
     is_linear: bool = False
     synchronization: Synchronization | None = None
+    device: str = "cpu"
 
     def specs(self, *, is_dynamic: bool) -> list[TableSpec]:
         """The dynamic tables, or dense ones in their place; and a dense one beside."""
-        options = {"optimizer": OPTIMIZERS[self.rule], "initializer": Uniform(bound=BOUND)}
+        options = {
+            "optimizer": SGD(lr=0.25) if self.rule == "exact" else OPTIMIZERS[self.rule],
+            "initializer": Uniform(bound=BOUND),
+        }
         specs = []
         for number, (name, rules) in enumerate(self.rules):
             features = (name, f"{name}_too") if number == 0 else (name,)
@@ -261,6 +267,7 @@ def known_of(embeddings: EmbeddingCollection, name: str) -> dict[int, tuple]:
 
 def make(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: int = 1) -> EmbeddingCollection:
     options = {"transport": transport, "replicas": replicas, "synchronization": stream.synchronization}
+    options |= {"device": stream.device}
     return EmbeddingCollection(stream.specs(is_dynamic=True), mesh=mesh, **options)
 
 
@@ -338,6 +345,23 @@ def assert_same(mine: list[Seen], expected: list[Seen], replicas: int = 1) -> No
             strict=True,
         ):
             assert _joined([each[name] for each in of_mine], replicas) == _joined([each[name] for each in of_expected])
+
+
+def assert_near(mine: list[Seen], expected: list[Seen]) -> None:
+    """The same ids with the same facts, and the same numbers but for rounding."""
+    for one, other in zip(mine, expected, strict=True):
+        assert one.counters == other.counters
+        torch.testing.assert_close(one.vectors, other.vectors)
+        torch.testing.assert_close(one.evaluated, other.evaluated)
+        for of_one, of_other in zip(one.known, other.known, strict=True):
+            for name, known in of_one.items():
+                assert list(known) == list(of_other[name])
+                for found, there in zip(known.values(), of_other[name].values(), strict=True):
+                    assert found[-3:] == there[-3:]
+                    for numbers, others in zip(found[:-3], there[:-3], strict=True):
+                        np.testing.assert_allclose(
+                            *(np.frombuffer(each, np.float32) for each in (numbers, others)), 1e-5
+                        )
 
 
 def _bits(vectors: Vectors | None) -> list[bytes] | None:

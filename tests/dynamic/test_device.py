@@ -1,0 +1,132 @@
+"""Dynamic tables with rows on a device do as the rules say: on the GPU where there is one, else interpreted."""
+
+from dataclasses import replace
+
+import pytest
+
+from rowmesh import checkpoint
+from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError, NoRoomError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.tables import Dynamic
+from tests.dynamic.test_resolver import RULES, at_the_end
+from tests.support.dynamic import (
+    Stream,
+    assert_near,
+    assert_same,
+    known_of,
+    make,
+    run_dynamic,
+    run_oracle,
+    run_pipeline,
+)
+from tests.support.triton import kernels_of
+
+pytestmark = pytest.mark.triton
+kernels_of("pool")  # or all are skipped
+
+STREAM = Stream(
+    rules=(("user", RULES["lru"]), ("item", RULES["both"])),
+    num_steps=3,
+    rule="exact",
+    is_linear=True,
+    evaluates=True,
+    device="cuda",
+)
+MORE = {
+    "a sequence, ids refused in evaluation": replace(STREAM, pooling="none", missing="error", seed=1),
+    "one row of zeros for unknown ids": replace(STREAM, missing="zero", seed=2),
+    "time to live": replace(STREAM, rules=(("user", RULES["ttl"]), ("item", RULES["sketch"])), num_steps=5),
+}
+
+
+def test_one_rank_does_as_the_rules_say():
+    assert_same([run_dynamic(Mesh(), STREAM)], [run_oracle(Mesh(), STREAM)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_rules(name):
+    assert_same([run_dynamic(Mesh(), MORE[name])], [run_oracle(Mesh(), MORE[name])])
+
+
+@pytest.mark.parametrize("rule", ["row_wise_adagrad", pytest.param("adam", marks=pytest.mark.slow)])
+def test_the_rows_are_those_of_the_host_but_for_rounding(rule):
+    stream = replace(STREAM, rule=rule, is_linear=False, num_steps=2)
+    assert_near([run_dynamic(Mesh(), stream)], [run_dynamic(Mesh(), replace(stream, device="cpu"))])
+
+
+@pytest.mark.parametrize("depth, parts", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_a_pipeline_does_as_the_rules_say(depth, parts):
+    expected = at_the_end([run_oracle(Mesh(), STREAM, every_step=False)])
+    assert_same([run_pipeline(Mesh(), STREAM, "auto", depth, parts)], expected)
+
+
+def test_two_ranks_do_as_the_rules_say(ranks):
+    stream = replace(STREAM, num_steps=2)
+    found = ranks.run(run_dynamic, stream, "auto", world_size=2)
+    assert {each.transport for each in found} == {"collective"}
+    assert_same(found, ranks.run(run_oracle, stream, world_size=2))
+
+
+@pytest.mark.slow
+def test_exact_replicas_know_the_same(ranks):
+    expected = ranks.run(run_oracle, STREAM, 2, world_size=2)
+    assert_same(ranks.run(run_dynamic, STREAM, "auto", 2, world_size=2), expected, replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pipelines_of_ranks_do_as_the_rules_say(ranks, world_size):
+    expected = at_the_end(ranks.run(run_oracle, STREAM, world_size=world_size))
+    for depth, parts in ((0, 1), (1, 2), (2, 1)):
+        assert_same(ranks.run(run_pipeline, STREAM, "auto", depth, parts, world_size=world_size), expected)
+
+
+def saved_and_loaded(mesh, folder):
+    """What is known before and after, on the device and on the host."""
+    stream, found = replace(STREAM, num_steps=2), []
+    embeddings = make(mesh, stream)
+    optimizer = EmbeddingOptimizer(embeddings)
+    for step in range(2):
+        embeddings(stream.batch(step, mesh.rank, is_dynamic=True)).values.sum().backward()
+        optimizer.step()
+    checkpoint.save(folder, embeddings, {})
+    for each in (embeddings, make(mesh, stream), make(mesh, replace(stream, device="cpu"))):
+        if each is not embeddings:
+            checkpoint.load(folder, each)
+        found.append({name: known_of(each, name) for name, _ in stream.rules})
+        each.close()
+    return found
+
+
+def test_saved_rows_are_loaded_on_a_device_and_on_the_host(tmp_path):
+    on_device, again, on_host = saved_and_loaded(Mesh(), tmp_path / "model")
+    assert on_device["user"]
+    assert on_device == again == on_host
+
+
+def test_a_table_without_room_changes_nothing():
+    stream = replace(STREAM, rules=(("user", Dynamic(capacity=2, shards=1)), STREAM.rules[1]))
+    embeddings = make(Mesh(), stream)
+    with pytest.raises(NoRoomError, match="user"):
+        embeddings(stream.batch(0, 0, is_dynamic=True))
+    assert len(embeddings.known_rows("user").ids) == 0
+    assert not embeddings.engine.resolver.leases.ahead
+
+
+def test_what_cannot_be_is_refused():
+    specs = STREAM.specs(is_dynamic=True)
+    with pytest.raises(ConfigurationError, match="transport='collective'"):
+        EmbeddingCollection(specs, device="cuda", transport="one_sided")
+
+
+def averaged(mesh):
+    with pytest.raises(ConfigurationError, match="exact synchronization"):
+        make(mesh, replace(STREAM, synchronization=Synchronization("average", 2)), replicas=2)
+
+
+def test_averaged_replicas_are_refused(ranks):
+    ranks.run(averaged, world_size=2)
