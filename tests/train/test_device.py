@@ -29,9 +29,11 @@ kernels_of("pool")  # or all are skipped
 
 
 CORES = ["tables.tensor_train.min_rows=40", 'tables.tensor_train.optimizer.name="adagrad"']
+DYNAMIC = ['tables.storage="dynamic"', "tables.dynamic.capacity=300", "tables.dynamic.spare_frames=2000"]
+DYNAMIC += ["tables.initializer.name=uniform", "tables.initializer.bound=0.05"]
 
 
-@pytest.mark.parametrize("overrides", [[], pytest.param(CORES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overrides", [[], *(pytest.param(each, marks=pytest.mark.slow) for each in (CORES, DYNAMIC))])
 def test_a_run_on_a_device_is_the_run_on_the_cpu(config_file, tmp_path, capsys, overrides):
     """And its model is evaluated on either."""
     found = []
