@@ -222,7 +222,7 @@ class Engine:
             lease.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
-        resolve = None if self.resolver is None else partial(self.resolver, is_ahead=is_ahead)
+        resolve = None if self.resolver is None else partial(self.resolver, time=batch.time, is_ahead=is_ahead)
         route = self.router(batch, self.exchanges, moment, resolve)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:

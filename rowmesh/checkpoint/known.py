@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rowmesh.checkpoint.files import SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import KnownEntry, KnownPart, TableEntry
-from rowmesh.dynamic.records import OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH
+from rowmesh.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
 from rowmesh.errors import CheckpointError
 
-NUMBERS = (SIZES, SKETCH, REMOVED, *OF_IDS, *OF_CANDIDATES)
+NUMBERS = (SIZES, SKETCH, NOW, REMOVED, TIMES, *OF_IDS, *OF_CANDIDATES)
 _IDS, _CANDIDATES, _REMOVED, _KNOWN = 0, 1, 4, 5  # columns of SIZES
 
 Ids = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class SavedPart:
 
     def _num(self, kind: str) -> int:
         part = self._part
-        if kind in (SIZES, SKETCH):
+        if kind in (SIZES, SKETCH, NOW):
             return part.num_shards
         if kind == REMOVED:
             return part.num_removed
@@ -172,7 +172,7 @@ class MergedShards:
             return torch.from_numpy(self._sizes[which].copy())
         if kind == "ids":
             return torch.from_numpy(self._ids[which].copy())
-        if kind == SKETCH:
+        if kind in (SKETCH, NOW):
             wanted = [(self._parts[each.part], each.number) for each in self._newest[which]]
             return torch.cat([part.read(kind, slice(number, number + 1)) for part, number in wanted])
         if kind in OF_CANDIDATES:

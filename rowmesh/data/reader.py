@@ -40,6 +40,7 @@ class Block:
         position: how many bytes (rows in Parquet) of the file have been read so far.
         lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
         copied: the columns that the schema copies, as they are in the file; those of text files are binary.
+        times: int64 `[n]`, seconds since 1970; None where the schema reads none.
     """
 
     labels: NDArray[np.float32]
@@ -49,6 +50,7 @@ class Block:
     position: int
     lines: NDArray[np.int64]
     copied: tuple[pa.Array, ...]
+    times: NDArray[np.int64] | None
 
 
 def read_blocks(path: Path, schema: Schema, quarantine: BadRows) -> Iterator[Block]:
@@ -101,6 +103,7 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
     labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
+    times = _times(columns[schema.time], schema, faults) if schema.time in schema.time_columns else None
     lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
     if faults.reasons:
         bad = sorted(faults.reasons)
@@ -110,9 +113,10 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
         keep[bad] = False
         labels, dense, lines = labels[:, keep], dense[keep], lines[keep]
         weights = None if weights is None else weights[keep]
+        times = None if times is None else times[keep]
         categorical = tuple(array.filter(pa.array(keep)) for array in categorical)
         copied = tuple(array.filter(pa.array(keep)) for array in copied)
-    return Block(labels, weights, dense, categorical, raw.position, lines, copied)
+    return Block(labels, weights, dense, categorical, raw.position, lines, copied, times)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -218,6 +222,17 @@ def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     return column.cast(id_type(column.type))
 
 
+def _times(column: pa.Array, schema: Schema, faults: _Faults) -> NDArray[np.int64]:
+    """Seconds since 1970; computed once for every distinct time of the block."""
+    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
+    found = [_time_of(value, schema.time_format) for value in times.dictionary.to_pylist()]
+    seconds = pa.array([None if time is None else int(time.timestamp()) for time in found], pa.int64())
+    taken = seconds.take(times.indices)
+    bad = np.flatnonzero(pc.is_null(taken).to_numpy(zero_copy_only=False))
+    faults.add(bad, str(schema.time), column, f"not a time like {schema.time_format}")
+    return taken.fill_null(0).to_numpy()
+
+
 def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     """Ids from times; computed once for every distinct time of the block."""
     times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
@@ -234,12 +249,19 @@ def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array
 
 
 def _derive_one(value: bytes | str | None, feature: Categorical) -> int | None:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
-    try:
-        if feature.time_format == UNIX_TIME:
-            time = datetime.datetime.fromtimestamp(float(text), datetime.UTC)
-        else:
-            time = datetime.datetime.strptime(text, feature.time_format)
-    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
+    time = _time_of(value, feature.time_format)
+    if time is None:
         return None
     return time.hour if feature.derive == "hour_of_day" else time.weekday()
+
+
+def _time_of(value: bytes | str | None, time_format: str) -> datetime.datetime | None:
+    """In UTC; None where it is none."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
+    try:
+        if time_format == UNIX_TIME:
+            return datetime.datetime.fromtimestamp(float(text), datetime.UTC)
+        time = datetime.datetime.strptime(text, time_format)
+    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
+        return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)

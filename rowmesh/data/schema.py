@@ -108,6 +108,8 @@ class Schema(BaseModel):
         label: the column that holds 0 or 1; or several labels, each a column's name or a `Label`. In TOML one label of
             another kind is `label = { name = "rating", kind = "value" }`.
         weight: the column of sample weights, finite and not negative; None: every sample counts alike.
+        time: the column of when samples happened, which dynamic tables with `ttl_seconds` need; of raw data.
+        time_format: how that is written: directives of `strptime`, UTC, or "unix" for seconds since 1970.
         dense: numeric columns; a missing value becomes 0 after the transform.
         dense_transform: "standardize": mean 0 and deviation 1 in training, of the logarithm where a column is
             heavy-tailed; "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
@@ -127,6 +129,8 @@ class Schema(BaseModel):
     columns: tuple[str, ...] = ()
     label: Labels
     weight: str | None = None
+    time: str | None = None
+    time_format: str = UNIX_TIME
     dense: tuple[str, ...] = ()
     dense_transform: DenseTransform = "standardize"
     categorical: tuple[Categorical, ...]
@@ -159,6 +163,10 @@ class Schema(BaseModel):
         if twice:
             raise ValueError(f"named more than once: {', '.join(twice)}; give each feature its own name")
         self._check_vocabularies()
+        if self.time_format != UNIX_TIME:
+            if self.time is None:
+                raise ValueError("time_format is that of the column time, which is not named; name it, or leave it out")
+            _check_time_format(self.time_format)
         if self.columns:
             if twice := sorted({name for name in self.source_columns if self.columns.count(name) > 1}):
                 raise ValueError(f"columns: {', '.join(twice)} more than once; give each column its own name")
@@ -184,7 +192,9 @@ class Schema(BaseModel):
     def source_columns(self) -> tuple[str, ...]:
         """Every column that is read, each once."""
         sources = (feature.source for feature in self.categorical)
-        return tuple(dict.fromkeys((*self.target_columns, *self.dense, *sources, *self.copied_columns)))
+        return tuple(
+            dict.fromkeys((*self.target_columns, *self.time_columns, *self.dense, *sources, *self.copied_columns))
+        )
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -200,6 +210,11 @@ class Schema(BaseModel):
     def target_columns(self) -> tuple[str, ...]:
         """What is read of labels and weight; it stands before the features in prepared data."""
         return self._targets if self.is_labelled else ()
+
+    @property
+    def time_columns(self) -> tuple[str, ...]:
+        """That of the time, where it is read."""
+        return (self.time,) if self.time is not None and self.is_labelled else ()
 
     @property
     def num_targets(self) -> int:

@@ -84,6 +84,11 @@ def _check_average(
             f"table {name!r} is dynamic, and its rows have no numbers by which whole tables could be averaged; leave "
             "dense out, so that the rows of changed ids are averaged"
         )
+    if timed := [table.name for table in averaged if rules_of(table).ttl_seconds]:
+        raise ConfigurationError(
+            f"table {timed[0]!r}: ttl_seconds counts from the latest event of all ranks, which averaged replicas do "
+            "not tell each other at every step; take ttl_steps, or exact synchronization"
+        )
     if timed := [table.name for table in averaged if rules_of(table).eviction == "ttl"]:
         raise ConfigurationError(
             f"table {timed[0]!r}: eviction = 'ttl' evicts nobody before its time, but where averaged replicas know "

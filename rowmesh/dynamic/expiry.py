@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 
 from rowmesh.ops.dynamic_index.cpu import SEEN
@@ -10,21 +12,22 @@ from rowmesh.ops.dynamic_index.cpu import SEEN
 class Expiry:
     """A log of seen frames; it is compacted to one entry a frame at most, so it is bounded."""
 
-    def __init__(self, ttl_steps: int) -> None:
-        self._ttl_steps = ttl_steps
+    def __init__(self) -> None:
         self._seen: dict[int, np.ndarray] = {}
         self._size = 0
 
-    def due(self, step: int, records: np.ndarray) -> np.ndarray:
-        """Frames of ids that were not seen for the time to live before a step."""
-        past = [s for s in self._seen if step - s >= self._ttl_steps]
-        frames = [self._seen[s][records[self._seen[s], SEEN] == s + 1] for s in past]
+    def due(self, past: int, records: np.ndarray) -> np.ndarray:
+        """Frames of ids that were not seen after a step."""
+        frames = [self._seen[s][records[self._seen[s], SEEN] == s + 1] for s in self._until(past)]
         return np.concatenate([*frames, np.empty(0, np.int64)])
 
-    def add(self, step: int, frames: np.ndarray, records: np.ndarray) -> None:
+    def _until(self, past: int) -> list[int]:
+        return list(takewhile(lambda step: step <= past, self._seen))
+
+    def add(self, step: int, past: int, frames: np.ndarray, records: np.ndarray) -> None:
         """Forgets what was due, and notes what a step has seen."""
-        for past in [s for s in self._seen if step - s >= self._ttl_steps]:
-            self._size -= len(self._seen.pop(past))
+        for due in self._until(past):
+            self._size -= len(self._seen.pop(due))
         self._seen[step] = frames
         self._size += len(frames)
         if self._size > 2 * len(records) + 1024:

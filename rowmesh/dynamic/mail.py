@@ -22,8 +22,8 @@ from rowmesh.mesh.shared_memory import SharedBuffer, share
 from rowmesh.ops.memory import Buffer, Memory
 
 _DOING = "resolving ids"
-_KIND, _FIRST, _LARGEST, _HEAD = 0, 1, 2, 3  # numbers of a message before the sizes
-_FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 2, 3, 4, 5, 6  # and of a board, where the rest differs
+_KIND, _FIRST, _TIME, _LARGEST, _HEAD = 0, 1, 2, 3, 4  # numbers of a message before the sizes
+_FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 3, 4, 5, 6, 7  # and of a board, where the rest differs
 _FLAG_BYTES = 128
 
 Write = Callable[[np.ndarray, np.ndarray], None]
@@ -39,12 +39,14 @@ class Letter:
         first: the first of its batches that has not ended.
         sizes: int64 `[W, T]`: ids of each table for each rank.
         answers: bool `[W]`: whether a rank answers this one, with the rows of all that it was asked for.
+        time: of the latest event of its part.
     """
 
     kind: int
     first: int
     sizes: np.ndarray
     answers: np.ndarray
+    time: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Arrived:
         sizes: int64 `[W, T]`.
         ids_at, counts_at: int64 `[W]`: addresses of the requests.
         rows_at: int64 `[W]`: addresses of where their rows go.
+        time: the latest.
     """
 
     kinds: list[int]
@@ -65,6 +68,7 @@ class Arrived:
     ids_at: np.ndarray
     counts_at: np.ndarray
     rows_at: np.ndarray
+    time: int
 
 
 class Mail(Protocol):
@@ -103,7 +107,7 @@ class LocalMail:
         self._at = np.array([self._memory.address], np.int64)
         counts_at = self._at + 8 * total
         write(self._at, counts_at)
-        return Arrived([letter.kind], letter.first, letter.sizes, self._at, counts_at, self._at)
+        return Arrived([letter.kind], letter.first, letter.sizes, self._at, counts_at, self._at, letter.time)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""
@@ -141,7 +145,7 @@ class SharedMail:
             self._memory.close()  # all ranks that needed it have mapped it
             self._memory = SharedBuffer.create(num_bytes + num_bytes // 4)
             mine[_GENERATION] += 1
-        mine[_KIND], mine[_FIRST] = letter.kind, letter.first
+        mine[_KIND], mine[_FIRST], mine[_TIME] = letter.kind, letter.first, letter.time
         mine[_DESCRIPTOR], mine[_NUM_BYTES] = self._memory.descriptor, self._memory.num_bytes
         self._sizes[rank][...] = letter.sizes
         self._at = self._memory.address + _begins(totals)
@@ -156,8 +160,8 @@ class SharedMail:
         ids_at = np.array([self._memory_of(peer).address for peer in range(len(sizes))], np.int64)
         ids_at += np.stack([_begins(each) for each in totals])[:, rank]
         self._counters.bytes_received += 16 * int(totals[:, rank].sum() - totals[rank, rank])
-        kinds, firsts = zip(*((int(each[_KIND]), int(each[_FIRST])) for each in self._numbers), strict=True)
-        return Arrived([*kinds], min(firsts), sizes, ids_at, ids_at + 8 * totals[:, rank], ids_at)
+        kinds, firsts, times = zip(*(each[: _TIME + 1].tolist() for each in self._numbers), strict=True)
+        return Arrived([*kinds], min(firsts), sizes, ids_at, ids_at + 8 * totals[:, rank], ids_at, max(times))
 
     def _memory_of(self, peer: int) -> SharedBuffer:
         if peer == self._mesh.rank:
@@ -194,7 +198,7 @@ class MessageMail:
         head, totals = _HEAD + num_tables, letter.sizes.sum(axis=1)
         out = torch.empty((size, head + 2 * room), dtype=torch.int64, device="cpu")
         message = out.numpy()
-        message[:, _KIND], message[:, _FIRST] = letter.kind, letter.first
+        message[:, _KIND], message[:, _FIRST], message[:, _TIME] = letter.kind, letter.first, letter.time
         message[:, _LARGEST], message[:, _HEAD:head] = totals.max(), letter.sizes
         late = torch.empty((int(totals.sum()), 2), dtype=torch.int64, device="cpu")
         is_early = totals.max() <= room
@@ -219,8 +223,8 @@ class MessageMail:
         self._rows = torch.empty(int(ends[-1]), dtype=torch.int64, device="cpu")
         self._starts, self._keep = ends - totals_in - 1, [came]
         rows_at = self._rows.data_ptr() + 8 * (self._starts + 1)
-        kinds, first = numbers[:, _KIND].tolist(), int(numbers[:, _FIRST].min())
-        return Arrived(kinds, first, sizes, arrived_at, arrived_at + 8 * totals_in, rows_at)
+        kinds, first, time = numbers[:, _KIND].tolist(), int(numbers[:, _FIRST].min()), int(numbers[:, _TIME].max())
+        return Arrived(kinds, first, sizes, arrived_at, arrived_at + 8 * totals_in, rows_at, time)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""

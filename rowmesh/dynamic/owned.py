@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
@@ -75,7 +76,7 @@ class OwnedTable:
         self.merging: Decided | None = None
         self.num_frames = self._first_visitor
 
-    def open(self, number: int, ids: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+    def open(self, number: int, ids: np.ndarray, counts: np.ndarray, step: int, time: int = NO_TIME) -> np.ndarray:
         """Takes a step's decisions; afterwards all rows are there. Returns the rows of the ids, int64 `[N]`.
 
         Args:
@@ -83,11 +84,12 @@ class OwnedTable:
             ids: int64 `[N]`, distinct and ascending: those of all ranks.
             counts: int64 `[N]`.
             step: above that of the last call.
+            time: of the latest event of all ranks, in seconds.
 
         Raises:
-            NoRoomError: see `DynamicShards.open`.
+            DataError, NoRoomError: see `DynamicShards.open`.
         """
-        opened = self.shards.open(ids, counts, step)
+        opened = self.shards.open(ids, counts, step, time=time)
         if opened.num_hits < len(ids):
             self._start(opened.frames[opened.fresh], ids[opened.fresh])
         if opened.num_hits < len(ids) or opened.num_evicted:

@@ -127,7 +127,7 @@ class Owners:
         order = np.argsort(found.ids)
         ascending, rows = found.ids[order], np.empty(len(order), np.int64)
         if opens:
-            rows[order] = owned.open(number, ascending, found.counts[order], step)
+            rows[order] = owned.open(number, ascending, found.counts[order], step, arrived.time)
         else:
             rows[order] = owned.find(number, ascending, ahead)
         answers, begin = rows[found.inverse], 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from rowmesh.tables.dense import DenseArena
 
 OF_IDS = ("ids", "counts", "last_steps", "scores")
 OF_CANDIDATES = ("candidate_ids", "candidate_counts")
+TIMES, NOW = "last_times", "now"
+"""The times of last steps, and by shard that of the latest event so far, where ids live for some seconds."""
 SIZES, SKETCH, REMOVED = "shards", "sketch", "removed"
 """int64 `[S, 4]`: how many ids and candidates each shard has, its step and its window; the sketches of shards, where
 there are such. In an increment `SIZES` is `[S, 6]`, with how many ids are gone, and how many the shard knows in all;
@@ -64,6 +66,7 @@ class KnownCopy:
         self._records = shards.records_of(frames)
         self._counted = [shards.counted_in(shard) for shard in shards.shards]
         self._clock, self._num_known = shards.clock, shards.num_known
+        self._now, self._times = shards.now, shards.last_times(self._records[:, SEEN] - 1)
 
     @cached_property
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
@@ -90,6 +93,9 @@ class KnownCopy:
             yield kind, found[kind]
         for place, kind in enumerate(OF_CANDIDATES, start=1):
             yield kind, np.concatenate([each[place] for each in self._counted])
+        if self._shards.rules.ttl_seconds:
+            yield TIMES, self._times[order]
+            yield NOW, np.full(len(sizes), self._now)
         if self._shards.rules.sketch_width:
             yield SKETCH, np.stack([sketch for sketch, _, _ in self._counted])
 
@@ -225,11 +231,13 @@ class Records:
         of_ids = slice(before[0], before[0] + num_ids)
         of_candidates = slice(before[1], before[1] + num_candidates)
         places[shard] = of_ids
-        columns = {kind: read(kind, of_ids).numpy() for kind in OF_IDS}
+        columns: dict[str, Any] = {kind: read(kind, of_ids).numpy() for kind in OF_IDS}
         columns |= {kind: read(kind, of_candidates).numpy() for kind in OF_CANDIDATES}
         sketch = np.zeros((0, 0), np.int64)
         if rules_of(self._table).sketch_width:
             sketch = read(SKETCH, slice(number, number + 1)).numpy()[0]
+        if rules_of(self._table).ttl_seconds:
+            columns |= {"last_times": read(TIMES, of_ids).numpy(), "now": int(read(NOW, slice(number, number + 1)))}
         return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
 
 
@@ -237,4 +245,5 @@ def facts_of(table: TableSpec) -> dict[str, int | str]:
     """The rules on which what a table knows depends, in plain values; two tables with other ones know other ids."""
     rules = rules_of(table)
     names = ("capacity", "admit_after", "sketch_width", "sketch_depth", "window_steps", "eviction", "decay_steps")
-    return {"shards": rules.num_shards, **{name: getattr(rules, name) for name in (*names, "ttl_steps")}}
+    facts = {"shards": rules.num_shards, **{name: getattr(rules, name) for name in (*names, "ttl_steps")}}
+    return facts | ({"ttl_seconds": rules.ttl_seconds} if rules.ttl_seconds else {})

@@ -8,8 +8,9 @@ Each step, of the batch's distinct ids with their counts, shard by shard:
    smallest of the id's counters; it keeps an admitted id's sightings until the window ends.
 3. Update scores. Last step seen; frequency: halved for every multiple of `decay_steps` since the last sighting, by an
    exact shift, and then more by the count in units of 2^−16; the caller's score. Sums stop at 2^63 − 1.
-4. Evict. Ids that were not seen for `ttl_steps` steps leave. Then, where room is missing, those of the smallest score,
-   and the smallest id among equals. An id of this batch never leaves.
+4. Evict. Ids that were not seen for `ttl_steps` steps leave, and those that were not for `ttl_seconds`: a step is at
+   the time of the latest event up to it. Then, where room is missing, those of the smallest score, and the smallest id
+   among equals. An id of this batch never leaves.
 5. Insert what was admitted, in ascending order of ids.
 
 A step that cannot be taken raises, and changes nothing.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.hashing import hash_of, shard_of, sketch_columns
 from rowmesh.dynamic.state import FRACTION_BITS, MAX, Opened, ShardState, Statistics, check_batch, check_step
 from rowmesh.errors import NoRoomError
@@ -33,6 +35,7 @@ class _Entry:
     count: int
     last: int
     score: int
+    time: int = NO_TIME
 
 
 @dataclass
@@ -50,9 +53,11 @@ class ReferenceShards:
         self._shards = {shard: _Shard() for shard in shards}
         self._free = set(range(num_frames))
         self._num_frames = num_frames
-        self._step, self._window = -1, 0
+        self._step, self._window, self._now = -1, 0, NO_TIME
 
-    def open(self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None) -> Opened:
+    def open(
+        self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None, time: int = NO_TIME
+    ) -> Opened:
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
         batch = dict(zip(ids.tolist(), counts.tolist(), strict=True))
@@ -62,9 +67,11 @@ class ReferenceShards:
         window = step // self.rules.window_steps if self.rules.window_steps else 0
         candidates, sketches = self._count_unknown({i: c for i, c in batch.items() if i not in known}, home, window)
         admitted = [i for i in candidates if candidates[i] >= self.rules.admit_after]
-        leaving = self._choose_victims(batch, home, known, admitted, given, step)
+        now = max(time, self._now)
+        leaving = self._choose_victims(batch, home, known, admitted, given, step, now)
         if len(batch) - len(known) > len(self._free):
             raise NoRoomError(f"table {self.table!r}: leases hold the frames")
+        self._now = now
         return self._apply(batch, home, known, candidates, sketches, admitted, leaving, given, step, window)
 
     def _count_unknown(self, unknown, home, window):
@@ -84,13 +91,11 @@ class ReferenceShards:
         hashes = hash_of(self.table, np.array([i]))
         return list(enumerate(sketch_columns(hashes, self.rules.sketch_depth, self.rules.sketch_width)[0].tolist()))
 
-    def _choose_victims(self, batch, home, known, admitted, given, step):
+    def _choose_victims(self, batch, home, known, admitted, given, step, now):
         leaving = []
         for shard, state in self._shards.items():
             others = [i for i in state.entries if i not in batch]
-            expired = [
-                i for i in others if self.rules.ttl_steps and step - state.entries[i].last >= self.rules.ttl_steps
-            ]
+            expired = [i for i in others if self._has_expired(state.entries[i], step, now)]
             wanted = sum(home[i] == shard for i in known) + sum(home[i] == shard for i in admitted)
             room = self.rules.shard_capacity(shard)
             if wanted > room:
@@ -101,6 +106,10 @@ class ReferenceShards:
                 raise NoRoomError(f"table {self.table!r}, shard {shard}: no id is past its time to live")
             leaving += [(shard, i) for i in expired + others[:missing]]
         return leaving
+
+    def _has_expired(self, entry, step, now):
+        by_steps = self.rules.ttl_steps and step - entry.last >= self.rules.ttl_steps
+        return by_steps or (self.rules.ttl_seconds and now - entry.time >= self.rules.ttl_seconds)
 
     def _score(self, entry, step):
         if self.rules.eviction in ("lru", "ttl"):
@@ -115,7 +124,7 @@ class ReferenceShards:
         for i in known:
             entry = self._shards[home[i]].entries[i]
             entry.score = self._new_score(entry.score >> self._halvings(entry.last, step), batch[i], given[i], step)
-            entry.count, entry.last = min(MAX, entry.count + batch[i]), step
+            entry.count, entry.last, entry.time = min(MAX, entry.count + batch[i]), step, self._now
         evicted = [(i, self._shards[shard].entries.pop(i).frame) for shard, i in leaving]
         for shard, state in self._shards.items():
             state.sketch = sketches[shard]
@@ -132,7 +141,7 @@ class ReferenceShards:
             self._free.remove(frames[i])
             if i in admitted:
                 score = self._new_score(0, candidates[i], given[i], step)
-                self._shards[home[i]].entries[i] = _Entry(frames[i], candidates[i], step, score)
+                self._shards[home[i]].entries[i] = _Entry(frames[i], candidates[i], step, score, self._now)
         self._step, self._window = step, window
         return Opened(
             frames=np.array([frames[i] for i in batch], np.int64),
@@ -190,14 +199,17 @@ class ReferenceShards:
             candidate_counts=np.array([c for _, c in candidates], np.int64),
             step=self._step,
             window=self._window,
+            last_times=np.array([e.time for _, e in entries if self.rules.ttl_seconds], np.int64),
+            now=self._now,
         )
 
     def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
         self._free |= {e.frame for e in self._shards[shard].entries.values()}
         self._free -= set(frames.tolist())
-        columns = (state.ids, frames, state.counts, state.last_steps, state.scores)
+        times = state.last_times if self.rules.ttl_seconds else np.full(len(frames), NO_TIME)
+        columns = (state.ids, frames, state.counts, state.last_steps, state.scores, times)
         entries = {i: _Entry(*rest) for i, *rest in zip(*(c.tolist() for c in columns), strict=True)}
         sketch = {(int(r), int(c)): int(state.sketch[r, c]) for r, c in zip(*state.sketch.nonzero(), strict=True)}
         candidates = dict(zip(state.candidate_ids.tolist(), state.candidate_counts.tolist(), strict=True))
         self._shards[shard] = _Shard(entries, candidates, sketch)
-        self._step, self._window = state.step, state.window
+        self._step, self._window, self._now = state.step, state.window, state.now

@@ -24,6 +24,7 @@ from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import Asked, Dealer
 from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.leases import Lease, Leases
@@ -78,13 +79,14 @@ class Resolver:
         else:
             self._mail = MessageMail(self._channel, self.counters)
 
-    def __call__(self, asked: Sequence[Asked], *, is_ahead: bool) -> Lease:
+    def __call__(self, asked: Sequence[Asked], *, time: int | None = None, is_ahead: bool = False) -> Lease:
         """Puts frames in the place of ids. Collective.
 
         Under `torch.no_grad()`, and for frozen tables, nothing is counted or admitted.
 
         Args:
             asked: the ids of a batch, by group.
+            time: of its latest event on this rank, in seconds, where that is known.
             is_ahead: whether a pipeline opens it before its turn.
 
         Returns:
@@ -100,7 +102,7 @@ class Resolver:
             try:
                 lease.is_ahead = is_ahead
                 self.step += opens
-                self._resolve(asked, lease.number, opens=opens)
+                self._resolve(asked, lease.number, NO_TIME if time is None else time, opens=opens)
                 return lease
             except BaseException:
                 lease.end()
@@ -157,10 +159,10 @@ class Resolver:
         with self._lock:
             return ask_statistics(self.tables[table], ids, self._channel, self._mesh.rank)
 
-    def _resolve(self, asked: Sequence[Asked], number: int, *, opens: bool) -> None:
+    def _resolve(self, asked: Sequence[Asked], number: int, time: int, *, opens: bool) -> None:
         opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]
         sizes = self._dealer.count(asked)
-        letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers)
+        letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers, time)
         arrived = self._mail.send(letter, partial(self._dealer.fill, asked, sizes))
         self._check_kinds(arrived)
         self._owners.release(arrived.first)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.dynamic.candidates import Candidates, ExactCandidates, Located, SketchCandidates
+from rowmesh.dynamic.event_clock import NO_TIME, EventClock
 from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
@@ -40,6 +41,7 @@ class _Decision:
     expired: np.ndarray  # frames
     missing: np.ndarray
     window: int
+    past: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class DynamicShards:
         num_columns = 3 if self._kind == victims.RECENCY else 4
         self._index = Index(self._capacities, *shape, max(1, num_frames), num_columns, initial)
         self._frames = FrameList(table, num_frames)
-        self._expiry = Expiry(rules.ttl_steps)
+        self._expiry, self._time = Expiry(), EventClock(rules.ttl_seconds)
         self._candidates: Candidates | None = None
         if rules.admit_after > 1:
             sketched = rules.sketch_width > 0
@@ -103,7 +105,9 @@ class DynamicShards:
         largest = int(self._capacities.max(initial=0))
         self._selection = victims.Selection(len(self.shards), largest)
 
-    def open(self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None) -> Opened:
+    def open(
+        self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None, time: int = NO_TIME
+    ) -> Opened:
         """Takes a step's decisions. Every step is opened, also without ids.
 
         Args:
@@ -111,15 +115,19 @@ class DynamicShards:
             counts: int64 `[N]`, occurrences in the global batch.
             step: above that of the last call.
             scores: int64 `[N]`, the caller's, where eviction is "score".
+            time: of the latest event of the global batch, in seconds, where ids live for some.
 
         Raises:
+            DataError: these arguments do not fit the rules.
             NoRoomError: a shard cannot hold the batch's ids, or leases hold the frames; nothing has changed then.
         """
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
+        self._time.check(self.table, time)
         batch = self._locate(ids)
         frames = self._index.find(ids, batch.hashes, batch.shards)
-        decision = self._decide(batch, counts, frames, step)
+        decision = self._decide(batch, counts, frames, step, self._past(step, time))
+        self._time.advance(step, time)
         return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
 
     @property
@@ -139,13 +147,13 @@ class DynamicShards:
     @property
     def is_always_plain(self) -> bool:
         """Whether a step of known ids never changes more than their counts and scores."""
-        return not self.rules.window_steps and not self.rules.ttl_steps and self._kind != victims.GIVEN
+        return not self.rules.window_steps and not self.rules.has_ttl and self._kind != victims.GIVEN
 
     def is_plain(self, step: int) -> bool:
         """Whether a step of known ids changes no more than that."""
         rules = self.rules
         is_same_window = not rules.window_steps or step // rules.window_steps == self._window
-        return is_same_window and not rules.ttl_steps and self._kind != victims.GIVEN
+        return is_same_window and not rules.has_ttl and self._kind != victims.GIVEN
 
     def note_step(self, step: int) -> None:
         """A step was opened by `rowmesh.ops.dynamic_requests.open_known`."""
@@ -162,7 +170,16 @@ class DynamicShards:
             )
         return Located(ids, hashes, shards)
 
-    def _decide(self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int) -> _Decision:
+    def _past(self, step: int, time: int) -> int:
+        """The last step whose ids are past their time to live, −1 where none is."""
+        rules, past = self.rules, -1
+        if rules.ttl_steps:
+            past = max(past, step - rules.ttl_steps)
+        if rules.ttl_seconds:
+            past = max(past, self._time.past(step, time))
+        return past
+
+    def _decide(self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int, past: int) -> _Decision:
         unknown = np.flatnonzero(frames < 0)
         window = step // self.rules.window_steps if self.rules.window_steps else 0
         totals = counts[unknown]
@@ -173,7 +190,7 @@ class DynamicShards:
             touched = self._by_shard(batch.shards[frames >= 0])
             entering = self._by_shard(batch.shards[unknown[admitted]])
             self._check_fits(touched + entering)
-            expired = self._find_expired(frames, step)
+            expired = self._find_expired(frames, past)
             leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
             missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
             self._check_expired(missing)
@@ -182,7 +199,7 @@ class DynamicShards:
             if self._candidates is not None:
                 self._candidates.undo()
             raise
-        return _Decision(unknown, totals, admitted, expired, missing, window)
+        return _Decision(unknown, totals, admitted, expired, missing, window, past)
 
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
@@ -203,17 +220,22 @@ class DynamicShards:
             wanted = int(self._capacities[shard] + missing[shard])
             raise NoRoomError(
                 f"shard {shard + self.shards.start} of dynamic table {self.table!r} is full, and too few ids are past "
-                f"their time to live, {self.rules.ttl_steps} steps; raise capacity from {self.rules.capacity} to "
-                f"{wanted * self.rules.num_shards} or more, or lower ttl_steps"
+                f"their time to live, {self._time_to_live}; raise capacity from {self.rules.capacity} to "
+                f"{wanted * self.rules.num_shards} or more, or shorten it"
             )
 
-    def _find_expired(self, frames: np.ndarray, step: int) -> np.ndarray:
-        if not self.rules.ttl_steps:
+    @property
+    def _time_to_live(self) -> str:
+        lives = {"steps": self.rules.ttl_steps, "seconds": self.rules.ttl_seconds}
+        return " or ".join(f"{number} {unit}" for unit, number in lives.items() if number)
+
+    def _find_expired(self, frames: np.ndarray, past: int) -> np.ndarray:
+        if not self.rules.has_ttl:
             return np.empty(0, np.int64)
         if self._loaded:
             self._expiry.rebuild(self._index.records)
             self._loaded = False
-        due = self._expiry.due(step, self._index.records)
+        due = self._expiry.due(past, self._index.records)
         return due[~np.isin(due, frames)] if len(due) else due
 
     def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
@@ -234,8 +256,8 @@ class DynamicShards:
         new, slots = batch.at(entering), frames[entering]
         index.insert(new.ids, new.hashes, new.shards, slots)
         victims.fill(index.headers, *at, slots, new.shards, decision.totals[admitted], given[entering])
-        if self.rules.ttl_steps:
-            self._expiry.add(step, frames[~guest], index.records)
+        if self.rules.has_ttl:
+            self._expiry.add(step, decision.past, frames[~guest], index.records)
         self._step, self._window = step, decision.window
         fresh = np.zeros(len(frames), bool)
         fresh[unknown] = True
@@ -399,6 +421,15 @@ class DynamicShards:
         scores = last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy()
         return {"ids": records[:, ID].copy(), "counts": records[:, COUNT].copy(), "last_steps": last, "scores": scores}
 
+    def last_times(self, last_steps: np.ndarray) -> np.ndarray:
+        """The times of steps in which known ids were last seen, where they live for some seconds; else none."""
+        return self._time.times_of(last_steps if self.rules.ttl_seconds else last_steps[:0])
+
+    @property
+    def now(self) -> int:
+        """The time of the latest event so far."""
+        return self._time.now
+
     def shards_of(self, ids: np.ndarray) -> np.ndarray:
         """The shard of each id, counted from the first one here; reads nothing that steps change."""
         return self._locate(ids).shards
@@ -433,6 +464,8 @@ class DynamicShards:
             candidate_counts=counts,
             step=self._step,
             window=self._window,
+            last_times=self.last_times(self._index.records[frames, SEEN] - 1),
+            now=self.now,
         )
 
     def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
@@ -457,6 +490,7 @@ class DynamicShards:
             self._candidates.load(local, state, candidates)
         self._index.headers[:, HEAP_SIZE] = -1  # steps may begin anew, and frames have changed their shards
         self._step, self._window, self._loaded = state.step, state.window, True
+        self._time.load(state.last_steps[: len(state.last_times)], state.last_times, state.now)
 
     def _local(self, shard: int) -> int:
         if shard not in self.shards:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.errors import DataError
 
 MAX = 2**63 - 1  # counts and frequencies stay there
@@ -63,7 +64,8 @@ class ShardState:
 
     `scores` are frequencies as of `last_steps` (not decayed since), the caller's scores, or the last steps.
     `frames` mean something only where they were taken; `load` gets new ones. `window` is that of the candidates,
-    ids with sightings that are not admitted yet.
+    ids with sightings that are not admitted yet. Where ids live for some seconds, `last_times` are the times of
+    `last_steps`, and `now` is that of the latest event so far.
     """
 
     ids: np.ndarray
@@ -76,6 +78,8 @@ class ShardState:
     candidate_counts: np.ndarray
     step: int
     window: int
+    last_times: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    now: int = NO_TIME
 
 
 def check_batch(table: str, ids: np.ndarray, counts: np.ndarray, scores: np.ndarray | None, scored: bool) -> None:

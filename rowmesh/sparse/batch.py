@@ -36,6 +36,7 @@ class SparseBatch:
         weights: per-id weights `[N]`, float32 or float64, or None. They multiply rows; a mean is the sum of the
             products over the number of ids, not over the sum of the weights. They are read when vectors are pooled.
             Where they require a gradient they get one (see `PositionWeights`), but for look-ups by a pipeline.
+        time: of the latest event among the samples, in seconds, for dynamic tables whose ids live for some; or None.
 
     Example:
         >>> import torch
@@ -52,6 +53,7 @@ class SparseBatch:
     bag_size: int | None = None
     jagged_offsets: Tensor | None = None
     weights: Tensor | None = None
+    time: int | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.features)) != len(self.features):
@@ -190,6 +192,7 @@ class SparseBatch:
             bag_size=self.bag_size,
             jagged_offsets=offsets,
             weights=None if weights is None else torch.cat([weights[:0], *(weights[b:e] for b, e in ranges)]),
+            time=self.time,
         )
 
     def with_aliases(self, aliases: Mapping[str, str]) -> SparseBatch:

@@ -32,6 +32,7 @@ class Dynamic:
             caller gave.
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes even where there is room; 0: never.
+        ttl_seconds: the same by the time of events, which batches then must have; 0: never.
         mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote", not
             there yet).
         missing: what an unknown id reads in evaluation.
@@ -55,6 +56,7 @@ class Dynamic:
     eviction: Eviction = "lru"
     decay_steps: int = 0
     ttl_steps: int = 0
+    ttl_seconds: int = 0
     mode: Literal["drop", "demote"] = "drop"
     missing: Missing = "initial"
     spare_frames: int | None = None
@@ -85,8 +87,10 @@ class Dynamic:
                 f"decay_steps is about frequencies, which eviction = {self.eviction!r} does not use; "
                 'leave it out, or take "lfu" or "lru_lfu"'
             )
-        if self.eviction == "ttl" and not self.ttl_steps:
-            raise ConfigurationError('eviction = "ttl" needs ttl_steps, the steps after which an unseen id goes')
+        if self.eviction == "ttl" and not self.has_ttl:
+            raise ConfigurationError(
+                'eviction = "ttl" needs ttl_steps or ttl_seconds, the steps or seconds after which an unseen id goes'
+            )
 
     def _check_capacity(self) -> None:
         if self.num_shards > self.capacity:
@@ -111,6 +115,7 @@ class Dynamic:
             "window_steps": 0,
             "decay_steps": 0,
             "ttl_steps": 0,
+            "ttl_seconds": 0,
             "spare_frames": 1,
         }
         for name, least in lowest.items():
@@ -148,6 +153,11 @@ class Dynamic:
                 "state"
             )
         return replace(self, capacity=self.capacity_bytes // row_bytes, capacity_bytes=None)
+
+    @property
+    def has_ttl(self) -> bool:
+        """Whether ids go when they were not seen for long."""
+        return self.ttl_steps > 0 or self.ttl_seconds > 0
 
     def shard_capacity(self, shard: int) -> int:
         """Ids that a shard holds at most: capacity split evenly, the first shards one more."""

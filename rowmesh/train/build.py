@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.errors import ConfigurationError
 from rowmesh.linear_layers import FastLinear, fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.linear import Choices
-from rowmesh.tables import Tiers
+from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
 from rowmesh.train.device import use_device
 from rowmesh.train.job import Job
@@ -40,6 +42,8 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
     task = task_of(config, data)
+    if trains:
+        check_times(tables, task)
     made, own = task.make_network(tables)
     network = made.to(dtype)
     transport = config.parallel.transport
@@ -58,6 +62,16 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     network = network.to(embeddings.device)
     linear = _linear(config, mesh, network, task) if trains else FastLinear(Choices(), "by torch")
     return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
+
+
+def check_times(tables: Sequence[TableSpec], task: Task) -> None:
+    """Raises ConfigurationError where ids live for some seconds, and batches have no time."""
+    timed = [table.name for table in tables if table.dynamic is not None and table.dynamic.ttl_seconds]
+    if timed and not task.has_times:
+        raise ConfigurationError(
+            f"tables.{timed[0]}.dynamic.ttl_seconds counts seconds of the data's own time, which these data do not "
+            'give; train on raw rows (data.source = "raw") whose schema names the column: time = "…"; or take ttl_steps'
+        )
 
 
 def _linear(config: Config, mesh: Mesh, network: nn.Module, task: Task) -> FastLinear:

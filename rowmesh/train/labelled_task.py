@@ -70,6 +70,11 @@ class LabelledTask(Generic[Data]):
         """See `rowmesh.train.network_memory`."""
         return network_bytes(self.config, self.data, world_size, trains=trains)
 
+    @property
+    def has_times(self) -> bool:
+        """Prepared data have none."""
+        return False
+
     def linear_rows(self) -> int:
         """One a sample."""
         return chosen(self.config.data.batch_size)

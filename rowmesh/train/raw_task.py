@@ -33,6 +33,11 @@ class RawTask(LabelledTask[RawData]):
             self.data.source(self.tested)
         targets_of(self.config, self.data)
 
+    @property
+    def has_times(self) -> bool:
+        """Where the schema names their column."""
+        return self.data.schema.time is not None
+
     def fingerprint(self) -> Fingerprint:
         """Of the hash of ids, and of dense features."""
         return raw_fingerprint(self.data)

@@ -94,6 +94,7 @@ class DynamicConfig(Section):
             both (lru_lfu), or the oldest past its time (ttl).
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes; 0: none does.
+        ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
         mode: whether an evicted id is forgotten (drop).
         missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
         spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
@@ -110,6 +111,7 @@ class DynamicConfig(Section):
     eviction: Literal["lru", "lfu", "lru_lfu", "ttl"] | None = None
     decay_steps: Count | None = None
     ttl_steps: Count | None = None
+    ttl_seconds: Count | None = None
     mode: Literal["drop"] | None = None
     missing: Literal["initial", "zero", "error"] | None = None
     spare_frames: Positive | None = None

@@ -126,6 +126,11 @@ class Task(Protocol):
         """About what the network takes on each rank."""
         ...
 
+    @property
+    def has_times(self) -> bool:
+        """Whether batches have the time of their events, in the order of the steps."""
+        ...
+
     def linear_rows(self) -> int:
         """Rows that linear layers multiply in a step of all ranks."""
         ...

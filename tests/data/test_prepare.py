@@ -355,3 +355,9 @@ def test_real_avazu(real_data, tmp_path):
     batch = next(iter(Loader(prepared, "test", batch_size=100)))
     assert batch.dense.shape == (100, 0)
     assert batch.sparse.num_features == 23
+
+
+def test_a_schema_with_times_is_refused(tmp_path):
+    schema = Schema(label="y", categorical=("a",), time="when")
+    with pytest.raises(ConfigurationError, match=r"'when', and prepared data have none; leave time out"):
+        prepare({"train": [write(tmp_path / "rows.csv", ["1,u,5"], "y,a,when")]}, tmp_path / "out", schema)

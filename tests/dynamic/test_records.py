@@ -100,7 +100,13 @@ def test_training_goes_on_to_the_bit(tmp_path_factory, stream, count):
 
 @pytest.mark.parametrize(
     ("writers", "readers", "user", "item"),
-    [(2, 2, "sketch", "ttl"), (2, 1, "both", "lfu"), (1, 2, "window", "one shard"), (2, 3, "lru", "sketch")],
+    [
+        (2, 2, "sketch", "ttl"),
+        (2, 3, "seconds", "lru"),
+        (2, 1, "both", "lfu"),
+        (1, 2, "window", "one shard"),
+        (2, 3, "lru", "sketch"),
+    ],
 )
 def test_any_number_of_ranks_reads_it(ranks, tmp_path, writers, readers, user, item):
     stream = Stream(rules=(("user", RULES[user]), ("item", RULES[item])), seed=readers, num_steps=6)

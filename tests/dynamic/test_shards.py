@@ -30,6 +30,8 @@ RULES = [
     {"eviction": "ttl", "ttl_steps": 4},
     {"ttl_steps": 3, "shards": 2},
     {"eviction": "lfu", "ttl_steps": 3},
+    {"eviction": "ttl", "ttl_seconds": 25},
+    {"ttl_seconds": 15, "ttl_steps": 5, "shards": 2},
     {"admit_after": 3, "window_steps": 5, "shards": 2},
     {"admit_after": 3, "sketch_width": 4, "sketch_depth": 2, "window_steps": 4},
 ]
@@ -58,6 +60,7 @@ def canonical(opened):
 def state(shards):
     states = [shards.state_of(shard) for shard in shards.shards]
     names = ("ids", "counts", "last_steps", "scores", "sketch", "candidate_ids", "candidate_counts", "step", "window")
+    names += ("last_times", "now")
     return [{n: np.asarray(getattr(s, n)).ravel().tolist() for n in names} for s in states]
 
 
@@ -95,7 +98,8 @@ def check(options, batches, capacity):
         step += ahead
         ids = np.array(sorted(batch), np.int64)
         counts, scores = (np.array([batch[i][k] for i in sorted(batch)], np.int64) for k in range(2))
-        arguments = (ids, counts, step, scores if mine.rules.eviction == "score" else None)
+        time = 1000 + 7 * step - 20 * again  # which runs backwards now and then
+        arguments = (ids, counts, step, scores if mine.rules.eviction == "score" else None, time)
         results = [result(shards, arguments) for shards in (mine, theirs)]
         done = [opened for opened in results if opened is not None]
         assert len(done) in (0, 2)

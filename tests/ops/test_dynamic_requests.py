@@ -65,7 +65,7 @@ def test_a_rank_alone_answers_itself_however_much_it_asks():
         ids = np.arange(size)
         asked = Asked(ids.copy(), np.array([0, size, size]), np.ones(size, np.uint32), is_frozen=False)
         sizes = dealer.count([asked])
-        letter = Letter(0, 0, sizes, dealer.answers)
+        letter = Letter(0, 0, sizes, dealer.answers, 0)
         arrived = mail.send(letter, lambda *at, asked=asked, sizes=sizes: dealer.fill([asked], sizes, *at))
         assert array_at(int(arrived.ids_at[0]), np.int64, size).tolist() == ids.tolist()
         array_at(int(arrived.rows_at[0]), np.int64, size)[:] += 5

@@ -121,3 +121,24 @@ def test_rows_of_no_use_are_kept_and_counted(config_file, tmp_path, command):
 def test_what_raw_data_cannot_have_is_refused(config_file, options, message):
     with pytest.raises(ConfigurationError, match=message):
         run_training(resolve(config_file, [*TABLES, *options]))
+
+
+def test_ids_live_for_seconds_of_the_data(config_file, tmp_path):
+    """Each row is a second after the one before, on any number of ranks: batches of 64 rows are a minute and more."""
+    for path in sorted((tmp_path / "rows").iterdir()):
+        header, *rows = path.read_text().splitlines()
+        first = 200 * int(path.stem)
+        stamped = [f"{row},{1_700_000_000 + first + number}" for number, row in enumerate(rows)]
+        path.write_text("\n".join([f"{header},when", *stamped]) + "\n")
+    own = [*TABLES, "tables.user.dynamic.ttl_seconds=100"]
+    with pytest.raises(ConfigurationError, match=r"tables\.user\.dynamic\.ttl_seconds .* time = "):
+        run_training(resolve(config_file, own))
+    (tmp_path / "schema.toml").write_text((tmp_path / "schema.toml").read_text() + 'time = "when"\n')
+    run_training(resolve(config_file, own))
+    evicted = {"user, dynamic table": 0, "item, dynamic table": 0}
+    for line in (tmp_path / "run" / "counters.jsonl").read_text().splitlines():
+        counted = json.loads(line)
+        if counted["group"] in evicted:
+            evicted[counted["group"]] += counted["evicted"]
+    assert evicted["user, dynamic table"] > 100
+    assert evicted["item, dynamic table"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -207,7 +208,11 @@ class RawLoader:
         if schema.weight is not None:
             weights = torch.from_numpy(_joined([b.weights for b in blocks if b.weights is not None], (0,), axis=0))
         targets = torch.from_numpy(np.ascontiguousarray(labels[0] if len(labels) == 1 else labels.T))
-        return Batch(torch.from_numpy(dense), self._sparse(blocks, count), targets, weights)
+        sparse = self._sparse(blocks, count)
+        if schema.time is not None:
+            latest = [int(block.times.max()) for block in blocks if block.times is not None and len(block.times)]
+            sparse = replace(sparse, time=max(latest, default=None))
+        return Batch(torch.from_numpy(dense), sparse, targets, weights)
 
     def _sparse(self, blocks: Sequence[Block], count: int) -> SparseBatch:
         columns = []

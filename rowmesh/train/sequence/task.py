@@ -112,6 +112,11 @@ class SequenceTask:
         network, _ = self.make_network(table_specs(self.config.tables, self.data))
         return sum(parameter.nbytes for parameter in network.parameters()) * (_COPIES if trains else 1)
 
+    @property
+    def has_times(self) -> bool:
+        """Users come in any order, and their events with them."""
+        return False
+
     def linear_rows(self) -> int:
         """About one an event."""
         counts = self.data.sequences.counts

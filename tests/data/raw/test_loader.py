@@ -320,3 +320,31 @@ def test_an_empty_part_has_the_shapes_of_others(tmp_path):
     assert batch.sparse.batch_size == 0
     assert batch.labels.dtype == torch.float32
     assert np.array_equal(batch.sparse.jagged_offsets, [0])
+
+
+TIMES = {
+    "unix": (["1700000000", "1699999990.5", "soon"], 1_700_000_000, 4),
+    "%Y-%m-%d": (["1970-01-02", "", "1970-01-01"], 86_400, 3),
+}
+
+
+@pytest.mark.parametrize("time_format", TIMES)
+def test_a_batch_has_the_time_of_its_latest_event(tmp_path, time_format):
+    times, latest, bad = TIMES[time_format]
+    lines = ["click,user,when", *(f"1,u{number},{time}" for number, time in enumerate(times))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    schema = Schema(label="click", categorical=["user"], time="when", time_format=time_format)
+    kept = Kept()
+    (batch,) = RawLoader(FileSource([tmp_path / "rows.csv"], schema), schema, batch_size=3, quarantine=kept)
+    assert batch.sparse.time == latest
+    assert batch.sparse.batch_size == 2
+    ((file, line, reason),) = kept.rows
+    assert (file, line) == ("rows.csv", bad)
+    assert f"not a time like {time_format}" in reason
+
+
+def test_a_batch_without_rows_has_no_time(tmp_path):
+    (tmp_path / "rows.csv").write_text("click,user,when\n1,u,never\n")
+    schema = Schema(label="click", categorical=["user"], time="when")
+    (batch,) = RawLoader(FileSource([tmp_path / "rows.csv"], schema), schema, batch_size=3, quarantine=Kept())
+    assert batch.sparse.time is None

@@ -1,0 +1,80 @@
+"""EventClock: the time of steps by their data, from which a time to live in seconds follows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from rowmesh.errors import DataError
+
+NO_TIME = -(2**63)
+"""Of a batch that has none."""
+
+
+class EventClock:
+    """Maps time to steps: a step is at the latest event so far, so it never runs backwards.
+
+    Of an id it needs no more than the step in which it was last seen, as all ids of a step have one time. What is older
+    than the time to live is forgotten.
+
+    Args:
+        ttl_seconds: time to live; 0: there is no clock.
+
+    Example:
+        >>> clock = EventClock(60)
+        >>> for step, time in ((1, 1000), (2, 990), (3, 1060)):
+        ...     past = clock.past(step, time)  # up to here steps are 60 seconds old, or more
+        ...     clock.advance(step, time)
+        >>> past, clock.now
+        (2, 1060)
+    """
+
+    def __init__(self, ttl_seconds: int) -> None:
+        self._ttl, self.now = ttl_seconds, NO_TIME
+        self._steps: list[int] = []  # from which each of the times was that of steps
+        self._times: list[int] = []
+
+    def past(self, step: int, time: int) -> int:
+        """The last step whose ids are past their time to live in a step at a time; changes nothing."""
+        until = max(time, self.now) - self._ttl
+        later = bisect_right(self._times, until)
+        return self._steps[later] - 1 if later < len(self._steps) else step - 1
+
+    def advance(self, step: int, time: int) -> None:
+        """A step was opened."""
+        if time > self.now:
+            self.now = time
+            self._steps.append(step)
+            self._times.append(time)
+        kept = bisect_right(self._times, self.now - self._ttl)
+        del self._steps[:kept], self._times[:kept]
+
+    def check(self, table: str, time: int) -> None:
+        """Raises DataError where a step needs a time and has none."""
+        if self._ttl and time == NO_TIME:
+            raise DataError(
+                f"dynamic table {table!r} has ttl_seconds, and the batch has no time; give SparseBatch(…, time=…), "
+                "that of its latest event in seconds, or name the column of times in the schema of raw data"
+            )
+
+    # What is saved
+
+    def times_of(self, steps: np.ndarray) -> np.ndarray:
+        """The times of steps that are not past their time to live: int64 like `steps`."""
+        places = np.searchsorted(self._steps, steps, side="right") - 1
+        return np.take(np.array(self._times, np.int64), places) if len(steps) else np.zeros(0, np.int64)
+
+    def load(self, steps: np.ndarray, times: np.ndarray, now: int) -> None:
+        """Adds what is known of more ids: the steps in which they were last seen, and the times of these.
+
+        Without a time (`NO_TIME`) the clock begins anew.
+        """
+        if now == NO_TIME:
+            self._steps, self._times = [], []
+        known = zip([*self._steps, *steps.tolist()], [*self._times, *times.tolist()], strict=True)
+        self.now, self._steps, self._times = now, [], []
+        for step, time in sorted(set(known)):
+            if not self._times or time > self._times[-1]:
+                self._steps.append(step)
+                self._times.append(time)
