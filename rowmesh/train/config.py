@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rowmesh.data.raw import is_server
 from rowmesh.models.named import NAMED
 from rowmesh.models.sequence import KINDS
+from rowmesh.models.two_tower import IN_BATCH
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
 from rowmesh.train.publish_config import PublishConfig
@@ -151,6 +152,11 @@ class ModelConfig(Section):
     def is_sequence(self) -> bool:
         """Whether it ranks items after a sequence of events."""
         return self.name in KINDS
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether it is trained by a softmax over the items of a batch, and ranks items."""
+        return self.name == "two_tower" and self.options.get("loss") == IN_BATCH
 
     @property
     def sequence(self) -> SequenceOptions:

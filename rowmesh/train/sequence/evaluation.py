@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,11 @@ SHOWN = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
 
 @dataclass(frozen=True)
 class RankingEvaluation(Evaluation):
-    """How well a sequence model ranks the item that came.
+    """How well a model ranks the item that came.
 
     Attributes:
-        users: of whom something was predicted.
-        candidates: items that were ranked: all, or those that a dynamic table knows.
+        users: of whom something was predicted; samples, where a sample is a user's request.
+        candidates: items that were ranked: all, those that a dynamic table knows, or those of a split.
         means: `hr@K`, `ndcg@K`, `mrr`, and `tied`, the share of targets that tie.
         floor: the same of a ranking by popularity; empty where that was not asked for.
     """
@@ -65,6 +65,12 @@ class RankingEvaluation(Evaluation):
         intervals = {name: list(mean.interval) for name, mean in self.means.items()}
         floor = {name: mean.value for name, mean in self.floor.items()}
         return {**self.as_record(), "intervals": intervals, **({"popularity": floor} if floor else {})}
+
+
+def ranking_table(title: str, rows: Iterable[tuple[str, Mapping[str, float]]]) -> list[str]:
+    """The most telling means of several rankings, below a title."""
+    header = f"{'':<18}" + "".join(f"{name.upper():>12}" for name in SHOWN)
+    return [title, header, *(f"  {name:<16}" + "".join(f"{of[key]:>12.5f}" for key in SHOWN) for name, of in rows)]
 
 
 def evaluate_ranking(

@@ -25,7 +25,7 @@ from rowmesh.train.own_model import OwnModel
 from rowmesh.train.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.train.sequence.data import ITEM, SCORED, SequenceData
 from rowmesh.train.sequence.defaults import choose_sequence_defaults
-from rowmesh.train.sequence.evaluation import SHOWN, USERS, RankingEvaluation, evaluate_ranking
+from rowmesh.train.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.sharded_softmax import item_range, sharded_softmax
 from rowmesh.train.stopping import EarlyStopping
@@ -235,12 +235,9 @@ class SequenceTask:
             rows.append(("planted optimum", best))
         if evaluation.floor:
             rows.append(("popularity", {name: mean.value for name, mean in evaluation.floor.items()}))
-        header = f"{'':<18}" + "".join(f"{name.upper():>12}" for name in SHOWN)
         low, high = evaluation.means["ndcg@10"].interval
         return [
-            title,
-            header,
-            *(f"  {name:<16}" + "".join(f"{values[key]:>12.5f}" for key in SHOWN) for name, values in rows),
+            *ranking_table(title, rows),
             f"  NDCG@10 within {low:.5f} and {high:.5f} (95 % over users); {evaluation.means['tied'].value:.1%} of the "
             f"targets tie, at {self.options.ties}",
         ]
