@@ -30,7 +30,7 @@ def open_data(config: Config, *, verify: bool = True) -> TableData:
     if config.data.is_raw:
         return open_raw(config)
     if config.model.is_sequence:
-        return SequenceData.open(config.data.folder, side=config.model.sequence.side, verify=verify)
+        return SequenceData.open(config.data.folder, config.model.sequence, verify=verify)
     manifest = Manifest.read(Path(config.data.folder))
     if manifest is not None and manifest.kind == SEQUENCES:
         raise DataError(

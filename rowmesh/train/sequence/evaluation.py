@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,8 @@ def evaluate_ranking(
             metrics.add(candidates.rank(mesh, queries, targets, items, seen))
             if with_floor:
                 ones = torch.ones(len(targets), 1)
-                floor.add(rank_targets(mesh, ones, targets, counts[part.start : part.stop], part.start, seen))
+                numbers, seen = _numbers(data, targets), seen and replace(seen, items=_numbers(data, seen.items))
+                floor.add(rank_targets(mesh, ones, numbers, counts[part.start : part.stop], part.start, seen))
             on_batch(number + 1)
         means = metrics.compute(mesh)
         floors = floor.compute(mesh) if with_floor else {}
@@ -140,7 +141,11 @@ def vectors_of(job: Job, items: Tensor, options: SequenceOptions) -> Tensor:
 def seen_by(data: Sequences, users: np.ndarray, split: SplitName) -> Seen:
     """All that users did before what a split predicts, also what is too long ago to be read."""
     events, offsets = spans(data.offsets[:-1][users], data.targets(split)[users])
-    return Seen(torch.from_numpy(offsets), torch.from_numpy(data.items[events].astype(np.int64)))
+    return Seen(torch.from_numpy(offsets), torch.from_numpy(data.item_ids(data.items[events])))
+
+
+def _numbers(data: Sequences, ids: Tensor) -> Tensor:
+    return torch.from_numpy(data.item_numbers(ids.numpy()))
 
 
 def _loader(job: Job, data: Sequences, split: SplitName, options: SequenceOptions) -> SequenceLoader:

@@ -121,6 +121,8 @@ class SequenceTask:
         """Of the vocabularies of items and side columns."""
         sequences = self.data.sequences
         side = {f"vocabulary of {name}": digest_values(sequences.side_values(name)) for name in self.data.side}
+        if sequences.raw is not None:
+            return {f"ids of {ITEM}": "raw", **side}
         return {f"vocabulary of {ITEM}": digest_values(sequences.item_values()), **side}
 
     def check_split(self, key: str, split: str) -> str:
@@ -275,7 +277,7 @@ class SequenceTask:
     @cached_property
     def _draws(self) -> Draws:
         sequences = self.data.sequences
-        return Draws(self.options, sequences.popularity("validation"), self.config.train.seed)
+        return Draws(self.options, sequences.popularity("validation"), self.config.train.seed, sequences.raw)
 
 
 _DRAWN = {"uniform": "uniformly", "popularity": "by popularity"}
@@ -303,6 +305,11 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _problems_of_dynamic(options: SequenceOptions, table: TableConfig) -> Iterator[str]:
     if table.storage != "dynamic":
+        if options.item_ids == "raw":
+            yield (
+                f"model.options.item_ids='raw' with tables.storage={table.storage!r} cannot be: its rows have numbers, "
+                "and raw ids are any of 64 bits; give tables.storage=dynamic"
+            )
         return
     if not options.samples:
         yield (
