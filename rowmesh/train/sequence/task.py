@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rowmesh.data.events import SequenceLoader
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
 from rowmesh.models.sequence import Kind, SequenceEncoder
 from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax
 from rowmesh.tables import TableSpec
@@ -152,7 +153,8 @@ class SequenceTask:
         assert num_parts != "auto", "refused before the run"
         if self.options.samples:
             return StepLoader(loader, self._draws, num_parts, self.data.side)
-        mine = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
+        mesh = scoring_mesh(job)
+        mine = item_range(self.data.sequences.num_items, mesh.rank, mesh.world_size)
         return StepLoader(loader, mine, num_parts, self.data.side)
 
     def check_batch(self, batch: StepBatch, where: str) -> None:
@@ -265,8 +267,9 @@ class SequenceTask:
         if options.is_cosine:
             queries, scored = cosine(queries, scored, options.temperature)
         if batch.negative_ids is None:
-            part = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
-            return sharded_softmax(job.mesh, queries, targets, scored, part.start)
+            mesh = scoring_mesh(job)
+            part = item_range(self.data.sequences.num_items, mesh.rank, mesh.world_size)
+            return sharded_softmax(mesh, queries, targets, scored, part.start)
         positives, negatives = scored.split([len(targets), batch.negative_ids.numel()])
         negatives = negatives.unflatten(0, batch.negative_ids.shape)
         if options.loss == "binary_cross_entropy":
@@ -278,6 +281,18 @@ class SequenceTask:
     def _draws(self) -> Draws:
         sequences = self.data.sequences
         return Draws(self.options, sequences.popularity("validation"), self.config.train.seed, sequences.raw)
+
+
+def scoring_mesh(job: Job) -> Mesh:
+    """The ranks that score one table together: all, or those of a replica group, where groups have rows of their own.
+
+    Collective the first time.
+    """
+    embeddings = job.embeddings
+    if embeddings.synchronization.mode == "exact" or (count := embeddings.plan.replicas.get(ITEM, 1)) == 1:
+        return job.mesh
+    # Rows travel by the group's own connections meanwhile, in other threads.
+    return job.mesh.part(embeddings.plan.grid(count).groups).with_process_group("scoring items")
 
 
 _DRAWN = {"uniform": "uniformly", "popularity": "by popularity"}
@@ -296,8 +311,6 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"train.device={config.train.device!r} cannot be yet; leave it out"
     if config.train.precision != "float32":
         yield f"train.precision={config.train.precision!r} cannot be; leave it out"
-    if config.parallel.synchronization != "exact":
-        yield "parallel.synchronization='average' cannot be: ranks score parts of one table; give exact"
     for key in ("loss", "loss_weights", "progressive_every", "cuda_graphs"):
         if getattr(config.train, key) != getattr(defaults, key):
             yield f"train.{key} is of clicks and cannot be given"
