@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import closing
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,7 @@ from rowmesh.train.sequence.evaluation import RankingEvaluation, vectors_of
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.recommend import recommend
 from rowmesh.train.tasks import open_data, task_of
+from tests.support.commands import run_on
 
 RAW = ["model.options.item_ids=raw", "tables.storage=dynamic", "tables.dynamic.shards=4"]
 ROOM = ["tables.dynamic.capacity=800", "tables.optimizer.name=adagrad"]  # Adam of rows is lazy, that of torch is not
@@ -172,6 +175,45 @@ def test_other_data_name_the_same_rows(sequence_file, events, tmp_path, capsys):
     names = {line.split(",")[1] for line in lines}
     assert {str(each) for each in recommended.table["item"].to_pylist()} <= names
     assert len(recommended.table) == 10
+
+
+def test_later_events_with_new_items_are_trained_on(ranks, sequence_file, events, tmp_path):
+    """Two runs, the second on two ranks, are what one training in plain torch is, whose table has all items."""
+    more = [f"late{user},new{(user + step) % 7},{step}" for user in range(40) for step in range(9)]
+    newer = prepared(tmp_path, [*lines_of(events)[:900], *more], events.schema)
+    options = [*RAW, *ROOM, *SAMPLED, "train.epochs=1", "train.log_every=1", "train.patience=0"]
+    after = [*options, f"data.folder={newer.folder}", f"train.start_from={tmp_path / 'run'}"]
+    both = pa.concat_arrays([newer.item_values(), events.item_values()]).unique()
+    places = {name: place for place, name in enumerate(both.to_pylist())}
+
+    job = made(Mesh(), sequence_file, options)
+    with torch.no_grad():
+        items = nn.Parameter(vectors_of(job, torch.from_numpy(ids_of(both)), PLAIN).clone())
+    network, model = copy.deepcopy(job.network), job.config.model.sequence
+    job.embeddings.close()
+    optimizers = [torch.optim.Adagrad([items], lr=0.02), torch.optim.Adam(network.parameters(), lr=0.02)]
+    expected: list[float] = []
+    for data in (events, newer):
+        numbers = torch.tensor([places[name] for name in data.item_values().to_pylist()])
+        draws = Draws(model, data.popularity("validation"), 0)
+        for step, batch in enumerate(SequenceLoader(data, "train", batch_size=32, max_length=16, shuffle=True)):
+            drawn = draws.ids(batch, step, 0)
+            queries = network(items[numbers[batch.items]], batch.offsets, batch.times, batch.request_times)
+            queries, vectors = cosine(queries, items[numbers], 0.05)
+            losses = sampled_softmax(queries, vectors[batch.targets], vectors[drawn], batch.targets, drawn)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses.mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            expected.append(losses.detach().mean().item())
+
+    run_training(resolve(sequence_file, options))
+    done = run_on(ranks, ["train", str(sequence_file), *after, f"run.folder={tmp_path / 'second'}"], ranks=2)
+    assert done.status == 0, done.err
+    lines = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("run", "second")]
+    found = [json.loads(line) for each in lines for line in each]
+    assert [line["loss"] for line in found if line["kind"] == "train"] == pytest.approx(expected, rel=1e-8)
 
 
 def test_numbers_are_refused_with_other_data(sequence_file, events, tmp_path):
