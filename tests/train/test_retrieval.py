@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 
 import pyarrow.parquet as pq
@@ -26,9 +27,10 @@ from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.predict import predict
 from rowmesh.train.resolve import resolve
-from rowmesh.train.retrieval import item_ids
+from rowmesh.train.retrieval import item_ids, towers
 from rowmesh.train.tasks import open_data, task_of
 from tests.support.clicks import write_config
+from tests.support.labelled import RATING, prepare_labelled
 from tests.support.raw_runs import TABLES, write_raw_run
 
 LR, TEMPERATURE, RATE = 0.3, 0.2, 0.01
@@ -46,6 +48,8 @@ SGD = ['tables.optimizer.name="sgd"', f"tables.optimizer.lr={LR}", 'optimizer.na
 WAYS = {
     "collective": ["parallel.transport=collective"],
     "one-sided, plan": ["parallel.transport=one_sided", "placement.strategy=auto", "placement.extra_memory=0.3"],
+    "replicas": ["parallel.transport=collective", "parallel.replicas=2"],
+    "tiers": ["parallel.transport=collective", "tables.storage=tiered", "tiers.fast_rows=150", "pipeline.depth=1"],
     "depth 2": ["parallel.transport=collective", "pipeline.depth=2"],
 }
 
@@ -179,6 +183,28 @@ def test_steps_and_metrics_are_those_of_plain_torch(ranks, file, clicks: Prepare
         assert scores["samples"] == len(standings)
         assert scores["hr@10"] == pytest.approx(sum(rank <= 10 for rank in standings) / len(standings), rel=1e-12)
         assert scores["mrr"] == pytest.approx(sum(1 / rank for rank in standings) / len(standings), rel=1e-9)
+
+
+def test_labels_and_sample_weights_weigh(tmp_path):
+    """Ratings of 1 to 5; the loss is Σ w r loss / Σ w, of which a step returns the numerator."""
+    data = prepare_labelled(tmp_path, RATING, "weight")
+    file = write_config(tmp_path / "ratings.toml", tmp_path / "run", data.folder, batch_size=64)
+    file.write_text(file.read_text().replace("bottom = [8]\ntop = [16]\n", ""))
+    options = ['model.options.item=["item"]', "data.shuffle=false", "model.options.log_q=false", *SGD]
+    job = made(Mesh(), file, [*SOFTMAX, *options])
+    trainer, batch = Trainer(job), next(iter(Loader(data, "train", batch_size=64)))
+    with torch.no_grad():
+        u, v = towers(job, batch, job.embeddings(batch.sparse))
+    ids = item_ids(batch.sparse, "item")
+    others = (ids[:, None] != ids[None, :]) | torch.eye(len(ids), dtype=torch.bool)
+    scores = (u @ v.T / TEMPERATURE).masked_fill(~others, -torch.inf)
+    assert batch.weights is not None
+    expected = (batch.weights * batch.labels * (scores.logsumexp(1) - scores.diagonal())).sum()
+    assert trainer.train_step(batch) == pytest.approx(float(expected), rel=1e-9)
+    job.embeddings.close()
+    wrong = replace(batch, labels=batch.labels - 3)
+    with pytest.raises(DataError, match=r"here: \d+ of 64 labels are below 0, the first of them -[12]"):
+        job.task.check_batch(wrong, "here")
 
 
 @pytest.mark.parametrize("way", WAYS)
