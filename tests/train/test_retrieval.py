@@ -45,6 +45,7 @@ SOFTMAX = [
     "train.linear=torch",
 ]
 SGD = ['tables.optimizer.name="sgd"', f"tables.optimizer.lr={LR}", 'optimizer.name="sgd"', f"optimizer.lr={LR}"]
+SLOW = ("collective", "tiers")
 WAYS = {
     "collective": ["parallel.transport=collective"],
     "one-sided, plan": ["parallel.transport=one_sided", "placement.strategy=auto", "placement.extra_memory=0.3"],
@@ -207,7 +208,7 @@ def test_labels_and_sample_weights_weigh(tmp_path):
         job.task.check_batch(wrong, "here")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
 def test_two_ranks_train_what_one_does(file, tmp_path, command, way):
     found = {}
     for count, options in ((1, []), (2, WAYS[way])):

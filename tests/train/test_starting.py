@@ -42,6 +42,7 @@ def test_one_epoch_after_another_is_two(file, tmp_path, command, capsys):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "second"), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_needs_its_start_no_more(file, tmp_path):
     first, options = tmp_path / "first", [*ADAM, "train.epochs=1", "checkpoint.every_steps=3"]
     run_training(resolve(file, [*options, f"run.folder={first}"]))

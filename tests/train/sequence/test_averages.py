@@ -133,7 +133,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "depth 2")) for way in WAYS])
 def test_ways_train_alike(ranks, sequence_file, tmp_path, way):
     """And evaluations, which come after an average, find the same on all ranks."""
     loss, options, tolerance = WAYS[way]
