@@ -44,7 +44,8 @@ def recommend(
     out
         File to write; USER_HISTORY.top.parquet by default. It appears whole or not at all.
     data
-        The prepared events of the training, where they are no longer where they were.
+        The prepared events of the training, where they are no longer where they were; of a model with raw item ids any,
+        whose items are ranked as far as the model knows them.
     max_bad_rows
         How many bad rows are left out; one more stops the command.
     overwrite

@@ -20,6 +20,8 @@ from rowmesh.suggest import hint
 
 Gather = Callable[[Tensor], tuple[Tensor, int]]
 """Of the rows of this rank: those of all ranks, and the number of the first of its own."""
+IN_BATCH = "in_batch_softmax"
+LOSSES = ("binary_cross_entropy", IN_BATCH)
 
 
 class TwoTower(nn.Module):
@@ -31,20 +33,27 @@ class TwoTower(nn.Module):
         v = item_tower(features of the item)                        [B, W]
         logit = ⟨u, v⟩ / temperature                                u, v of length 1 where they are normalized
 
-    `logits` of clicks are trained by the binary cross entropy; of positive samples alone, `towers` gives what
-    `InBatchSoftmax` takes. Tables may have different dims.
+    Logits of clicks are trained by the binary cross entropy; of positive samples, `towers` gives what `InBatchSoftmax`
+    takes. Tables may have different dims.
 
     Args:
         dims: D of the vector of every feature, by name.
         num_dense: number of dense features, 0 or more; they belong to the query.
         labels: names of the labels; one.
-        item: the features that describe the item; all others describe the query.
+        item: the features that describe the item; all others describe the query. The first is the item's id, by which
+            the softmax tells items apart.
         widths: of the layers of each tower.
         normalize: whether vectors have length 1.
         temperature: divides the products.
+        loss: what `rowmesh train` trains with: "binary_cross_entropy" of the logits, or "in_batch_softmax".
+        log_q: of the softmax: whether it corrects for how often items are in a batch; True if not given.
+
+    Attributes:
+        softmax: the loss over the items of a batch; None where the loss is the binary cross entropy.
 
     Raises:
-        ConfigurationError: a size is not positive, a feature does not exist, or a tower has no inputs.
+        ConfigurationError: a size is not positive, a feature does not exist, a tower has no inputs, or there is no such
+            loss.
 
     Example:
         >>> from rowmesh.embeddings import Embeddings
@@ -66,8 +75,14 @@ class TwoTower(nn.Module):
         widths: Sequence[int] = (256, 64),
         normalize: bool = True,
         temperature: float = 0.1,
+        loss: str = LOSSES[0],
+        log_q: bool | None = None,
     ) -> None:
         super().__init__()
+        if loss not in LOSSES:
+            raise ConfigurationError(f"two_tower: loss should be one of {', '.join(LOSSES)}, got {loss!r}")
+        if log_q is not None and loss != IN_BATCH:
+            raise ConfigurationError(f"two_tower: log_q is for {IN_BATCH}, and loss is {loss}; leave it out")
         check_inputs("two_tower", dims, num_dense)
         check_positive("two_tower", widths=widths)
         one_label("two_tower", labels)
@@ -94,6 +109,9 @@ class TwoTower(nn.Module):
         self.normalize, self.temperature = normalize, temperature
         self.query_tower = mlp((query, *widths), relu_last=False)
         self.item_tower = mlp((sum(dims[name] for name in self.item), *widths), relu_last=False)
+        corrects = loss == IN_BATCH and log_q is not False
+        frequency = ItemFrequency() if corrects else None
+        self.softmax = InBatchSoftmax(temperature, frequency) if loss == IN_BATCH else None
 
     def towers(self, dense: Tensor, embeddings: Vectors) -> tuple[Tensor, Tensor]:
         """Vectors of the queries and of the items, both `[B, W]`."""
@@ -142,13 +160,13 @@ class ItemFrequency(nn.Module):
         """Takes the ids of one batch of all ranks: int64 `[n]`."""
         self.step += 1
         slots = self._slots(ids).unique()
-        passed, gap = (self.step - self.last[slots]).double(), self.gap[slots]
+        passed, gap = (self.step - self.last[slots]).to(self.gap.dtype), self.gap[slots]
         # The paper starts B from a constant; the first gap is that constant here, so none is to be guessed.
         self.gap[slots] = torch.where(gap > 0, (1 - self.rate) * gap + self.rate * passed, passed)
         self.last[slots] = self.step
 
     def log_probability(self, ids: Tensor) -> Tensor:
-        """float64 `[n]`: log Q of every id; 0 (certain) of one that was never seen."""
+        """`[n]`: log Q of every id; 0 (certain) of one that was never seen."""
         return -self.gap[self._slots(ids)].clamp(min=1.0).log()
 
     def _slots(self, ids: Tensor) -> Tensor:
@@ -170,7 +188,8 @@ class InBatchSoftmax(nn.Module):
     Args:
         temperature: divides the products.
         frequency: estimates Q, from the batches of training; None: no correction.
-        gather: gives the rows of all ranks, and where those of this one begin; None: there is one rank.
+        gather: gives the rows of all ranks, and where those of this one begin; None: there is one rank. An attribute,
+            which may be set later.
 
     Example:
         >>> loss = InBatchSoftmax(temperature=0.1, frequency=ItemFrequency(1000))
@@ -188,7 +207,7 @@ class InBatchSoftmax(nn.Module):
         if not temperature > 0:
             raise ConfigurationError(f"in-batch softmax: temperature must be above 0, got {temperature}")
         self.temperature, self.frequency = temperature, frequency
-        self._gather = gather
+        self.gather = gather
 
     def forward(self, queries: Tensor, items: Tensor, item_ids: Tensor) -> Tensor:
         """The losses `[B]` of this rank's samples.
@@ -207,9 +226,9 @@ class InBatchSoftmax(nn.Module):
                 f"{list(items.shape)} and {list(item_ids.shape)}"
             )
         first, all_items, all_ids = 0, items, item_ids
-        if self._gather is not None:
-            all_items, first = self._gather(items)
-            all_ids, _ = self._gather(item_ids)
+        if self.gather is not None:
+            all_items, first = self.gather(items)
+            all_ids, _ = self.gather(item_ids)
         scores = queries @ all_items.T / self.temperature
         if self.frequency is not None:
             if self.training:

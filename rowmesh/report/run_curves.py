@@ -254,7 +254,7 @@ def _results_table(runs: Sequence[Shown]) -> str:
                 )
     heads = ["split", "samples", "base rate", "AUC", "log-loss", "norm. entropy", "calibration"]
     value_heads = ["split", "samples", "mean", "of predictions", "RMSE", "MAE", "RMSE of the mean", "MAE of the mean"]
-    ranking_heads = ["split", "users", *RANKING_KEYS.values(), "NDCG@10, 95 % interval"]
+    ranking_heads = ["split", "predictions", *RANKING_KEYS.values(), "NDCG@10, 95 % interval"]
     tables = ((heads, rows), (value_heads, values), (ranking_heads, rankings))
     return "".join(data_table(head, each) for head, each in tables if each)
 

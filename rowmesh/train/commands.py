@@ -44,6 +44,7 @@ from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resum
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
 from rowmesh.train.saving import SAVING, save_model
 from rowmesh.train.splits import check_same_data
+from rowmesh.train.starting import check_start, start_text
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 from rowmesh.train.tasks import open_data, task_of
@@ -104,6 +105,7 @@ def run_training(
         stack.enter_context(closing(trainer.publications))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
+        former = None if start.steps else check_start(config, lambda: meaning)
         about = about_run(job, trainer.total_steps)
         begun = on_rank_0(
             mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
@@ -112,6 +114,10 @@ def run_training(
             trainer.resume(load_newest(job, begun, start.steps, claim.log))
             of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
             _write(mesh, f"resume    after step {trainer.step:,}{of}")
+        elif former is not None:
+            job.embeddings.barrier()
+            trainer.begin_with(load_model(job, former.folder, verify, optimizer_state=True))
+            _write(mesh, start_text(former))
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
         trainer.publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
         trainer.run(begun)
@@ -226,15 +232,23 @@ def _choice(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def load_model(job: Job, run: RunFolder, verify: bool) -> None:
-    """Reads the rows of this rank and the network of a run. Collective: all ranks fail where one does.
+def load_model(job: Job, run: RunFolder, verify: bool, *, optimizer_state: bool = False) -> dict[str, Any]:
+    """Reads the rows of this rank and the network of a run; returns what was saved beside the rows.
+
+    Collective: all ranks fail where one does.
+
+    Args:
+        job: of the same tables and network.
+        run: whose model.
+        verify: compare what is read with its checksums.
+        optimizer_state: whether the state of rows is read, too.
 
     Raises:
         RowmeshError: there is no model, it is damaged, or it is of other tables or another network.
     """
     state, failure = {}, None
     try:
-        state = checkpoint.load(run.model, job.embeddings, optimizer_state=False, verify=verify)
+        state = checkpoint.load(run.model, job.embeddings, optimizer_state=optimizer_state, verify=verify)
     except CheckpointError as error:
         failure = str(error)
     if failures := list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, SETTING_UP)))):
@@ -248,6 +262,7 @@ def load_model(job: Job, run: RunFolder, verify: bool) -> None:
     if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
         job.linear.load_state_dict(state["linear"])
     job.embeddings.barrier()
+    return state
 
 
 def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: bool) -> list[str]:

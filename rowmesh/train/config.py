@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rowmesh.data.raw import is_server
 from rowmesh.models.named import NAMED
 from rowmesh.models.sequence import KINDS
+from rowmesh.models.two_tower import IN_BATCH
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
 from rowmesh.train.publish_config import PublishConfig
@@ -153,6 +154,11 @@ class ModelConfig(Section):
         return self.name in KINDS
 
     @property
+    def retrieves(self) -> bool:
+        """Whether it is trained by a softmax over the items of a batch, and ranks items."""
+        return self.name == "two_tower" and self.options.get("loss") == IN_BATCH
+
+    @property
     def sequence(self) -> SequenceOptions:
         """The options of a sequence model.
 
@@ -224,6 +230,8 @@ class TrainConfig(Section):
         loss_weights: label → the factor of its loss in the sum over labels, 1 where it is not named.
         validation_fraction: of the training samples, the last that are for validation where there is no such split.
         seed: of the rows, the dense network and the order of samples.
+        start_from: the folder of a finished run, with whose rows, network and optimizer states training begins; steps,
+            schedule and evaluations begin anew. Empty: with rows and a network of its own.
         device: where rows and network are: cpu; or cuda, a GPU for each rank (ranks share them where there are fewer).
         cuda_graphs: whether the dense network is recorded as CUDA graphs and replayed for batches of the usual size.
         linear: what multiplies matrices in linear layers on a CPU: torch, onednn (faster on processors of AMD), or
@@ -245,6 +253,7 @@ class TrainConfig(Section):
     loss_weights: dict[str, Rate] = Field(default={})
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5, allow_inf_nan=False)] = 0.1
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    start_from: Folder = ""
     device: Literal["cpu", "cuda"] = "cpu"
     cuda_graphs: Literal["off", "on"] = "off"
     linear: Literal["auto", "torch", "onednn"] = "auto"

@@ -301,6 +301,16 @@ class Trainer:
             self.stopping.load_state_dict(state["early_stopping"])
         self.step = state["step"]
 
+    def begin_with(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the optimizers' states of another run's model; its rows and its network are there already.
+
+        Learning rates, and what else the configuration says of optimizers, stay.
+        """
+        for name, optimizer in zip(("dense_optimizer", "embedding_optimizer"), self._optimizers, strict=True):
+            with in_form("elsewhere"):
+                own = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict({**state[name], "param_groups": own})
+
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint has beside the rows; `run` goes on from its step.
 

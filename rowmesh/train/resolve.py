@@ -71,7 +71,16 @@ def anchored(config: Config) -> Config:
     of_checkpoints = {"folder": str(Path(path).absolute())} if (path := config.checkpoint.folder) else {}
     checkpoint = config.checkpoint.model_copy(update=of_checkpoints)
     publish = config.publish.model_copy(update={"to": _anchored_target(config.publish.to)})
-    sections = {"run": run, "data": data, "placement": placement, "checkpoint": checkpoint, "publish": publish}
+    of_start = {"start_from": str(Path(path).absolute())} if (path := config.train.start_from) else {}
+    train = config.train.model_copy(update=of_start)
+    sections = {
+        "run": run,
+        "train": train,
+        "data": data,
+        "placement": placement,
+        "checkpoint": checkpoint,
+        "publish": publish,
+    }
     return config.model_copy(update=sections)
 
 

@@ -11,7 +11,7 @@ _FREE_SECTIONS = ("run", "checkpoint", "publish", "placement", "pipeline", "tier
 _FREE_KEYS = {
     "data": ("folder", "test"),  # the contents are compared by their digest
     "parallel": ("transport", "timeout_s", "together"),
-    "train": ("device", "cuda_graphs", "log_every", "progressive_every"),
+    "train": ("device", "cuda_graphs", "log_every", "progressive_every", "start_from"),
 }
 
 

@@ -15,7 +15,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.suggest import hint
 from rowmesh.train.config import Config
 
-Loss = Literal["binary", "mse"]
+Loss = Literal["binary", "mse", "softmax"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Target:
     Attributes:
         name: the label.
         loss: "binary": the model's output is the logit of the probability of label 1, and the loss the binary cross
-            entropy; "mse": the output is the value itself, and the loss its squared error.
+            entropy; "mse": the output is the value itself, and the loss its squared error; "softmax": the output is a
+            score that ranks items, and the label the weight of the sample in the softmax over items.
         loss_weight: the factor of its loss in the sum over labels.
         mean: of the training labels, by sample weights where there are any: what a model has to beat.
     """
@@ -36,7 +37,7 @@ class Target:
     mean: float = 0.5
 
     def predictions(self, outputs: Tensor) -> Tensor:
-        """Probabilities of label 1, or values, from the outputs of a model for this label."""
+        """Probabilities of label 1, values or scores, from the outputs of a model for this label."""
         return torch.sigmoid(outputs) if self.loss == "binary" else outputs
 
 
@@ -69,6 +70,8 @@ def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
             )
         by_kind: Loss = "binary" if label.kind == "binary" else "mse"
         loss: Loss = by_kind if wanted == "auto" else wanted
+        if config.model.retrieves:
+            loss = "softmax"
         targets.append(Target(label.name, loss, weights.get(label.name, 1.0), mean[label.name]))
     return tuple(targets)
 
@@ -99,6 +102,7 @@ def total_loss(targets: tuple[Target, ...], outputs: Tensor, labels: Tensor, wei
 
 
 def _summed(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    assert loss != "softmax", "it is over the items of a batch, not a function of logits"
     function = F.binary_cross_entropy_with_logits if loss == "binary" else F.mse_loss
     if weights is None:
         return function(outputs, labels, reduction="sum")

@@ -14,6 +14,7 @@ from rowmesh.train.click_task import ClickTask
 from rowmesh.train.config import Config
 from rowmesh.train.raw import open_raw
 from rowmesh.train.raw_task import RawTask
+from rowmesh.train.retrieval_task import RawRetrievalTask, RetrievalTask
 from rowmesh.train.sequence.data import SequenceData
 from rowmesh.train.sequence.task import SequenceTask
 from rowmesh.train.table_data import TableData
@@ -29,7 +30,7 @@ def open_data(config: Config, *, verify: bool = True) -> TableData:
     if config.data.is_raw:
         return open_raw(config)
     if config.model.is_sequence:
-        return SequenceData.open(config.data.folder, side=config.model.sequence.side, verify=verify)
+        return SequenceData.open(config.data.folder, config.model.sequence, verify=verify)
     manifest = Manifest.read(Path(config.data.folder))
     if manifest is not None and manifest.kind == SEQUENCES:
         raise DataError(
@@ -46,10 +47,10 @@ def task_of(config: Config, data: TableData) -> Task:
         ConfigurationError: the data are not what the model needs.
     """
     if not config.model.is_sequence and isinstance(data, RawData):
-        return RawTask(config, data)
+        return (RawRetrievalTask if config.model.retrieves else RawTask)(config, data)
     if config.model.is_sequence and isinstance(data, SequenceData):
         return SequenceTask(config, data)
     if not config.model.is_sequence and isinstance(data, Prepared):
-        return ClickTask(config, data)
+        return (RetrievalTask if config.model.retrieves else ClickTask)(config, data)
     kind = "sequences of events" if config.model.is_sequence else "samples with labels"
     raise ConfigurationError(f"model.name = {config.model.name!r} needs {kind}, and {data.place} holds others")

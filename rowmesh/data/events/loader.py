@@ -151,7 +151,7 @@ class SequenceLoader:
     def _gather(self, chosen: NDArray[np.int64]) -> SequenceBatch:
         data = self.sequences
         events, offsets = spans(self._starts[chosen], self._ends[chosen])
-        targets = data.items[events + 1].astype(np.int64)
+        targets = data.item_ids(data.items[events + 1])
         if self.split != "train":
             is_last = np.zeros(len(events), np.bool_)
             is_last[offsets[1:] - 1] = True
@@ -159,7 +159,7 @@ class SequenceLoader:
         return SequenceBatch(
             users=torch.from_numpy(self._users[chosen]),
             offsets=torch.from_numpy(offsets),
-            items=torch.from_numpy(data.items[events].astype(np.int64)),
+            items=torch.from_numpy(data.item_ids(data.items[events])),
             times=torch.from_numpy(data.times[events]),
             request_times=torch.from_numpy(data.times[events + 1]),
             targets=torch.from_numpy(targets),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rowmesh.data.events.raw_ids import RawIds
 from rowmesh.data.events.schema import EventSchema
 from rowmesh.data.metadata import parse_json
 from rowmesh.data.pinned import PinnedFolder
@@ -81,6 +82,7 @@ class Sequences:
             validation, which follow, do.
         side: int32 `[E]` of each side column, rows by falling frequency.
         num_side: how many rows each of these columns has.
+        raw: by which ids batches name items; None: by their numbers.
         optimum: split → `hr@K`, `ndcg@K` and `mrr` of the model that events were drawn from; empty of real ones.
     """
 
@@ -96,6 +98,7 @@ class Sequences:
     side: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
     num_side: Mapping[str, int] = field(default_factory=dict)
     optimum: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    raw: RawIds | None = None
 
     @staticmethod
     def open(folder: str | Path, *, verify: bool = True) -> Sequences:
@@ -135,6 +138,7 @@ class Sequences:
             side=side,
             num_side=metadata.side,
             optimum=metadata.optimum,
+            raw=None,
             **arrays,
         )
         opened._check()
@@ -168,6 +172,22 @@ class Sequences:
     def item_values(self) -> pa.Array:
         """The items as the files name them, by row."""
         return self.files.column("items.arrow", self.counts.num_items)
+
+    def with_raw_ids(self) -> Sequences:
+        """The same events, whose items batches name by ids that mean the same in all data.
+
+        Raises:
+            DataError: two items have one id.
+        """
+        return replace(self, raw=RawIds.of(self.item_values()))
+
+    def item_ids(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """The ids by which batches name items, of their numbers."""
+        return numbers.astype(np.int64) if self.raw is None else self.raw.ids[numbers]
+
+    def item_numbers(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of items that batches name."""
+        return ids if self.raw is None else self.raw.numbers(ids)
 
     def user_values(self) -> pa.Array:
         """The users as the files name them, by number."""

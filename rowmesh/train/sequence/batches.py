@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rowmesh.data.events import SequenceLoader
 from rowmesh.data.events.batch import SequenceBatch
+from rowmesh.data.events.raw_ids import RawIds
 from rowmesh.sparse import SparseBatch
 from rowmesh.train.sequence.data import ITEM, SCORED
 from rowmesh.train.sequence.options import SequenceOptions
@@ -83,10 +84,13 @@ class Draws:
         options: of the model.
         counts: int64 `[M]`, training events of each item.
         seed: of the run.
+        raw: by which ids batches name items; None: by their numbers.
     """
 
-    def __init__(self, options: SequenceOptions, counts: NDArray[np.int64], seed: int) -> None:
-        self._options, self._seed = options, np.array([seed], np.uint64)
+    def __init__(
+        self, options: SequenceOptions, counts: NDArray[np.int64], seed: int, raw: RawIds | None = None
+    ) -> None:
+        self._options, self._seed, self._raw = options, np.array([seed], np.uint64), raw
         weights = counts if options.draw == "popularity" else np.ones_like(counts)
         self._ends = weights.cumsum()
         with np.errstate(divide="ignore"):  # items that never occur are never drawn
@@ -94,7 +98,9 @@ class Draws:
 
     def log_q(self, ids: Tensor) -> Tensor:
         """The log of the probability with which each item is drawn."""
-        return self._log_q[ids]
+        if self._raw is None:
+            return self._log_q[ids]
+        return self._log_q[torch.from_numpy(self._raw.numbers(ids.numpy().ravel()))].view(ids.shape)
 
     def ids(self, events: SequenceBatch, step: int, epoch: int) -> Tensor:
         """int64 `[S]` for all positions of a step of the run, or `[P, S]`."""
@@ -106,7 +112,8 @@ class Draws:
             places = _places(events.offsets.numpy()).astype(np.uint64)
             keys = hashed(hashed(hashed(hashed(self._seed, np.uint64(epoch)), users), places)[:, None], columns)
         drawn = (keys % np.uint64(self._ends[-1])).astype(np.int64)
-        return torch.from_numpy(np.searchsorted(self._ends, drawn, side="right"))
+        numbers = np.searchsorted(self._ends, drawn, side="right")
+        return torch.from_numpy(numbers if self._raw is None else self._raw.ids[numbers])
 
 
 class StepLoader:

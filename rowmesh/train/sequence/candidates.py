@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rowmesh.data.events.raw_ids import RawIds
 from rowmesh.mesh import Mesh
 from rowmesh.train.job import Job
 from rowmesh.train.sequence.data import ITEM
@@ -40,6 +41,12 @@ class Candidates:
             return cls(torch.arange(num_items), are_all=True)
         mine = job.embeddings.known_rows(ITEM).ids
         return cls(Rows.of(job.mesh, len(mine)).gather(mine).unique(), are_all=False)  # replicas know the same
+
+    def named(self, raw: RawIds | None) -> Candidates:
+        """Those that some data have, where ids are raw: of others the name is not known."""
+        if raw is None:
+            return self
+        return Candidates(self.ids[torch.isin(self.ids, torch.from_numpy(raw.ids))], are_all=False)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from rowmesh.data.events.sequences import SEQUENCES, SplitName
 from rowmesh.data.prepared import SPLITS, Split, Table
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.manifest import Manifest
+from rowmesh.train.sequence.options import SequenceOptions
 
 ITEM, SCORED = "item", "scored"
 """Features of the table of items: the events of users, and the items that they are compared with."""
@@ -35,11 +35,11 @@ class SequenceData:
     side: tuple[str, ...] = ()
 
     @staticmethod
-    def open(folder: str | Path, *, side: Sequence[str] | None = None, verify: bool = True) -> SequenceData:
-        """Maps what `rowmesh data prepare` wrote of an event table, with some of its side columns, or all (None).
+    def open(folder: str | Path, options: SequenceOptions, *, verify: bool = True) -> SequenceData:
+        """Maps what `rowmesh data prepare` wrote of an event table, with the side columns that the model reads.
 
         Raises:
-            DataError: it is not there, damaged, or of samples with labels.
+            DataError: it is not there, damaged, or of samples with labels; or items have the same raw id.
             ConfigurationError: there is no such column, or its name is taken.
         """
         manifest = Manifest.read(Path(folder))
@@ -49,7 +49,7 @@ class SequenceData:
                 "rowmesh data prepare ratings.csv --schema movielens-csv does"
             )
         sequences = Sequences.open(folder, verify=verify)
-        side = tuple(sequences.side) if side is None else tuple(side)
+        side = tuple(sequences.side) if options.side is None else tuple(options.side)
         for name in side:
             if name not in sequences.side:
                 known = f"only: {', '.join(sequences.side)}" if sequences.side else "and no other"
@@ -62,7 +62,7 @@ class SequenceData:
                     f"model.options.side: a side column cannot be called {name!r}, as the items are; leave it out, or "
                     "rename the column"
                 )
-        return SequenceData(sequences, side)
+        return SequenceData(sequences.with_raw_ids() if options.item_ids == "raw" else sequences, side)
 
     @property
     def folder(self) -> Path:

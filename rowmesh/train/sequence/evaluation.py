@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,11 @@ SHOWN = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
 
 @dataclass(frozen=True)
 class RankingEvaluation(Evaluation):
-    """How well a sequence model ranks the item that came.
+    """How well a model ranks the item that came.
 
     Attributes:
-        users: of whom something was predicted.
-        candidates: items that were ranked: all, or those that a dynamic table knows.
+        users: of whom something was predicted; samples, where a sample is a user's request.
+        candidates: items that were ranked: all, those that a dynamic table knows, or those of a split.
         means: `hr@K`, `ndcg@K`, `mrr`, and `tied`, the share of targets that tie.
         floor: the same of a ranking by popularity; empty where that was not asked for.
     """
@@ -65,6 +65,12 @@ class RankingEvaluation(Evaluation):
         intervals = {name: list(mean.interval) for name, mean in self.means.items()}
         floor = {name: mean.value for name, mean in self.floor.items()}
         return {**self.as_record(), "intervals": intervals, **({"popularity": floor} if floor else {})}
+
+
+def ranking_table(title: str, rows: Iterable[tuple[str, Mapping[str, float]]]) -> list[str]:
+    """The most telling means of several rankings, below a title."""
+    header = f"{'':<18}" + "".join(f"{name.upper():>12}" for name in SHOWN)
+    return [title, header, *(f"  {name:<16}" + "".join(f"{of[key]:>12.5f}" for key in SHOWN) for name, of in rows)]
 
 
 def evaluate_ranking(
@@ -105,7 +111,8 @@ def evaluate_ranking(
             metrics.add(candidates.rank(mesh, queries, targets, items, seen))
             if with_floor:
                 ones = torch.ones(len(targets), 1)
-                floor.add(rank_targets(mesh, ones, targets, counts[part.start : part.stop], part.start, seen))
+                numbers, seen = _numbers(data, targets), seen and replace(seen, items=_numbers(data, seen.items))
+                floor.add(rank_targets(mesh, ones, numbers, counts[part.start : part.stop], part.start, seen))
             on_batch(number + 1)
         means = metrics.compute(mesh)
         floors = floor.compute(mesh) if with_floor else {}
@@ -134,7 +141,11 @@ def vectors_of(job: Job, items: Tensor, options: SequenceOptions) -> Tensor:
 def seen_by(data: Sequences, users: np.ndarray, split: SplitName) -> Seen:
     """All that users did before what a split predicts, also what is too long ago to be read."""
     events, offsets = spans(data.offsets[:-1][users], data.targets(split)[users])
-    return Seen(torch.from_numpy(offsets), torch.from_numpy(data.items[events].astype(np.int64)))
+    return Seen(torch.from_numpy(offsets), torch.from_numpy(data.item_ids(data.items[events])))
+
+
+def _numbers(data: Sequences, ids: Tensor) -> Tensor:
+    return torch.from_numpy(data.item_numbers(ids.numpy()))
 
 
 def _loader(job: Job, data: Sequences, split: SplitName, options: SequenceOptions) -> SequenceLoader:

@@ -28,6 +28,8 @@ class SequenceOptions(Section):
         ffn_dim: width of feed-forward layers; the kind's own if not given.
         time: of fuxi_beta, the function of time.
         time_unit: of fuxi_beta, what durations are counted in, in seconds.
+        item_ids: what ids of a dynamic table are: the numbers of the prepared items, or ids that mean the same in all
+            data ("raw"): integers as they are, and the hash of text.
         side: side columns of the data whose vectors are added to those of items; all that they have if not given.
         learned_positions: whether a learned vector of each position is added; of sasrec if not given.
         loss: over all items; over the target and sampled ones; or of each of these for itself.
@@ -50,6 +52,7 @@ class SequenceOptions(Section):
     ffn_dim: Positive | None = None
     time: Literal["power", "exponential"] | None = None
     time_unit: Factor | None = None
+    item_ids: Literal["prepared", "raw"] = "prepared"
     side: list[str] | None = None
     learned_positions: bool | None = None
     loss: LossName = "full_softmax"

@@ -15,10 +15,12 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from rowmesh.data.events import Sequences
 from rowmesh.data.events.batch import SequenceBatch, spans
 from rowmesh.data.events.read import read_events
 from rowmesh.data.progress import silent
 from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.raw.ids import ids_of
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.files.atomic import replacing_file
@@ -86,13 +88,15 @@ def recommend(
 ) -> Recommended:
     """Ranks all items for every user of a file of events, in one process.
 
+    Where the model's item ids are raw, what is ranked are the items of `data` that its table knows.
+
     Args:
         run: the folder of a finished run of a sequence model.
         file: events in the format and with the columns of the training's event table.
         top: items of each user, the best first; fewer where fewer are left.
         at: when is asked, seconds since 1970; later events are not read. None: at the latest event of the file.
         seen: whether items of a user's history are recommended again.
-        data: the prepared events of the training, where they are no longer where they were.
+        data: the prepared events of the training, where they are no longer where they were; of raw item ids any.
         max_bad_rows: one bad row more is an error.
         verify: compare what is read with its checksums.
 
@@ -114,16 +118,17 @@ def recommend(
             raise DataError(f"{file} holds no event that counts; it is read with the schema of {known.folder}")
         asked = int(coded["time"].max()) // _SECOND if at is None else at
         is_later = coded["time"] // _SECOND > asked
-        rows = _rows_of(events.items, known.item_values())[coded["item"]]
+        ids, is_known = _item_ids(job, known, events.items, coded["item"])
         side = {
             name: _rows_of(vocabulary, known.side_values(name))[coded["side"][:, number]]
             for number, (name, vocabulary) in enumerate(events.side.items())
         }
-        histories = _histories(coded, rows, side, ~is_later & (rows >= 0), known.schema.ties == "item")
+        ties = known.item_numbers(ids) if known.schema.ties == "item" else None
+        histories = _histories(coded, ids, side, ~is_later & is_known, ties)
         if not len(histories.users):
             raise DataError(
                 f"{file}: no event is left of {len(coded):,}: {int(is_later.sum()):,} are after {asked} and "
-                f"{int((rows < 0).sum()):,} of items that {run} does not know"
+                f"{int((~is_known).sum()):,} of items that {run} does not know"
             )
         names = events.users.values(np.arange(len(events.users)))
         has = np.isin(np.arange(len(events.users)), histories.users)
@@ -131,7 +136,7 @@ def recommend(
     return Recommended(
         table,
         asked,
-        int((rows < 0).sum()),
+        int((~is_known).sum()),
         int(is_later.sum()),
         quarantine.num_bad_rows,
         [str(each) for each in names.filter(pa.array(~has)).to_pylist()],
@@ -153,7 +158,7 @@ def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Jo
     config = for_one_process(resolve(finished.folder.config))
     if not config.model.is_sequence:
         raise RowmeshError(f"{run} is a run of {config.model.name}, which scores samples; rowmesh predict reads it")
-    data = SequenceData.open(moved_to or config.data.folder, side=config.model.sequence.side, verify=verify)
+    data = SequenceData.open(moved_to or config.data.folder, config.model.sequence, verify=verify)
     config, _ = task_of(config, data).choose_defaults()
     fingerprint = task_of(config, data).fingerprint
     if what := mismatch(finished.manifest.metadata, fingerprint, finished.folder.model):
@@ -165,6 +170,18 @@ def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Jo
         load_model(job, finished.folder, verify)
         job.network.eval()
         yield job, data
+
+
+def _item_ids(
+    job: Job, data: Sequences, coded: Vocabulary, items: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The ids of coded items, and which of them the model knows: numbers, or raw ids that its table has."""
+    if data.raw is None:
+        rows = _rows_of(coded, data.item_values())[items]
+        return rows, rows >= 0
+    ids = ids_of(coded.values(np.arange(len(coded))))[items]
+    with torch.no_grad():
+        return ids, np.isin(ids, Candidates.of(job, data.num_items).ids.numpy())
 
 
 def _rows_of(coded: Vocabulary, known: pa.Array) -> NDArray[np.int64]:
@@ -181,25 +198,25 @@ def _name(value: object) -> str:
 
 def _histories(
     coded: NDArray[np.void],
-    rows: NDArray[np.int64],
+    ids: NDArray[np.int64],
     side: dict[str, NDArray[np.int64]],
     kept: NDArray[np.bool_],
-    ties_by_item: bool,
+    ties: NDArray[np.int64] | None,
 ) -> _Histories:
-    """Sorted by user and time; what is equal stays in the order of the file, unless items decide."""
-    coded, rows = coded[kept], rows[kept]
+    """Sorted by user and time; what is equal stays in the order of the file, or comes in that of `ties`."""
+    coded, ids = coded[kept], ids[kept]
     keys = (coded["time"], coded["user"])
-    order = np.lexsort((rows, *keys) if ties_by_item else keys)
+    order = np.lexsort(keys if ties is None else (ties[kept], *keys))
     users, starts = np.unique(coded["user"][order], return_index=True)
     side = {name: values[kept][order] for name, values in side.items()}
-    return _Histories(users, rows[order], coded["time"][order] // _SECOND, np.append(starts, len(order)), side)
+    return _Histories(users, ids[order], coded["time"][order] // _SECOND, np.append(starts, len(order)), side)
 
 
 def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, top: int, at: int, seen: str) -> pa.Table:
     options, values = job.config.model.sequence, data.sequences.item_values()
     parts = []
     with torch.no_grad():
-        candidates = Candidates.of(job, data.sequences.num_items)
+        candidates = Candidates.of(job, data.sequences.num_items).named(data.sequences.raw)
         items = vectors_of(job, candidates.ids, options)
         for first in range(0, len(known.users), USERS):
             users = np.arange(first, min(first + USERS, len(known.users)))
@@ -217,7 +234,7 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             columns = [
                 names.take(pa.array(of.numpy())),
                 pa.array(ranks.numpy()),
-                values.take(pa.array(candidates.ids[which[there]].numpy())),
+                values.take(pa.array(data.sequences.item_numbers(candidates.ids[which[there]].numpy()))),
             ]
             parts.append(pa.table([*columns, pa.array(best[there].numpy())], ["user", "rank", "item", "score"]))
     return pa.concat_tables(parts)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rowmesh.data.events import SequenceLoader
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
 from rowmesh.models.sequence import Kind, SequenceEncoder
 from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax, score_shape
 from rowmesh.ops.linear import Shape
@@ -26,7 +27,7 @@ from rowmesh.train.own_model import OwnModel
 from rowmesh.train.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.train.sequence.data import ITEM, SCORED, SequenceData
 from rowmesh.train.sequence.defaults import choose_sequence_defaults
-from rowmesh.train.sequence.evaluation import SHOWN, USERS, RankingEvaluation, evaluate_ranking
+from rowmesh.train.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.sharded_softmax import item_range, sharded_softmax
 from rowmesh.train.stopping import EarlyStopping
@@ -132,6 +133,8 @@ class SequenceTask:
         """Of the vocabularies of items and side columns."""
         sequences = self.data.sequences
         side = {f"vocabulary of {name}": digest_values(sequences.side_values(name)) for name in self.data.side}
+        if sequences.raw is not None:
+            return {f"ids of {ITEM}": "raw", **side}
         return {f"vocabulary of {ITEM}": digest_values(sequences.item_values()), **side}
 
     def check_split(self, key: str, split: str) -> str:
@@ -161,7 +164,8 @@ class SequenceTask:
         assert num_parts != "auto", "refused before the run"
         if self.options.samples:
             return StepLoader(loader, self._draws, num_parts, self.data.side)
-        mine = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
+        mesh = scoring_mesh(job)
+        mine = item_range(self.data.sequences.num_items, mesh.rank, mesh.world_size)
         return StepLoader(loader, mine, num_parts, self.data.side)
 
     def check_batch(self, batch: StepBatch, where: str) -> None:
@@ -246,12 +250,9 @@ class SequenceTask:
             rows.append(("planted optimum", best))
         if evaluation.floor:
             rows.append(("popularity", {name: mean.value for name, mean in evaluation.floor.items()}))
-        header = f"{'':<18}" + "".join(f"{name.upper():>12}" for name in SHOWN)
         low, high = evaluation.means["ndcg@10"].interval
         return [
-            title,
-            header,
-            *(f"  {name:<16}" + "".join(f"{values[key]:>12.5f}" for key in SHOWN) for name, values in rows),
+            *ranking_table(title, rows),
             f"  NDCG@10 within {low:.5f} and {high:.5f} (95 % over users); {evaluation.means['tied'].value:.1%} of the "
             f"targets tie, at {self.options.ties}",
         ]
@@ -277,8 +278,9 @@ class SequenceTask:
         if options.is_cosine:
             queries, scored = cosine(queries, scored, options.temperature)
         if batch.negative_ids is None:
-            part = item_range(self.data.sequences.num_items, job.mesh.rank, job.mesh.world_size)
-            return sharded_softmax(job.mesh, queries, targets, scored, part.start)
+            mesh = scoring_mesh(job)
+            part = item_range(self.data.sequences.num_items, mesh.rank, mesh.world_size)
+            return sharded_softmax(mesh, queries, targets, scored, part.start)
         positives, negatives = scored.split([len(targets), batch.negative_ids.numel()])
         negatives = negatives.unflatten(0, batch.negative_ids.shape)
         if options.loss == "binary_cross_entropy":
@@ -289,7 +291,19 @@ class SequenceTask:
     @cached_property
     def _draws(self) -> Draws:
         sequences = self.data.sequences
-        return Draws(self.options, sequences.popularity("validation"), self.config.train.seed)
+        return Draws(self.options, sequences.popularity("validation"), self.config.train.seed, sequences.raw)
+
+
+def scoring_mesh(job: Job) -> Mesh:
+    """The ranks that score one table together: all, or those of a replica group, where groups have rows of their own.
+
+    Collective the first time.
+    """
+    embeddings = job.embeddings
+    if embeddings.synchronization.mode == "exact" or (count := embeddings.plan.replicas.get(ITEM, 1)) == 1:
+        return job.mesh
+    # Rows travel by the group's own connections meanwhile, in other threads.
+    return job.mesh.part(embeddings.plan.grid(count).groups).with_process_group("scoring items")
 
 
 _DRAWN = {"uniform": "uniformly", "popularity": "by popularity"}
@@ -308,8 +322,6 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"train.device={config.train.device!r} cannot be yet; leave it out"
     if config.train.precision != "float32":
         yield f"train.precision={config.train.precision!r} cannot be; leave it out"
-    if config.parallel.synchronization != "exact":
-        yield "parallel.synchronization='average' cannot be: ranks score parts of one table; give exact"
     for key in ("loss", "loss_weights", "progressive_every", "cuda_graphs"):
         if getattr(config.train, key) != getattr(defaults, key):
             yield f"train.{key} is of clicks and cannot be given"
@@ -317,6 +329,11 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _problems_of_dynamic(options: SequenceOptions, table: TableConfig) -> Iterator[str]:
     if table.storage != "dynamic":
+        if options.item_ids == "raw":
+            yield (
+                f"model.options.item_ids='raw' with tables.storage={table.storage!r} cannot be: its rows have numbers, "
+                "and raw ids are any of 64 bits; give tables.storage=dynamic"
+            )
         return
     if not options.samples:
         yield (
