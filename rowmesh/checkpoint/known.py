@@ -174,7 +174,8 @@ class MergedShards:
             return torch.from_numpy(self._ids[which].copy())
         if kind in (SKETCH, NOW):
             wanted = [(self._parts[each.part], each.number) for each in self._newest[which]]
-            return torch.cat([part.read(kind, slice(number, number + 1)) for part, number in wanted])
+            none = self._parts[0].read(kind, slice(0))
+            return torch.cat([none, *(part.read(kind, slice(number, number + 1)) for part, number in wanted)])
         if kind in OF_CANDIDATES:
             return self._candidates(kind)[which]
         return self._gather(kind, which)

@@ -133,7 +133,8 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
         "dtype": (entry.dtype, dtype_name(table.dtype)),
     }
     if entry.known is not None:
-        pairs |= {name: (entry.known.rules.get(name), value) for name, value in facts_of(table).items()}
+        facts = facts_of(table)
+        pairs |= {name: (entry.known.rules.get(name), facts.get(name)) for name in facts | entry.known.rules}
     if entry.cores is not None:
         for name in ("row_factors", "dim_factors", "ranks"):
             pairs[name] = getattr(entry.cores, name), getattr(table.tensor_train_shape, name)

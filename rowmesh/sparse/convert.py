@@ -89,4 +89,5 @@ def with_empty_bags(batch: SparseBatch, features: Sequence[str], known: Sequence
         batch_size=batch.batch_size,
         jagged_offsets=torch.cat([kept.offsets, kept.offsets[-1:].expand(num_empty)]),
         weights=kept.weights,
+        time=kept.time,
     )

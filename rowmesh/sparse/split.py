@@ -18,7 +18,7 @@ from rowmesh.sparse.convert import KeyedJagged, as_batch
 
 
 def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
-    """The given samples of a batch, in the order given; a sample may be taken more than once.
+    """The given samples of a batch, in the order given; a sample may be taken more than once. Its time is the batch's.
 
     Args:
         batch: B samples, as a SparseBatch or a KeyedJaggedTensor.
@@ -40,7 +40,7 @@ def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
         bags = (*shape, batch.bag_size)
         ids = batch.ids.view(bags).index_select(1, samples).flatten()
         weights = None if batch.weights is None else batch.weights.view(bags).index_select(1, samples).flatten()
-        return SparseBatch(batch.features, ids, samples.numel(), bag_size=batch.bag_size, weights=weights)
+        return SparseBatch(batch.features, ids, samples.numel(), batch.bag_size, weights=weights, time=batch.time)
     begins = batch.offsets[:-1].view(shape).index_select(1, samples).flatten()
     lengths = batch.offsets.diff().view(shape).index_select(1, samples).flatten()
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -51,6 +51,7 @@ def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
         batch_size=samples.numel(),
         jagged_offsets=offsets,
         weights=None if batch.weights is None else batch.weights[places],
+        time=batch.time,
     )
 
 

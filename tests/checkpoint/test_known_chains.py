@@ -180,7 +180,7 @@ class Few:
     def __init__(self, folder, **options):
         self.tables = [self.spec(**options)]
         self.embeddings = EmbeddingCollection(self.tables)
-        self._optimizer = EmbeddingOptimizer(self.embeddings)
+        self._optimizer, self._seen = EmbeddingOptimizer(self.embeddings), 0
         self.chains = Chains(Mesh(), folder, self)
 
     @staticmethod
@@ -191,7 +191,8 @@ class Few:
     def see(self, *ids):
         for i in ids:
             self._optimizer.zero_grad()
-            self.embeddings(SparseBatch.from_bags({"user": [[i]]})).values.sum().backward()
+            self.embeddings(replace(SparseBatch.from_bags({"user": [[i]]}), time=self._seen)).values.sum().backward()
+            self._seen += 1
             self._optimizer.step()
 
 
@@ -277,6 +278,22 @@ def test_compaction_drops_what_is_gone(series, tmp_path):
     assert (part.num_ids, part.num_removed) == (4, 0)
     found, expected = sums_of(series.at(3)), sums_of(tmp_path / "expected" / series.at(3).name)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"admit_after": 2, "sketch_width": 4}, {"ttl_seconds": 60}, {"admit_after": 2}],
+    ids=["sketch", "seconds", "counts"],
+)
+def test_all_that_is_known_is_compacted(tmp_path, rules):
+    few = Few(tmp_path, dynamic=replace(RULE, **rules))
+    few.see(*range(4))
+    few.chains.write(1, "full")
+    few.see(1, 4, 4)
+    few.chains.write(2, "increment")
+    series = Series(tmp_path / "found")
+    assert compact(series.at(2))
+    assert sums_of(series.at(2)) == sums_of(tmp_path / "expected" / series.at(2).name)
 
 
 def test_ids_of_a_chain_are_exported(series, tmp_path):

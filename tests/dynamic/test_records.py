@@ -1,5 +1,6 @@
 """What dynamic tables know is saved, and read again on any number of ranks: training goes on as if nothing had been."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -43,7 +44,7 @@ def joined(batches):
     bags = {}
     for name in batches[0].features:
         bags[name] = [bag for batch in batches for bag in bags_of(batch, name)]
-    return rowmesh.SparseBatch.from_bags(bags)
+    return replace(rowmesh.SparseBatch.from_bags(bags), time=max(batch.time for batch in batches))
 
 
 def bags_of(batch, name):

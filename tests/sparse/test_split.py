@@ -1,6 +1,7 @@
 """Samples of a SparseBatch in another order, and micro-batches."""
 
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 
 from rowmesh.errors import DataError
 from rowmesh.sparse import SparseBatch, micro_batches, take
+from rowmesh.sparse.convert import with_empty_bags
 
 
 def bags_of(batch):
@@ -99,3 +101,15 @@ def test_does_not_follow_the_default_device():
     batch = SparseBatch.from_bags({"a": [[1], [2, 3]]})
     with torch.device("meta"):
         assert [part.ids.tolist() for part in micro_batches(batch, [1, 1])] == [[1], [2, 3]]
+
+
+def test_parts_keep_the_time_of_their_batch():
+    batch = SparseBatch.from_dense(["a", "b"], torch.arange(6).view(2, 3))
+    jagged = SparseBatch.from_bags({"a": [[1], []], "b": [[], [2]]})
+    for each in (replace(batch, time=7), replace(jagged, time=7)):
+        parts = [take(each, torch.tensor([1, 0])), each.select(["b"]), each.with_aliases({"c": "a"})]
+        parts += [
+            with_empty_bags(each, ["a"], ["a", "b"]),
+            each.routed(lambda count: torch.empty(count, dtype=torch.int64)),
+        ]
+        assert [part.time for part in parts] == 5 * [7]
