@@ -24,6 +24,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("rowmesh")
 torch.set_num_threads(1)
+collect_ignore = ["support/warm.py"]  # it trains when it is imported, as looking for doctests would
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
