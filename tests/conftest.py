@@ -46,6 +46,13 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Leaves what other modules have compiled out of garbage collections likewise."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Ranks that live as long as the test session."""

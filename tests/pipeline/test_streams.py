@@ -122,14 +122,6 @@ def test_tasks_come_after_what_they_need(shape):
             assert Task("final", batch) in found.past[Task("compute", batch, 0)]
 
 
-@pytest.fixture(scope="module")
-def little_to_collect():
-    """Leaves all that is there out of garbage collections: each would look at what other tests have compiled."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("little_to_collect")
 @settings(max_examples=8)  # each collects garbage
 @given(shapes)
 def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(shape):
