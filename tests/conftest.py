@@ -24,6 +24,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("rowmesh")
 torch.set_num_threads(1)
+collect_ignore = ["support/warm.py"]  # it trains when it is imported, as looking for doctests would
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
@@ -43,6 +44,13 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     """Lets extension modules free what they would report as leaked."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Leaves what other modules have compiled out of garbage collections likewise."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def train_a_little() -> None:
         data = prepare_clicks(folder, samples, PlantedConfig(num_rows=(50, 7, 300), head=10, bag_sizes={2: 3}))
         config = write_config(folder / "clicks.toml", folder / "run", data.folder, batch_size=64)
         with contextlib.suppress(SystemExit):
-            main(["train", str(config), "checkpoint.every_steps=1"])
+            main(["train", str(config), "checkpoint.every_steps=1", "train.epochs=1"])
 
 
 os.environ["OMP_NUM_THREADS"] = "1"

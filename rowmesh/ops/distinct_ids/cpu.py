@@ -12,7 +12,7 @@ FOUND, COUNTS, INVERSE, PLACES, PARTS = 0, 1, 2, 3, 4  # rows of `memory`
 def distinct(ids, weights, seed, part_of, heads, mask, memory, bounds):
     """Returns how many; `heads` is −1 everywhere before and after; one weight is that of every id."""
     num_parts, num_shards, steps = len(bounds) - 1, np.uint64(len(part_of)), 1 if len(weights) == len(ids) else 0
-    count = 0
+    count = np.int64(0)  # a plain 0 is a type of its own, which `_sort` would be compiled for once more
     for i in range(len(ids)):
         hashed = mix(np.uint64(ids[i]) ^ seed)
         place = np.int64(hashed >> np.uint64(33)) & mask

@@ -312,7 +312,7 @@ def _order(rows, count, chosen, ordered, ends, stack):
             for k in range(4):
                 ordered[ends[bucket], k] = rows[i, k]
             ends[bucket] += 1
-    first = 0
+    first = np.int64(0)  # a plain 0 is a type of its own, which functions called with it are compiled for once more
     for bucket in range(last + 1):
         if ends[bucket] - first > 1:
             _sort(ordered, first, ends[bucket], chosen, stack)
@@ -445,7 +445,7 @@ def evict(
     slots and ids. Scratch, for a whole shard: `frames`, `rows`, `ordered`; `ends`, `stack`, `kept`.
     """
     epoch = step // decay_steps if decay_steps > 0 else 0
-    count = 0
+    count = np.int64(0)
     for shard in range(len(missing)):
         following = min(shard + 1, len(missing) - 1)
         start = headers[following, RUN_START]
