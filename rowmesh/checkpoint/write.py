@@ -45,7 +45,7 @@ from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
-from rowmesh.files.atomic import naming, sync_folder, synced_file, write_text
+from rowmesh.files.atomic import begin_sync, naming, sync_folder, synced_file, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
 from rowmesh.mesh.groups import gather_in_group
 
@@ -385,6 +385,11 @@ class _Output(ChecksumWriter):
         except OSError as error:
             self.error = self.error or error
             raise
+
+    def _close_block(self) -> None:
+        super()._close_block()
+        end = len(self._done) * self._block_bytes
+        begin_sync(self._file, end - self._block_bytes, end)
 
 
 def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:
