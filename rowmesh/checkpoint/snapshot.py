@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from rowmesh.tables import RowStore, TableSpec
     from rowmesh.tables.row_store import Piece
 
-SHARD_ROWS = 1 << 14
-"""Rows that are read at once, 4 MiB of 64 numbers: from then on their updates cost nothing more."""
+SHARD_ROWS = 1 << 16
+"""Rows that are read at once, 16 MiB of 64 numbers: from then on their updates cost nothing more.
+
+Between two the writing thread needs the interpreter, which a step then waits for: on a busy machine for milliseconds.
+"""
 VALUES = "values"
 HOOK = "snapshot"
 SLAB_BYTES = 16 << 20
