@@ -3,10 +3,12 @@
     python -m benchmarks.checkpoint --stall --megabytes 4000 --dim 64 --folder /tmp
 
 Steps of one table with row-wise AdaGrad and a network of two layers; ids are uniform, which is the worst for
-pre-images. In turns: steps alone, with a checkpoint in the background, and with torch.distributed.checkpoint's
-`async_save` of the same rows and states, whose copy of all of them the first step waits for. `stall` is the time in
-which no step runs, before the writing thread has all it needs. Rates are beside a file of as many bytes, written in
-order and synced in the same round.
+pre-images. In turns: steps alone, with a checkpoint in the background, with torch.distributed.checkpoint's
+`async_save` of the same rows and states, whose copy of all of them the first step waits for, and with a thread that
+does no more than write a file of as many bytes, which no way to write beside steps can be cheaper than. `stall` is the
+time in which no step runs, before the writing thread has all it needs; `lost` is all that a checkpoint costs the steps
+beside it, by the clock and of the processor: a slow one costs each step less, and more of them. Rates are beside such a
+file, synced in the same round.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -80,6 +83,15 @@ def _by_torch(training: Training, folder: Path) -> Iterator[Callable[[], bool]]:
     done.result()
 
 
+@contextmanager
+def _plainly(training: Training, folder: Path) -> Iterator[Callable[[], bool]]:
+    num_bytes = sum(tensor.nbytes for tensor in training.tensors.values())
+    thread = Thread(target=_write_in_order, args=(folder / "plain", num_bytes))
+    thread.start()
+    yield lambda: not thread.is_alive()
+    thread.join()
+
+
 def _timed(action: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     action()
@@ -112,7 +124,7 @@ def measure(options: Options, report: Report, folder: Path) -> None:
     num_rows = megabytes * 10**6 // (4 * workload.dim + 4)
     training = Training(num_rows, workload.dim, workload.global_batch, workload.seed)
     num_bytes = sum(tensor.nbytes for tensor in training.tensors.values())
-    ways = {"rowmesh": _in_background, "torch": _by_torch}
+    ways = {"rowmesh": _in_background, "torch": _by_torch, "plain": _plainly}
     found: dict[str, list[Any]] = {name: [] for name in ("alone", "disk", "sync", "torch_sync", *ways)}
     for _ in range(1 if quick else options.extra["rounds"]):
         for _ in range(workload.warmup):
@@ -142,6 +154,7 @@ def _report(report: Report, found: dict[str, list[Any]], ways: Any, num_bytes: i
         steps, cpu = np.array([step for each in found[name] for step in each["steps"]]).T
         stall_s = statistics.median(each["stall_s"] for each in found[name])
         rate = num_bytes / statistics.median(each["write_s"] for each in found[name])
+        lost_s, lost_cpu_s = (np.array([steps.sum(), cpu.sum()]) - alone * len(steps)) / len(found[name])
         report.line(
             case=f"stall {name}",
             **common,
@@ -150,6 +163,8 @@ def _report(report: Report, found: dict[str, list[Any]], ways: Any, num_bytes: i
             mean_step_cpu_ms=round(float(cpu.mean()) * 1e3, 3),
             p99_step_ms=round(float(np.quantile(steps, 0.99)) * 1e3, 3),
             steps_beside=len(steps),
+            lost_ms=round(stall_s * 1e3 + float(lost_s) * 1e3, 1),
+            lost_cpu_ms=round(float(lost_cpu_s) * 1e3, 1),
             mb_per_s=round(rate / 1e6),
         )
         report.ratio(f"{name}: stall / step", round(stall_s / alone_s, 3))

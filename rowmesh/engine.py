@@ -413,6 +413,7 @@ class Engine:
 
     def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
         """Applies the gradients of a window, which all are on their way. Collective."""
+        reach("engine.push")
         self.step_count += 1
         self._num_pushes += 1
         step = self.make_step(rates, self.step_count)

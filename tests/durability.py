@@ -133,7 +133,7 @@ class Grid:
         options = [*options_of(case.mode, case.ranks, run, case.transport), *self._more]
         first = f"{case.point},rank{case.victim}=kill"
         if case.point in RESUMING:
-            life = self._lives.train(options, "loop.step@8=kill", ranks=case.ranks)
+            life = self._lives.train(options, f"loop.step@8,rank{case.victim}=kill", ranks=case.ranks)
         else:
             life = self._lives.train(options, first, ranks=case.ranks)
         if life.statuses[case.victim] != -9:

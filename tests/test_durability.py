@@ -26,6 +26,12 @@ def test_more_cases_of_the_grid(grid, mode, ranks):
     assert grid.run(Case(mode, ranks, transport, "loop.step@17", 0))["problem"] == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pipelined, depth 2", "dynamic, pipelined, asynchronous"])
+def test_points_of_updates_are_met_in_pipelines_too(grid, mode):
+    assert grid.run(Case(mode, 2, "collective", "engine.push@8", 1))["problem"] == ""
+
+
 def test_the_grid_has_every_step_and_mode():
     asked = argparse.Namespace(ranks=[1, 2, 4], mode=None, steps=list(range(1, NUM_STEPS + 1)), points=False)
     names = {case.name for case in cases(asked)}

@@ -6,6 +6,7 @@
       step-000000200/      a checkpoint, as `rowmesh.checkpoint.manifest` describes it; whole once it has a manifest
         best/              the best model by then, where the run looks for one
       step-000000400/
+      step-000000517.survivors-of-4711    while ranks that are left when others died write one: whose it is
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_folder
 
 STEP_PATTERN = r"step-(\d{9,})"
+CLAIM_PATTERN = STEP_PATTERN + r"\.survivors-of-\d+"
 BEST = "best"
 
 
@@ -49,6 +51,15 @@ class Series:
         """After which steps there are whole checkpoints, from the oldest on."""
         return sorted(step for step, path in self._found() if (path / MANIFEST).exists())
 
+    def claim_of(self, step: int, run: int) -> Path:
+        """A file that the ranks that write a checkpoint after others died make, so that no others do.
+
+        Args:
+            step: after which it is.
+            run: the process of rank 0, which tells one start of a run from another.
+        """
+        return self.folder / f"{step_name(step)}.survivors-of-{run}"
+
     def prune(self, keep_last: int, keep_every: int = 0) -> None:
         """Removes all but the newest, those after multiples of `keep_every`, and what interrupted writes left.
 
@@ -64,6 +75,14 @@ class Series:
             if step not in kept:
                 reach("checkpoint.prune", path)
                 remove(path)
+        self._remove_claims()
+
+    def remove_after(self, step: int) -> None:
+        """Removes those after a step, whole or not, and what ranks left that were killed while they wrote one."""
+        for newer, path in sorted(self._found(), reverse=True):  # increments go before what they add to
+            if newer > step:
+                remove(path)
+        self._remove_claims()
 
     def _parents(self, step: int) -> Iterator[int]:
         """What a checkpoint adds to, as far as manifests can be read."""
@@ -77,17 +96,26 @@ class Series:
         """Removes all of them."""
         for _, path in self._found():
             remove(path)
+        self._remove_claims()
         with contextlib.suppress(OSError):  # not there, or with something else in it
             self.folder.rmdir()
 
+    def _remove_claims(self) -> None:
+        for path in self._paths():
+            if re.fullmatch(CLAIM_PATTERN, path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
     def _found(self) -> list[tuple[int, Path]]:
         """Steps and folders, whole or not."""
+        named = [(re.fullmatch(STEP_PATTERN, path.name), path) for path in self._paths()]
+        return [(int(match[1]), path) for match, path in named if match]
+
+    def _paths(self) -> list[Path]:
         try:
-            paths = list(self.folder.iterdir())
+            return list(self.folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        named = [(re.fullmatch(STEP_PATTERN, path.name), path) for path in paths]
-        return [(int(match[1]), path) for match, path in named if match]
 
 
 def remove(path: Path) -> None:

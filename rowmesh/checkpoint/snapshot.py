@@ -23,23 +23,28 @@ from rowmesh.checkpoint.manifest import as_numpy
 from rowmesh.dynamic.records import Before, KnownCopy, Records
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
-from rowmesh.ops.claim import claim
-from rowmesh.ops.memory import Buffer, take
+from rowmesh.ops.memory import Buffer, populate, take
+from rowmesh.ops.pre_images import PreImages, claim
 
 if TYPE_CHECKING:
     from rowmesh.dynamic.records import Records
     from rowmesh.tables import RowStore, TableSpec
     from rowmesh.tables.row_store import Piece
 
-SHARD_ROWS = 1 << 14
-"""Rows that are read at once, 4 MiB of 64 numbers: from then on their updates cost nothing more."""
+SHARD_ROWS = 1 << 16
+"""Rows that are read at once, 16 MiB of 64 numbers: from then on their updates cost nothing more.
+
+Between two the writing thread needs the interpreter, which a step then waits for: on a busy machine for milliseconds.
+"""
 VALUES = "values"
 HOOK = "snapshot"
 SLAB_BYTES = 16 << 20
+SLABS_AHEAD = 4
+"""Whose pages the thread that writes has ready: a first touch takes a step longer than the copy."""
 
 
 class Room:
-    """Memory for pre-images, of one snapshot after the other: fresh pages take the steps many times the copy's time."""
+    """Memory for pre-images, of one snapshot after the other: fresh pages take many times the copy's time."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
@@ -53,15 +58,26 @@ class Room:
             while self._slab < len(self._slabs) and self._used + num_bytes > len(self._slabs[self._slab]):
                 self._slab, self._used = self._slab + 1, 0
             if self._slab == len(self._slabs):
-                size = max(SLAB_BYTES, num_bytes)
-                self._slabs.append(Buffer(size).tensor(torch.uint8, size))
+                self._slabs.append(_slab(max(SLAB_BYTES, num_bytes)))
             first = self._used
             self._used += -(-num_bytes // 64) * 64
             return self._slabs[self._slab][first : first + num_bytes].view(dtype).view(shape)
 
+    def prepare(self) -> None:
+        """Has memory ready that is likely to be asked for soon; for a thread that steps do not wait for."""
+        while self._slabs and len(self._slabs) <= self._slab + SLABS_AHEAD:  # something was asked for
+            more = _slab(SLAB_BYTES)
+            populate(more.data_ptr(), SLAB_BYTES)
+            with self._lock:
+                self._slabs.append(more)
+
     def reset(self) -> None:
         """All of it is free; its memory stays."""
         self._slab = self._used = 0
+
+
+def _slab(num_bytes: int) -> Tensor:
+    return Buffer(num_bytes).tensor(torch.uint8, num_bytes)
 
 
 class Source(Protocol):
@@ -212,23 +228,31 @@ class _Frozen:
 
     def __init__(self, store: StoreSnapshot, slots: range | npt.NDArray[np.uint32]) -> None:
         self._store, self._shard = store, store.add(slots)
+        self._read: Mapping[str, Tensor] | None = None
 
     @property
     def values(self) -> Tensor:
-        """`[n, D]`, of the moment of the snapshot; to be read once, and valid until the next shard is."""
-        return self._store.read(self._shard, VALUES)
+        """`[n, D]`, of the moment of the snapshot; read with the state, once, and valid until the next shard is."""
+        return self.tensor(VALUES)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state by name, each read when it is asked for, once."""
-        return _FrozenState(self._store, self._shard)
+        """Optimizer state by name, read as `values` are."""
+        return _FrozenState(self, self._store.states)
+
+    def tensor(self, kind: str) -> Tensor:
+        """Values or a state."""
+        if self._read is None:
+            self._read = self._store.read(self._shard)
+        return self._read[kind]
 
     def commit(self) -> None:
         """Not for what is only read."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """No-op: nothing is kept."""
+        """What was read is not needed any more."""
+        self._read = None
 
 
 class FrozenRows(_Frozen):
@@ -289,17 +313,17 @@ class FrozenRecords:
 
 
 class _FrozenState(Mapping[str, Tensor]):
-    def __init__(self, store: StoreSnapshot, shard: int) -> None:
-        self._store, self._shard = store, shard
+    def __init__(self, rows: _Frozen, names: Sequence[str]) -> None:
+        self._rows, self._names = rows, names
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._store.read(self._shard, name)
+        return self._rows.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._store.states)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._store.states)
+        return len(self._names)
 
 
 class StoreSnapshot:
@@ -320,9 +344,8 @@ class StoreSnapshot:
         self._lock = threading.Lock()
         self._shards: list[range | npt.NDArray[np.uint32]] = []
         self._expected: list[npt.NDArray[np.uint32]] = []
-        self._unread: list[set[str]] = []
-        self._saved: list[dict[str, npt.NDArray[Any]]] = []
-        self._firsts: list[int] = []
+        self._is_read: list[bool] = []
+        self._saved = {kind: PreImages() for kind in self._tensors()}
         self._room: dict[str, Tensor] = {}
         self.num_saved = 0
         self._is_closed = False
@@ -330,7 +353,7 @@ class StoreSnapshot:
     def add(self, slots: range | npt.NDArray[np.uint32]) -> int:
         """Adds a shard, before `open` or of slots that are expected; returns its number. No other has any of them."""
         self._shards.append(slots)
-        self._unread.append({VALUES, *self.states})
+        self._is_read.append(False)
         return len(self._shards) - 1
 
     def expect(self, slots: npt.NDArray[np.uint32]) -> None:
@@ -355,36 +378,35 @@ class StoreSnapshot:
         with self._lock:
             if self._is_closed:
                 return
-            slots, at = claim(self._is_due, slots, at)
-            if not len(slots):
+            at = claim(self._is_due, self._places, slots, at, self.num_saved)
+            if not len(at):
                 return
-            first = self.num_saved
-            self._saved.append({kind: as_numpy(self._taken(tensor, at)) for kind, tensor in self._tensors().items()})
-            self._firsts.append(first)
-            self.num_saved += len(slots)
-            self._places[slots] = np.arange(first + 1, self.num_saved + 1, dtype=np.uint32)
+            for kind, rows in self._tensors().items():
+                out = self._pre_image_room.tensor(rows.dtype, len(at), *rows.shape[1:])
+                self._saved[kind].keep(rows, at, out)
+            self.num_saved += len(at)
 
-    def read(self, shard: int, kind: str) -> Tensor:
-        """The values or a state of a shard, valid until the next is read.
+    def read(self, shard: int) -> Mapping[str, Tensor]:
+        """The values and states of a shard, valid until the next is read.
 
         Raises:
             RowmeshError: the snapshot was closed meanwhile.
         """
         slots = self._shards[shard]
+        self._pre_image_room.prepare()
         reach("snapshot.read")
-        copied = self._copy(slots, kind)
+        copied = self._copy(slots)
         reach("snapshot.copied")
-        out = as_numpy(copied)
         with self._lock:
             if self._is_closed:
                 raise RowmeshError("the snapshot was closed while it was read")
-            assert kind in self._unread[shard], "read once"
-            self._unread[shard].remove(kind)
-            if not self._unread[shard]:
-                self._is_due[_index(slots)] = 0
-            saved, firsts = list(self._saved), np.array(self._firsts, np.int64)
-            places = self._places[_index(slots)].astype(np.int64)
-        _restore(places, saved, firsts, kind, out)  # steps need not wait for this: nothing of it changes any more
+            assert not self._is_read[shard], "read once"
+            self._is_read[shard] = True
+            self._is_due[_index(slots)] = 0
+            blocks = {kind: list(saved.blocks) for kind, saved in self._saved.items()}
+        places = self._places[_index(slots)]  # steps need not wait from here on: nothing of it changes any more
+        for kind, out in copied.items():
+            PreImages.restore(places, out, blocks[kind])
         return copied
 
     def close(self) -> None:
@@ -392,32 +414,30 @@ class StoreSnapshot:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._saved, self._firsts, self._room = [], [], {}
+                self._saved, self._room = {}, {}
                 self._store.watch(HOOK, None)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {VALUES: self._store.rows, **self._store.state}
 
-    def _taken(self, rows: Tensor, places: npt.NDArray[np.uint32]) -> Tensor:
-        """Copies of rows."""
-        return take(rows, places, self._pre_image_room.tensor(rows.dtype, len(places), *rows.shape[1:]))
-
-    def _copy(self, slots: range | npt.NDArray[np.uint32], kind: str) -> Tensor:
+    def _copy(self, slots: range | npt.NDArray[np.uint32]) -> dict[str, Tensor]:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
-        if self._store.has_views:
-            source = self._tensors()[kind]
-            # One for all shards: fresh pages cost the steps time too.
-            if kind not in self._room or len(self._room[kind]) < len(slots):
-                self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
-            copied = self._room[kind][: len(slots)]
-            if isinstance(slots, range):
-                part = as_numpy(source[slots.start : slots.stop])
-                np.copyto(as_numpy(copied), part)  # in this thread alone, without the interpreter's lock
-            else:
-                take(source, slots, copied)
-            return copied
-        rows, state = self._store.read_rows(np.array(slots, np.uint32))
-        return rows if kind == VALUES else state[kind]
+        if not self._store.has_views:
+            rows, state = self._store.read_rows(np.array(slots, np.uint32))
+            return {VALUES: rows, **state}
+        return {kind: self._copy_of(slots, kind, source) for kind, source in self._tensors().items()}
+
+    def _copy_of(self, slots: range | npt.NDArray[np.uint32], kind: str, source: Tensor) -> Tensor:
+        # One for all shards: fresh pages cost the steps time too.
+        if kind not in self._room or len(self._room[kind]) < len(slots):
+            self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
+        copied = self._room[kind][: len(slots)]
+        if isinstance(slots, range):
+            part = as_numpy(source[slots.start : slots.stop])
+            np.copyto(as_numpy(copied), part)  # in this thread alone, without the interpreter's lock
+        else:
+            take(source, slots, copied)
+        return copied
 
 
 def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint32]:
@@ -426,19 +446,3 @@ def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint
 
 def _cuts(count: int) -> list[slice]:
     return [slice(first, min(first + SHARD_ROWS, count)) for first in range(0, count, SHARD_ROWS)]
-
-
-def _restore(
-    places: npt.NDArray[np.int64],
-    saved: Sequence[Mapping[str, npt.NDArray[Any]]],
-    firsts: npt.NDArray[np.int64],
-    kind: str,
-    out: npt.NDArray[Any],
-) -> None:
-    """Puts pre-images over what changed."""
-    changed = np.flatnonzero(places)
-    places = places[changed] - 1
-    blocks = np.searchsorted(firsts, places, side="right") - 1
-    for block in np.unique(blocks).tolist():
-        here = blocks == block
-        out[changed[here]] = saved[block][kind][places[here] - firsts[block]]

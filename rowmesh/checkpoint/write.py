@@ -45,14 +45,14 @@ from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
-from rowmesh.files.atomic import sync_folder, synced_file, write_text
+from rowmesh.files.atomic import begin_sync, naming, sync_folder, synced_file, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
 from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
 
-CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
+WRITTEN_ROWS = 1 << 16  # at once, 16 MiB of 64 numbers: the disk begins with them while the next are prepared
 
 T = TypeVar("T")
 
@@ -224,10 +224,10 @@ def _write_rows(
         else:
             pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
             ranges, num_changed = tuple(RowRange.of(piece.rows) for piece in pieces), 0
-        for kind in ("values", *pieces[0].state) if pieces else ():
-            files[kind] = file_name(table.name, rank, kind)
-            write = partial(_write_pieces, pieces=pieces, kind=kind)
-            checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
+        if pieces:
+            names = {kind: file_name(table.name, rank, kind) for kind in ("values", *pieces[0].state)}
+            files |= names
+            checksums |= _write_pieces(target, names, pieces)
         parts[table.name] = Part(rank, ranges, files, num_changed)
     if rank == 0:
         checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
@@ -257,10 +257,9 @@ def _write_records(
         write = partial(_write_whole, array=array)
         checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
     pieces = records.rows
-    for kind in ("values", *pieces[0].state):
-        files[kind] = file_name(table, rank, kind)
-        write = partial(_write_pieces, pieces=pieces, kind=kind)
-        checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
+    names = {kind: file_name(table, rank, kind) for kind in ("values", *pieces[0].state)}
+    files |= names
+    checksums |= _write_pieces(target, names, pieces)
     shards, num_removed = records.shards, sizes.get(REMOVED, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
     return KnownPart(rank, *numbers, files, num_removed)
@@ -284,14 +283,24 @@ def _write_numbers(file: _Output, pieces: Sequence[ChangedRows], dtype: torch.dt
     _write_whole(file, as_numpy(numbers.to(dtype)))
 
 
-def _write_pieces(file: _Output, pieces: Sequence[LocalRows] | Sequence[ChangedRows], kind: str) -> None:
-    """The values or a state of one piece after the other as one .npy file, without a copy of the whole."""
-    for number, piece in enumerate(pieces):
-        array = as_numpy(piece.values if kind == "values" else piece.state[kind])
-        if number == 0:
-            _write_header(file, array, sum(len(each.rows) for each in pieces))
-        _write_array(file, array)
-        piece.forget()
+def _write_pieces(
+    target: Path, names: Mapping[str, str], pieces: Sequence[LocalRows] | Sequence[ChangedRows]
+) -> dict[str, Checksums]:
+    """The values and states of one piece after the other, each kind as one .npy file, without a copy of the whole."""
+    count, outputs = sum(len(each.rows) for each in pieces), dict[str, _Output]()
+    with contextlib.ExitStack() as files:
+        for kind, name in names.items():
+            outputs[kind] = _Output(files.enter_context(synced_file(target / name)), BLOCK_BYTES)
+            reach("checkpoint.write_rows", target / name)
+        for number, piece in enumerate(pieces):
+            for kind, output in outputs.items():
+                array = as_numpy(piece.values if kind == "values" else piece.state[kind])
+                with naming(target / names[kind]):
+                    if number == 0:
+                        _write_header(output, array, count)
+                    _write_array(output, array)
+            piece.forget()
+    return {names[kind]: output.checksums() for kind, output in outputs.items()}
 
 
 def _write_header(file: Any, array: npt.NDArray[Any], count: int) -> None:
@@ -302,8 +311,8 @@ def _write_header(file: Any, array: npt.NDArray[Any], count: int) -> None:
 
 
 def _write_array(file: _Output, array: npt.NDArray[Any]) -> None:
-    for begin in range(0, len(array), CHUNK_ROWS):
-        file.write(np.ascontiguousarray(array[begin : begin + CHUNK_ROWS]).data)
+    for begin in range(0, len(array), WRITTEN_ROWS):
+        file.write(np.ascontiguousarray(array[begin : begin + WRITTEN_ROWS]).data)
 
 
 def _manifest(
@@ -371,11 +380,15 @@ class _Output(ChecksumWriter):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        begin = self.size_bytes
         try:
-            return super().write(data)
+            written = super().write(data)
         except OSError as error:
             self.error = self.error or error
             raise
+        if written >= self._block_bytes:
+            begin_sync(self._file, begin, begin + written)
+        return written
 
 
 def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:

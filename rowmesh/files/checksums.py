@@ -75,11 +75,11 @@ class ChecksumWriter:
         while begin < len(view):
             part = view[begin : begin + self._block_bytes - self._open_bytes]
             self._open.update(part)
-            self._file.write(part)  # while it is in the processor's cache
             self._open_bytes += len(part)
             begin += len(part)
             if self._open_bytes == self._block_bytes:
                 self._close_block()
+        self._file.write(view)
         return len(view)
 
     def flush(self) -> None:
@@ -98,8 +98,12 @@ class ChecksumWriter:
     def checksums(self) -> Checksums:
         """Of all that was written so far."""
         rest = (self._open.hexdigest(),) if self._open_bytes else ()
-        size = len(self._done) * self._block_bytes + self._open_bytes
-        return Checksums(size, (*self._done, *rest), self._block_bytes)
+        return Checksums(self.size_bytes, (*self._done, *rest), self._block_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much was written so far."""
+        return len(self._done) * self._block_bytes + self._open_bytes
 
     def _close_block(self) -> None:
         self._done.append(self._open.hexdigest())

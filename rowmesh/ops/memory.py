@@ -41,13 +41,23 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
         _libc.madvise(address, num_bytes, _MADV_HUGEPAGE)
 
 
+def populate(address: int, num_bytes: int) -> None:
+    """Touches pages for writing, contents as they are, without the interpreter's lock (Linux ≥ 5.14; else no-op).
+
+    A huge page at a time: other threads that map memory wait meanwhile.
+    """
+    if sys.platform == "linux":
+        for begin in range(0, num_bytes, HUGE_PAGE):
+            _libc.madvise(address + begin, min(HUGE_PAGE, num_bytes - begin), _MADV_POPULATE_WRITE)
+
+
 def collapse_huge_pages(address: int, num_bytes: int) -> None:
     """Makes huge pages of memory that is already touched (Linux ≥ 6.1; elsewhere nothing happens).
 
     Works on shared memory too, also where the system offers it no huge pages at the first touch.
     """
     if sys.platform == "linux" and num_bytes >= HUGE_PAGE:
-        _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE)
+        populate(address, num_bytes)
         _libc.madvise(address, num_bytes, _MADV_COLLAPSE)
 
 

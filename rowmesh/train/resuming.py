@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
-from rowmesh.checkpoint.series import BEST, Series, remove
+from rowmesh.checkpoint.series import BEST, Series
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -164,8 +164,7 @@ def _go_back(run: RunFolder, series: Series, step: int, *, has_best: bool) -> No
         reach("resume.cut", path)
         cut_after(path, step)
     restore_best(run, series.at(step) / BEST if has_best else None)
-    for newer in [each for each in reversed(series.steps()) if each > step]:  # before what they add to
-        remove(series.at(newer))
+    series.remove_after(step)
 
 
 def _config_of(metadata: dict[str, Any], folder: Path) -> Config:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rowmesh.checkpoint.series import STEP_PATTERN
+from rowmesh.checkpoint.series import CLAIM_PATTERN, STEP_PATTERN
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import naming, sync_folder, write_text
@@ -42,7 +42,7 @@ CONTENTS = {
     **dict.fromkeys(("metrics.jsonl", "counters.jsonl"), ""),
     "evaluation": rf".*\.json|{_PARTIAL}",
     **dict.fromkeys(("model", BEST), rf"manifest\.json.*|[0-9a-f]{{16}}|{_PARTIAL}"),
-    CHECKPOINTS: STEP_PATTERN,
+    CHECKPOINTS: f"{STEP_PATTERN}|{CLAIM_PATTERN}",
     "bad_rows": r"rank\d+_after_\d+\.jsonl",
     "tensorboard": r"events\.out\..*",
 }

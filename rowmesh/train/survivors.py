@@ -184,8 +184,8 @@ class Survivors:
     @contextmanager
     def _claimed(self, group: dist.ProcessGroup | None, step: int, has_best: bool) -> Iterator[Path]:
         """The place of the checkpoint, which one group alone writes: others hold the same rows."""
-        place = self._checkpoints.series.at(step)
-        claim = place.with_name(f"{place.name}.survivors-of-{self._job.mesh.pids[0] if self._job.mesh.pids else 0}")
+        series = self._checkpoints.series
+        place, claim = series.at(step), series.claim_of(step, self._job.mesh.pids[0] if self._job.mesh.pids else 0)
         problem = ""
         if self._job.mesh.rank == self._members[0]:
             try:

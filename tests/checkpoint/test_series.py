@@ -38,6 +38,25 @@ def test_the_newest_and_every_so_many_steps_stay(series):
     assert not series.folder.exists()
 
 
+def test_claims_of_ranks_that_were_killed_go(series):
+    make(series, 3, 6)
+    claim, other = series.claim_of(9, 4711), series.folder / "step-000000009.mine"
+    for remove in (lambda: series.prune(2), lambda: series.remove_after(3), series.clear):
+        claim.touch()
+        other.touch()
+        remove()
+        assert not claim.exists()
+        assert other.exists()
+    assert series.steps() == []
+
+
+def test_those_after_a_step_go_whole_or_not(series):
+    make(series, 3, 6)
+    series.at(9).mkdir()
+    series.remove_after(3)
+    assert [path.name for path in series.folder.iterdir()] == ["step-000000003"]
+
+
 def test_one_that_cannot_be_removed_whole_is_not_whole(series, monkeypatch):
     make(series, 1, 2)
     monkeypatch.setattr("shutil.rmtree", lambda *of, **options: None)

@@ -274,7 +274,12 @@ def test_rows_are_as_they_were_and_read_once():
     training.step()
     (shard,) = snapshot.local_rows("item")
     assert torch.equal(shard.values, torch.cat(before))
-    assert snapshot.num_saved > 0
+    num_saved = snapshot.num_saved
+    assert num_saved > 0
+    assert all(len(each.values) for each in snapshot.local_rows("user"))
+    training.step()
+    assert snapshot.num_saved == num_saved, "rows that were read, their states with them, cost nothing more"
+    shard.forget()
     with pytest.raises(AssertionError, match="read once"):
         _ = shard.values
     snapshot.close()

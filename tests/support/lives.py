@@ -73,14 +73,14 @@ class Lives:
         """Waits as a launcher does: where one fails, it ends the others."""
         deadline, is_ending = time.monotonic() + limit_s, False
         while running := [process for process in started if self._status(process) is None]:
-            wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
-            if not is_ending and any(self._status(process) for process in started):
+            if not is_ending and any(self._status(process) for process in started):  # one may have died already
                 is_ending, deadline = True, time.monotonic() + grace_s
                 for process in running:
                     process.terminate()
             elif time.monotonic() > deadline:
                 for process in running:
                     process.kill()
+            wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
         return [self._status(process) for process in started]
 
     def _status(self, process: Any) -> Any:

@@ -85,6 +85,18 @@ def test_where_every_replica_group_lost_a_rank_nothing_is_written(lives, tmp_pat
     assert Series(tmp_path / "run" / "checkpoints").steps() == []
 
 
+def test_the_next_start_removes_what_ranks_that_die_while_they_write_leave(lives, tmp_path):
+    run = tmp_path / "run"
+    faults = "engine.fetched@8,rank0=kill; checkpoint.publish,rank1=kill"
+    options = [*options_of("exact replicas", 2, run, "collective"), "checkpoint.every_steps=3", "--resume", "auto"]
+    assert lives.train(options, faults, ranks=2).statuses == [-9, -9]
+    series = Series(run / "checkpoints")
+    assert series.steps() == [3, 6]
+    assert [*series.folder.glob("step-000000007.survivors-of-*")]
+    assert -9 in lives.train([*options, SELDOM], "loop.step@8=kill", ranks=2).statuses
+    assert sorted(path.name for path in series.folder.iterdir()) == ["step-000000003", "step-000000006"]
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_while_they_write_leaves_nothing(lives, tmp_path):
     faults = "engine.fetched@8,rank0=kill; survivors.meet,rank2=kill"

@@ -1,0 +1,63 @@
+"""What is kept is what rows were, and it is put back where it was."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from rowmesh.ops.pre_images import PreImages, claim, reference
+
+MAX_SLOTS = 12
+
+
+def u32(numbers):
+    return np.array(numbers, np.uint32)
+
+
+@given(
+    is_free=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_SLOTS),
+    pairs=st.lists(st.tuples(st.integers(0, MAX_SLOTS + 1), st.integers(0, 99))),
+    first=st.integers(0, 2**31),
+)
+def test_slots_are_claimed_as_by_the_reference(is_free, pairs, first):
+    slots, at = u32([slot for slot, _ in pairs]), u32([beside for _, beside in pairs])
+    found = []
+    for way in (claim, reference.claim):
+        own, places = np.array(is_free, np.uint8), np.zeros(len(is_free), np.uint32)
+        found.append([each.tolist() for each in (way(own, places, slots, at, first), own, places)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (33,)])
+def test_rows_of_any_size_come_back(dtype, shape):
+    draw, kept = torch.Generator().manual_seed(0), PreImages()
+    before = torch.randn(40, *shape, generator=draw).to(dtype)
+    rows, places, num = before.clone(), np.zeros(40, np.uint32), 0
+    for slots in ([5], [39, 0, 7], [8, 9]):
+        kept.keep(rows, u32(slots), rows.new_empty(len(slots), *shape))
+        rows[slots] += 1
+        places[slots] = range(num + 1, num + len(slots) + 1)
+        num += len(slots)
+    blocks = [each.rows.float().numpy() for each in kept.blocks]
+    expected = rows.float().numpy()
+    reference.restore(places, blocks, expected)
+    PreImages.restore(places, rows, kept.blocks)
+    assert torch.equal(rows, before)
+    assert torch.equal(rows.float(), torch.from_numpy(expected))
+
+
+def test_without_pre_images_nothing_changes():
+    rows = torch.ones(2, 3)
+    PreImages.restore(u32([0, 0]), rows, [])
+    assert torch.equal(rows, torch.ones(2, 3))
+
+
+def test_pre_images_that_are_not_there_are_refused():
+    kept = PreImages()
+    kept.keep(torch.ones(2, 3), u32([1]), torch.empty(1, 3))
+    with pytest.raises(AssertionError, match="that there are"):
+        PreImages.restore(u32([2, 0]), torch.ones(2, 3), kept.blocks)
+    with pytest.raises(AssertionError, match="that there are"):
+        kept.keep(torch.ones(2, 3), u32([2]), torch.empty(1, 3))
