@@ -41,7 +41,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
-from rowmesh.dynamic.records import REMOVED, facts_of
+from rowmesh.dynamic.records import REMOVED, check_savable, facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
@@ -158,8 +158,9 @@ def save(
 
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
-        CheckpointError: on every rank, where a rank failed otherwise.
+        CheckpointError: on every rank, where a rank failed otherwise, or a dynamic table demotes what it evicts.
     """
+    check_savable(embeddings.tables)
     embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
     token = _from_rank_0(secrets.token_hex(8), group)

@@ -106,14 +106,24 @@ class DenseArena:
         """
         if not len(slots):
             return
-        places, pieces = slots.astype(np.uint32), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
-        for watcher in filter(None, tuple(self._watchers.values())):
-            watcher(places, places)
+        places, pieces = self._announce(slots), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
         streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
         initialize_slots(self.rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
         index = torch.from_numpy(slots)
         for name, tensor in self.state.items():
             tensor[index] = self.group.optimizer.initial_state[name]
+
+    def restore(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Gives ids of a dynamic table the rows and states that they had; see `start` and `write_rows`."""
+        self._announce(slots)
+        self.write_rows(slots, rows, state)
+
+    def _announce(self, slots: np.ndarray) -> np.ndarray:
+        """Tells watchers of rows that are to change; returns their slots, uint32."""
+        places = slots.astype(np.uint32)
+        for watcher in filter(None, tuple(self._watchers.values())):
+            watcher(places, places)
+        return places
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""

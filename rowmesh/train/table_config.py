@@ -94,7 +94,8 @@ class DynamicConfig(Section):
             both (lru_lfu), or the oldest past its time (ttl).
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes; 0: none does.
-        mode: whether an evicted id is forgotten (drop).
+        mode: whether an evicted id is forgotten (drop); demote is for collections in Python alone, as a run writes its
+            model, which cannot have demoted records yet.
         missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
         spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
     """
@@ -110,7 +111,7 @@ class DynamicConfig(Section):
     eviction: Literal["lru", "lfu", "lru_lfu", "ttl"] | None = None
     decay_steps: Count | None = None
     ttl_steps: Count | None = None
-    mode: Literal["drop"] | None = None
+    mode: Literal["drop", "demote"] | None = None
     missing: Literal["initial", "zero", "error"] | None = None
     spare_frames: Positive | None = None
 
