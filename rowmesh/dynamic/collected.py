@@ -13,7 +13,7 @@ from rowmesh.dynamic.layout import rules_of, shards_of
 from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.resolver import Resolver
-from rowmesh.dynamic.stores import RecordStore, open_records
+from rowmesh.dynamic.stores import RecordStore, Retry, open_records
 from rowmesh.errors import ConfigurationError, RowmeshError, StoreError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -164,8 +164,8 @@ def _open_store(table: TableSpec, shards: range, rank: int, replica: int) -> Rec
     rules = rules_of(table)
     assert rules.store is not None
     room = sum(rules.stored_in(shard) or 1 for shard in shards)
-    width = RecordLayout(table).width
-    store = open_records(rules.store, table.name, width, max_records=room, rank=rank, replica=replica)
+    width, retry = RecordLayout(table).width, Retry(for_s=rules.store_retry_s)
+    store = open_records(rules.store, table.name, width, max_records=room, rank=rank, replica=replica, retry=retry)
     try:
         store.clear(shards)
     except BaseException:

@@ -39,6 +39,8 @@ class Dynamic:
             store has of an earlier run is removed.
         store_capacity: records that the store keeps at most, over all ranks; beyond, those that came first are
             forgotten, shard by shard. Needed for memory and files. Default: no limit.
+        store_retry_s: seconds for which a store that does not answer is asked again; less than what ranks wait for each
+            other.
         missing: what an unknown id reads in evaluation.
         spare_frames: rows of memory that each rank has beside its share of the capacity: for ids that are not admitted,
             for unknown ones in evaluation, and for evicted ones that batches under way still read. Memory is committed
@@ -65,6 +67,7 @@ class Dynamic:
     spare_frames: int | None = None
     store: str | None = None
     store_capacity: int | None = None
+    store_retry_s: float = 30.0
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -100,6 +103,8 @@ class Dynamic:
                     "them out"
                 )
             return
+        if not 0 <= self.store_retry_s < float("inf"):
+            raise ConfigurationError(f"store_retry_s of a dynamic table must be 0 or more, got {self.store_retry_s!r}")
         if not self.store:
             raise ConfigurationError(
                 'mode = "demote" needs a store: give store = "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://…"'
