@@ -91,6 +91,26 @@ def test_an_id_that_comes_back_at_once_has_what_earlier_batches_do_to_it(depth):
     assert torch.equal(read(embeddings, [3, 1, 5]), after(embeddings, [3, 1, 5], [2, 4, 0]))
 
 
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_an_evaluation_finds_what_is_demoted_as_before_the_batches_ahead(depth):
+    """The table holds an id, and the store another: what came before that is forgotten."""
+    embeddings = made(capacity=1, shards=1, **{**MEMORY, "store_capacity": 1}, missing="zero")
+    optimizer, ids = EmbeddingOptimizer(embeddings), list(range(1, 8))
+    batches = [Batch(torch.zeros(1, 0), bags([i]), torch.zeros(1)) for i in ids]
+    with Pipeline(embeddings, depth=depth) as pipeline:
+        for step, window in enumerate(pipeline.windows(batches), start=1):
+            for part in window:
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+            expected = torch.zeros(len(ids), 3)
+            known = [i for i in (step - 1, step) if i > 0]
+            expected[[i - 1 for i in known]] = after(embeddings, known, [1] * len(known))
+            for _ in range(2):  # which changes nothing
+                assert torch.equal(read(embeddings, ids), expected)
+    counters = embeddings.dynamic_counters["item"]
+    assert (counters.evicted, counters.forgotten, counters.promoted) == (6, 5, 0)
+
+
 def test_a_step_that_is_refused_leaves_the_store_as_it_was():
     embeddings = made(capacity=2, shards=1, **MEMORY)
     train(embeddings, [1, 2], [3, 4])
