@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -113,14 +114,16 @@ class Demoted:
             return 0
         for i, shard in zip(promoted_ids.tolist(), self._local(promoted_ids), strict=True):
             del self._order[shard][i]
+        demoted_in = self._local(change.evicted_ids)
+        for i, shard in zip(change.evicted_ids.tolist(), demoted_in, strict=True):
+            self._order[shard][i] = None
         forgotten = []
-        for i, shard in zip(change.evicted_ids.tolist(), self._local(change.evicted_ids), strict=True):
-            order = self._order[shard]
-            order[i] = None
-            if len(order) > (self._rooms[shard] or 0):
-                first = next(iter(order))
-                del order[first]
-                forgotten.append(first)
+        for shard in set(demoted_in):
+            order, room = self._order[shard], self._rooms[shard] or 0
+            surplus = list(islice(order, max(0, len(order) - room)))  # at once: a dictionary passes over what it lost
+            for i in surplus:
+                del order[i]
+            forgotten += surplus
         change.forgotten_ids = np.sort(np.array(forgotten, np.int64))
         return len(forgotten)
 
