@@ -67,7 +67,8 @@ class _Table:
         self.tensor_train_shape, self.dynamic = entry.cores, None
         if entry.known is not None:
             self.storage = "dynamic"
-            self.dynamic = SimpleNamespace(**entry.known.rules, num_shards=entry.known.rules["shards"])
+            rules = entry.known.rules
+            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"], mode="drop")  # others are not saved
         self._entries, self._files = entries, files
 
     def shards(self) -> list[_Shard]:

@@ -160,7 +160,6 @@ def save(
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
         CheckpointError: on every rank, where a rank failed otherwise, or a dynamic table demotes what it evicts.
     """
-    check_savable(embeddings.tables)
     embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
     token = _from_rank_0(secrets.token_hex(8), group)
@@ -203,6 +202,7 @@ def _write_rows(
     rank: int,
     increment: Increment | None,
 ) -> _Written:
+    check_savable(embeddings.tables)
     parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "dynamic":

@@ -16,6 +16,8 @@ from rowmesh.errors import ConfigurationError, StoreError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.train.table_config import DynamicConfig
+from rowmesh.train.tables import _dynamic
 from tests.dynamic.test_demoted import RULES
 from tests.dynamic.test_resolver import at_the_end
 from tests.dynamic.test_traps import bags, initial, made, read, train
@@ -206,10 +208,16 @@ def test_a_checkpoint_is_refused_by_name_and_one_without_demoted_ids_is_read(tmp
     train(embeddings, [1, 2], [3, 4], [5])
     with pytest.raises(CheckpointError, match="table 'item' has mode = 'demote', and checkpoints cannot have"):
         rowmesh.save(tmp_path / "other", {"embeddings": embeddings})
+    assert not (tmp_path / "other").exists()
     rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
     assert embeddings.statistics("item", [1, 2, 3, 4, 5, 7]).known.tolist() == [False] * 5 + [True]
     assert torch.equal(*train(embeddings, [1]), initial(embeddings, [1]))
     assert torch.equal(read(embeddings, [8, 7]), initial(embeddings, [8, 7]) - 1)
+
+
+def test_runs_which_write_their_model_refuse_it_by_name():
+    with pytest.raises(ConfigurationError, match=r'tables\.dynamic\.mode = "demote": a run writes its model'):
+        _dynamic("tables.dynamic", DynamicConfig(capacity=9, mode="demote"))
 
 
 def averaged(mesh):
