@@ -377,8 +377,8 @@ class EmbeddingCollection(TableModule):
         self.engine.barrier()
 
     def close(self) -> None:
-        """Lets no further rank map this one's memory, which is freed with its last view."""
-        self.engine.shard_groups.close()
+        """Lets no further rank map this one's memory, which is freed with its last view; closes stores of records."""
+        self.engine.close()
 
     def extra_repr(self) -> str:
         groups = ", ".join(f"{each.name}: {len(each.tables)} tables, {each.num_rows:,} rows" for each in self.groups)

@@ -508,6 +508,12 @@ class Engine:
         with self.gate.writing:
             self.shard_groups.barrier()
 
+    def close(self) -> None:
+        """Lets no further rank map this one's memory, and closes stores."""
+        self.shard_groups.close()
+        if self.resolver is not None:
+            self.resolver.close()
+
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
         if self._driver is not None:

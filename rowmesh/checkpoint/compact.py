@@ -68,7 +68,7 @@ class _Table:
         if entry.known is not None:
             self.storage = "dynamic"
             rules = {"ttl_seconds": 0, **entry.known.rules}  # which older checkpoints do not have
-            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"])
+            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"], mode="drop")  # others are not saved
         self._entries, self._files = entries, files
 
     def shards(self) -> list[_Shard]:

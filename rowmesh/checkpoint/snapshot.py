@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import as_numpy
-from rowmesh.dynamic.records import Before, KnownCopy, Records
+from rowmesh.dynamic.records import Before, KnownCopy, Records, check_savable
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.ops.memory import Buffer, populate, take
@@ -135,6 +135,7 @@ class Snapshot:
         changed: Changed | None = None,
         room: Room | None = None,
     ) -> None:
+        check_savable(embeddings.tables)
         embeddings.synchronize()
         room = room or Room()
         room.reset()

@@ -41,7 +41,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
-from rowmesh.dynamic.records import REMOVED, facts_of
+from rowmesh.dynamic.records import REMOVED, check_savable, facts_of
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
@@ -158,7 +158,7 @@ def save(
 
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
-        CheckpointError: on every rank, where a rank failed otherwise.
+        CheckpointError: on every rank, where a rank failed otherwise, or a dynamic table demotes what it evicts.
     """
     embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
@@ -202,6 +202,7 @@ def _write_rows(
     rank: int,
     increment: Increment | None,
 ) -> _Written:
+    check_savable(embeddings.tables)
     parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "dynamic":

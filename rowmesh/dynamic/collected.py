@@ -8,14 +8,17 @@ from typing import Protocol
 import torch
 
 from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.demoted import RecordLayout
 from rowmesh.dynamic.layout import rules_of, shards_of
 from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.resolver import Resolver
-from rowmesh.errors import ConfigurationError
+from rowmesh.dynamic.stores import RecordStore, Retry, open_records
+from rowmesh.errors import ConfigurationError, RowmeshError, StoreError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement import AddressMap, Plan
 from rowmesh.tables import DenseArena, RowStore, TableGroup, TableSpec
 
@@ -49,13 +52,16 @@ def check_dynamic(
                 f"table {name!r} is dynamic, with rows on {device}: whoever reads them there by himself may come when "
                 "they are another id's; take transport='collective' or 'auto'"
             )
+        if device is not None and rules.mode == "demote":
+            raise ConfigurationError(
+                f"table {name!r}: mode = 'demote' is for rows in the host's memory so far; take mode = 'drop', or "
+                "device='cpu'"
+            )
         if device is not None and synchronization.mode == "average" and replicas[name] > 1:
             raise ConfigurationError(
                 f"table {name!r} is dynamic, and replicas that are averaged are in the host's memory; take exact "
                 "synchronization, or device='cpu'"
             )
-        if rules.mode == "demote":
-            raise ConfigurationError(f"table {name!r}: mode = 'demote' needs a slower tier, which is not there yet")
         if rules.eviction == "score":
             raise ConfigurationError(
                 f"table {name!r}: eviction = 'score' takes scores of the caller, which batches cannot carry yet; take "
@@ -89,6 +95,11 @@ def _check_average(
             f"table {timed[0]!r}: ttl_seconds counts from the latest event of all ranks, which averaged replicas do "
             "not tell each other at every step; take ttl_steps, or exact synchronization"
         )
+    if demoting := [table.name for table in averaged if rules_of(table).mode == "demote"]:
+        raise ConfigurationError(
+            f"table {demoting[0]!r}: mode = 'demote' keeps records of evicted ids, and averaged replicas evict others "
+            "each, whose records nobody could average; take mode = 'drop', or exact synchronization"
+        )
     if timed := [table.name for table in averaged if rules_of(table).eviction == "ttl"]:
         raise ConfigurationError(
             f"table {timed[0]!r}: eviction = 'ttl' evicts nobody before its time, but where averaged replicas know "
@@ -118,6 +129,7 @@ def make_resolver(
     tables = []
     averages = synchronization.mode == "average"
     grid = Grid(mesh.world_size)
+    stores = _open_stores(exchanges, plan, mesh)
     for exchange in exchanges:
         if exchange.group.storage != "dynamic":
             continue
@@ -129,7 +141,7 @@ def make_resolver(
             if shards:
                 (piece,) = exchange.address_map.held(number)
                 assert isinstance(exchange.arena, DenseArena)
-                owned = OwnedTable(spec, shards, exchange.arena, piece, seed)
+                owned = OwnedTable(spec, shards, exchange.arena, piece, seed, stores.get(spec.name))
             tables.append(DynamicTable(spec, Grid(grid.shards) if averages else grid, owned, replica))
     if not tables:
         return None
@@ -140,3 +152,39 @@ def make_resolver(
     replicate_mesh = mesh.part(grid.replicate_groups).with_process_group("averages of dynamic tables")
     group, averaging = mesh.part(grid.groups), Averages(owned_tables, replicate_mesh)
     return Resolver(tables, group, averaging, shares_memory=shares_memory and group.is_one_host)
+
+
+def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[str, RecordStore]:
+    """Stores for the records that this rank demotes, empty, by table. Collective where some table demotes any."""
+    groups = [exchange.group for exchange in exchanges if exchange.group.storage == "dynamic"]
+    tables = [table for group in groups for table in group.tables if rules_of(table).mode == "demote"]
+    stores: dict[str, RecordStore] = {}
+    failure = None
+    try:
+        for table in tables:
+            grid, rules = plan.grid(plan.table(table.name).replicas), rules_of(table)
+            replica, member = grid.place(mesh.rank)
+            if shards := shards_of(rules, member, grid.shards):
+                stores[table.name] = _open_store(table, shards, mesh.rank, replica)
+    except RowmeshError as error:
+        failure = error
+    everyone = gather_objects(mesh, "" if failure is None else str(failure), "opening stores") if tables else []
+    if failed := [text for text in everyone if text]:
+        for store in stores.values():
+            store.close()
+        raise failure or StoreError(failed[0])
+    return stores
+
+
+def _open_store(table: TableSpec, shards: range, rank: int, replica: int) -> RecordStore:
+    rules = rules_of(table)
+    assert rules.store is not None
+    room = sum(rules.stored_in(shard) or 1 for shard in shards)
+    width, retry = RecordLayout(table).width, Retry(for_s=rules.store_retry_s)
+    store = open_records(rules.store, table.name, width, max_records=room, rank=rank, replica=replica, retry=retry)
+    try:
+        store.clear(shards)
+    except BaseException:
+        store.close()
+        raise
+    return store

@@ -15,6 +15,8 @@ class DynamicCounters:
         hits: ids that it knew.
         admitted: ids that entered.
         evicted: ids that left.
+        promoted: ids that came back from the store to which they had been demoted.
+        forgotten: ids for which the store had no room any more.
         guests: ids that were not admitted: they read their initial row, and their gradients are dropped.
         dropped: occurrences of these.
         found: in evaluation, ids that it knew.
@@ -30,9 +32,11 @@ class DynamicCounters:
     dropped: int = 0
     found: int = 0
     missing: int = 0
+    promoted: int = 0
+    forgotten: int = 0
 
     @property
     def hit_rate(self) -> float:
         """The share of hits among the ids of training."""
-        total = self.hits + self.admitted + self.guests
+        total = self.hits + self.admitted + self.guests + self.promoted
         return self.hits / total if total else 0.0

@@ -62,6 +62,11 @@ class FrameList:
             raise DataError(f"frames to release of dynamic table {self._table!r} must be leased ones, each once")
         self._stack = np.concatenate([self._stack, frames])
 
+    def take_back(self, frames: np.ndarray) -> None:
+        """Takes leased frames again, for the ids that were in them."""
+        assert (self._state[frames] == _LEASED).all()
+        self._state[frames] = _TAKEN
+
     def exchange(self, old: np.ndarray, new: np.ndarray) -> None:
         """Frees a shard's frames, and takes given ones for it."""
         self._state[old] = _FREE

@@ -84,7 +84,7 @@ def ask_statistics(table: DynamicTable, ids: np.ndarray, channel: Channel, rank:
     received = channel.post(message_of(asked.ids), sizes, sizes_in, counters, _DOING).wait().numpy()
     answer = np.zeros((len(received), len(names)), np.int64)
     if table.owned is not None:
-        found = table.owned.shards.statistics(received)
+        found = table.owned.statistics(received)
         answer = np.stack([getattr(found, name).astype(np.int64) for name in names], axis=1)
     came = channel.post(message_of(answer), sizes_in, sizes, counters, _DOING).wait().numpy()
     columns = came[asked.inverse].T

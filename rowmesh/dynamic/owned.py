@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from rowmesh.dynamic.changes import NONE, Change
 from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import Opened, ShardState
+from rowmesh.dynamic.state import Opened, ShardState, Statistics
+from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
 from rowmesh.tables.dynamic import Dynamic
 from rowmesh.tables.row_store import Piece
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What a batch changed in the index; frames that it freed are used again when it has ended."""
-
-    number: int
-    admitted_ids: np.ndarray
-    evicted_ids: np.ndarray
-    evicted_frames: np.ndarray
-    freed: np.ndarray
-    visitors: np.ndarray
 
 
 class Decided(Protocol):
@@ -55,6 +45,7 @@ class OwnedTable:
         arena: where the rows are.
         piece: the frames of this rank: rows of the table as the exchange sees it, and their slots.
         seed: of initial values.
+        store: of records of demoted ids; None where evicted ones are forgotten.
 
     Attributes:
         shards: index, rules and statistics.
@@ -63,7 +54,15 @@ class OwnedTable:
         num_frames: frames that known ids have.
     """
 
-    def __init__(self, table: TableSpec, shards: range, arena: DenseArena, piece: Piece, seed: int) -> None:
+    def __init__(
+        self,
+        table: TableSpec,
+        shards: range,
+        arena: DenseArena,
+        piece: Piece,
+        seed: int,
+        store: RecordStore | None = None,
+    ) -> None:
         rules = rules_of(table)
         spare = num_spare(rules, shards)
         self._table, self._arena, self._piece, self._seed = table, arena, piece, seed
@@ -72,7 +71,10 @@ class OwnedTable:
         self.counters = DynamicCounters(table.name)
         self._visitors = FrameList(table.name, spare)
         self._zero = self._first_visitor + spare  # its memory is never written
-        self._changes: list[_Change] = []
+        self._changes: list[Change] = []
+        self._demoted: Demoted | None = None
+        if store is not None:
+            self._demoted = Demoted(table, self.shards, arena, piece.slots.start, store)
         self.merging: Decided | None = None
         self.num_frames = self._first_visitor
 
@@ -88,21 +90,40 @@ class OwnedTable:
 
         Raises:
             DataError, NoRoomError: see `DynamicShards.open`.
+            StoreError: the store does not answer; nothing has changed then.
         """
-        opened = self.shards.open(ids, counts, step, time=time)
+        if self._demoted is None:
+            opened = self.shards.open(ids, counts, step, time=time)
+            change = _change_of(number, ids, opened)
+        else:
+            opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time)
         if opened.num_hits < len(ids):
             self._start(opened.frames[opened.fresh], ids[opened.fresh])
         if opened.num_hits < len(ids) or opened.num_evicted:
-            freed = np.concatenate([opened.evicted_frames, opened.frames[opened.guest]])
-            admitted = ids[opened.fresh & ~opened.guest]
-            none = np.empty(0, np.int64)
-            self._changes.append(
-                _Change(number, admitted, opened.evicted_ids, opened.evicted_frames, freed, none),
-            )
+            self._changes.append(change)
         if self.merging is not None:
             self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
         self._count(opened, counts)
         return opened.frames + self._piece.rows.start
+
+    def _open_demoted(
+        self, demoted: Demoted, number: int, ids: np.ndarray, counts: np.ndarray, step: int, time: int
+    ) -> tuple[Opened, Change]:
+        """The same where evicted ids are demoted; the rows of those that come back are there afterwards."""
+        unknown = np.flatnonzero(self.shards.find(ids) < 0)
+        found = demoted.find(self._changes, ids[unknown])
+        promoted = promoted_of(unknown, found)
+        opened = self.shards.open(ids, counts, step, time=time, promoted=promoted)
+        stored = found.is_there & (found.frames < 0)
+        demoted.restore(found, np.flatnonzero(stored), opened.frames[unknown[stored]])
+        back = ids[promoted.places[promoted.frames >= 0]]
+        for earlier in self._changes if len(back) else ():
+            earlier.take_back(back)
+        change = _change_of(number, ids, opened)
+        change.promoted_ids = ids[unknown[stored]]
+        self.counters.promoted += opened.num_promoted
+        self.counters.forgotten += demoted.demote(change, ids[promoted.places])
+        return opened, change
 
     @property
     def described(self) -> np.ndarray:
@@ -147,34 +168,61 @@ class OwnedTable:
         Raises:
             DataError: an id is unknown, and the rules say that this is an error.
             NoRoomError: there are more unknown ids than spare frames.
+            StoreError: the store does not answer; names it.
         """
         frames = self.shards.find(ids)
         for change in reversed(self._changes):
             if change.number in ahead:
-                _undo(change, ids, frames)
-        if len(unknown := np.flatnonzero(frames < 0)):
+                change.undo(ids, frames)
+        unknown = np.flatnonzero(frames < 0)
+        if self._demoted is not None and len(unknown):
+            found = self._demoted.find(self._changes, ids[unknown], ahead)
+            self._check_missing(ids[unknown[~found.is_there]])
+            frames[unknown[found.is_there]] = self._visit_demoted(self._demoted, number, found)
+            unknown = unknown[~found.is_there]
+        if len(unknown):
             self.counters.missing += len(unknown)
             frames[unknown] = self._frames_of_unknown(number, ids[unknown])
         self.counters.found += len(ids) - len(unknown)
         return frames + self._piece.rows.start
 
-    def _frames_of_unknown(self, number: int, ids: np.ndarray) -> np.ndarray | int:
-        missing = rules_of(self._table).missing
-        if missing == "zero":
-            return self._zero
-        if missing == "error":
+    def _visit_demoted(self, demoted: Demoted, number: int, found: Found) -> np.ndarray:
+        """Frames with copies of the rows that were found."""
+        places = np.flatnonzero(found.is_there)
+        frames = self._take_visitors(number, len(places))
+        demoted.restore(found, places, frames)
+        return frames
+
+    def _check_missing(self, ids: np.ndarray) -> None:
+        if len(ids) and rules_of(self._table).missing == "error":
             raise DataError(
                 f"dynamic table {self._table.name!r} does not know {len(ids)} of the ids that are looked up, the first "
                 f'is {ids[0]}; correct the data, or let unknown ids read missing="initial" or "zero"'
             )
-        self._visitors.check(len(ids))
-        visitors = self._visitors.take(len(ids))
-        self._visitors.lease(visitors)
-        none = np.empty(0, np.int64)
-        self._changes.append(_Change(number, none, none, none, none, visitors))
-        frames = visitors + self._first_visitor
+
+    def _frames_of_unknown(self, number: int, ids: np.ndarray) -> np.ndarray | int:
+        self._check_missing(ids)
+        if rules_of(self._table).missing == "zero":
+            return self._zero
+        frames = self._take_visitors(number, len(ids))
         self._start(frames, ids)
         return frames
+
+    def _take_visitors(self, number: int, count: int) -> np.ndarray:
+        self._visitors.check(count)
+        visitors = self._visitors.take(count)
+        self._visitors.lease(visitors)
+        self._changes.append(Change(number=number, visitors=visitors))
+        return visitors + self._first_visitor
+
+    def statistics(self, ids: np.ndarray) -> Statistics:
+        """Counts, last steps and scores of ids, demoted ones too, in any order and perhaps twice; changes nothing."""
+        facts = self.shards.facts(ids)[1]
+        if self._demoted is not None and len(ids):
+            unknown, inverse = np.unique(ids, return_inverse=True)
+            found = self._demoted.find(self._changes, unknown)
+            facts = np.where(facts[:, :1] > 0, facts, found.facts[inverse])
+        return self.shards.statistics_of(facts)
 
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
@@ -193,21 +241,39 @@ class OwnedTable:
         united = self.shards.unite(ids, facts)
         entered = united.frames[united.entered]
         self._start(entered, ids[united.entered])
-        none = np.empty(0, np.int64)
-        change = _Change(number, ids[united.entered], united.left_ids, united.left_frames, united.left_frames, none)
+        order = np.argsort(united.left_ids)
+        change = Change(
+            number=number,
+            admitted_ids=ids[united.entered],
+            evicted_ids=united.left_ids[order],
+            evicted_frames=united.left_frames[order],
+        )
         self._changes.append(change)
         self.counters.evicted += len(united.left_ids)
         stay = united.frames >= 0
         return self.slots(united.frames[stay]), stay
 
     def release(self, first: int) -> None:
-        """Batches before number `first` have ended on all ranks: what they freed may be used again."""
+        """Batches before number `first` have ended on all ranks: what they freed may be used again.
+
+        Raises:
+            StoreError: the store does not answer; names it. What could not be written waits for the next call.
+        """
         while self._changes and self._changes[0].number < first:
-            change = self._changes.pop(0)
-            if len(change.freed):
-                self.shards.release(change.freed)
-            if len(change.visitors):
-                self._visitors.release(change.visitors)
+            if self._demoted is not None:
+                self._demoted.settle(self._changes[0])
+            self._free(self._changes.pop(0))
+
+    def _free(self, change: Change) -> None:
+        if len(change.freed):
+            self.shards.release(change.freed)
+        if len(change.visitors):
+            self._visitors.release(change.visitors)
+
+    def close(self) -> None:
+        """Closes the store of demoted ids."""
+        if self._demoted is not None:
+            self._demoted.close()
 
     # What is saved
 
@@ -229,11 +295,14 @@ class OwnedTable:
         Args:
             states: of the shards here, in order.
         """
-        self.release(1 << 62)
-        rules, none = rules_of(self._table), np.empty(0, np.int64)
-        empty = ShardState(none, none, none, none, none, _no_sketch(rules), none, none, -1, 0)
+        if self._demoted is not None:
+            self._demoted.clear()
+        while self._changes:
+            self._free(self._changes.pop(0))
+        rules = rules_of(self._table)
+        empty = ShardState(NONE, NONE, NONE, NONE, NONE, _no_sketch(rules), NONE, NONE, -1, 0)
         for shard in self.shards.shards:
-            self.shards.load(shard, empty, none)
+            self.shards.load(shard, empty, NONE)
         slots, first = [], 0
         for shard, state in zip(self.shards.shards, states, strict=True):
             frames = np.arange(first, first + len(state.ids))
@@ -249,12 +318,13 @@ def _no_sketch(rules: Dynamic) -> np.ndarray:
     return np.zeros((rules.sketch_depth if rules.sketch_width else 0, rules.sketch_width), np.int64)
 
 
-def _undo(change: _Change, ids: np.ndarray, frames: np.ndarray) -> None:
-    """Finds ids as before a change; their frames are still leased."""
-    frames[np.isin(ids, change.admitted_ids)] = -1
-    order = np.argsort(change.evicted_ids)
-    evicted = change.evicted_ids[order]
-    places = np.minimum(np.searchsorted(evicted, ids), max(len(evicted) - 1, 0))
-    if len(evicted):
-        back = evicted[places] == ids
-        frames[back] = change.evicted_frames[order][places[back]]
+def _change_of(number: int, ids: np.ndarray, opened: Opened) -> Change:
+    order = np.argsort(opened.evicted_ids)
+    return Change(
+        number=number,
+        admitted_ids=ids[opened.fresh & ~opened.guest],
+        evicted_ids=opened.evicted_ids[order],
+        evicted_frames=opened.evicted_frames[order],
+        evicted_facts=opened.evicted_facts[order],
+        guests=opened.frames[opened.guest],
+    )

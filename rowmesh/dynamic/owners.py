@@ -36,10 +36,19 @@ class Owners:
         self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
         self._scratch = np.empty((3, 0), np.int64)
 
-    def release(self, first: int) -> None:
-        """What batches before number `first` held is free: they have ended on all ranks."""
+    def release(self, first: int) -> str:
+        """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
+        try:
+            for _, owned in self._owned:
+                owned.release(first)
+        except RowmeshError as error:
+            return f"{type(error).__name__}\n{error}"
+        return ""
+
+    def close(self) -> None:
+        """Closes the stores of demoted ids."""
         for _, owned in self._owned:
-            owned.release(first)
+            owned.close()
 
     def decide(self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:
         """Answers all requests, at `arrived.rows_at`.

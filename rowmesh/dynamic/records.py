@@ -17,6 +17,7 @@ from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import ShardState
+from rowmesh.errors import CheckpointError
 from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
@@ -239,6 +240,15 @@ class Records:
         if rules_of(self._table).ttl_seconds:
             columns |= {"last_times": read(TIMES, of_ids).numpy(), "now": int(read(NOW, slice(number, number + 1)))}
         return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
+
+
+def check_savable(tables: Sequence[TableSpec]) -> None:
+    """Raises CheckpointError where a checkpoint would lack what a table has demoted."""
+    if demoting := [table.name for table in tables if table.storage == "dynamic" and rules_of(table).mode == "demote"]:
+        raise CheckpointError(
+            f"table {demoting[0]!r} has mode = 'demote', and checkpoints cannot have the records of its store yet; "
+            "take mode = 'drop' to save it"
+        )
 
 
 def facts_of(table: TableSpec) -> dict[str, int | str]:

@@ -5,13 +5,16 @@ Each step, of the batch's distinct ids with their counts, shard by shard:
 1. Count. A known id's count grows. Another id becomes a candidate, whose count grows, or is added to the sketch; all of
    a batch's ids are added before any is judged. Both begin anew with each window of `window_steps` steps.
 2. Admit. A candidate of `admit_after` sightings or more is admitted, with that count. A sketch is judged by the
-   smallest of the id's counters; it keeps an admitted id's sightings until the window ends.
+   smallest of the id's counters; it keeps an admitted id's sightings until the window ends. A demoted id is no
+   candidate: it comes back with what was known of it, and is counted as a known one.
 3. Update scores. Last step seen; frequency: halved for every multiple of `decay_steps` since the last sighting, by an
    exact shift, and then more by the count in units of 2^−16; the caller's score. Sums stop at 2^63 − 1.
 4. Evict. Ids that were not seen for `ttl_steps` steps leave, and those that were not for `ttl_seconds`: a step is at
    the time of the latest event up to it. Then, where room is missing, those of the smallest score, and the smallest id
    among equals. An id of this batch never leaves.
 5. Insert what was admitted, in ascending order of ids.
+6. Demote, where the mode says so: what left goes to the slower tier as it is, in ascending order of ids; what came back
+   has left that. Where a shard has more than its part of `store_capacity` there, those that came first are forgotten.
 
 A step that cannot be taken raises, and changes nothing.
 """
@@ -28,6 +31,8 @@ from rowmesh.dynamic.state import FRACTION_BITS, MAX, Opened, ShardState, Statis
 from rowmesh.errors import NoRoomError
 from rowmesh.tables.dynamic import Dynamic
 
+INFINITE = float("inf")
+
 
 @dataclass
 class _Entry:
@@ -43,10 +48,15 @@ class _Shard:
     entries: dict[int, _Entry] = field(default_factory=dict)
     candidates: dict[int, int] = field(default_factory=dict)
     sketch: dict[tuple[int, int], int] = field(default_factory=dict)
+    demoted: dict[int, _Entry] = field(default_factory=dict)  # those that came first are first
 
 
 class ReferenceShards:
-    """What `DynamicShards` is, one id at a time."""
+    """What `DynamicShards` is, one id at a time. It keeps what is known of demoted ids by itself.
+
+    Attributes:
+        num_forgotten: ids that the slower tier had no room for.
+    """
 
     def __init__(self, table: str, rules: Dynamic, shards: range, num_frames: int) -> None:
         self.table, self.rules, self.shards = table, rules, shards
@@ -54,6 +64,7 @@ class ReferenceShards:
         self._free = set(range(num_frames))
         self._num_frames = num_frames
         self._step, self._window, self._now = -1, 0, NO_TIME
+        self.num_forgotten = 0
 
     def open(
         self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None, time: int = NO_TIME
@@ -64,15 +75,17 @@ class ReferenceShards:
         given = dict(zip(ids.tolist(), [0] * len(ids) if scores is None else scores.tolist(), strict=True))
         home = dict(zip(ids.tolist(), shard_of(self.table, ids, self.rules.num_shards).tolist(), strict=True))
         known = {i for i in batch if i in self._shards[home[i]].entries}
+        back = {i for i in batch if i in self._shards[home[i]].demoted}
         window = step // self.rules.window_steps if self.rules.window_steps else 0
-        candidates, sketches = self._count_unknown({i: c for i, c in batch.items() if i not in known}, home, window)
+        unknown = {i: c for i, c in batch.items() if i not in known | back}
+        candidates, sketches = self._count_unknown(unknown, home, window)
         admitted = [i for i in candidates if candidates[i] >= self.rules.admit_after]
         now = max(time, self._now)
-        leaving = self._choose_victims(batch, home, known, admitted, given, step, now)
+        leaving = self._choose_victims(batch, home, known | back, admitted, given, step, now)
         if len(batch) - len(known) > len(self._free):
             raise NoRoomError(f"table {self.table!r}: leases hold the frames")
         self._now = now
-        return self._apply(batch, home, known, candidates, sketches, admitted, leaving, given, step, window)
+        return self._apply(batch, home, known, back, candidates, sketches, admitted, leaving, given, step, window)
 
     def _count_unknown(self, unknown, home, window):
         """The count of every unknown id after this step, and the sketches then."""
@@ -120,12 +133,16 @@ class ReferenceShards:
     def _halvings(self, last, step):
         return step // self.rules.decay_steps - last // self.rules.decay_steps if self.rules.decay_steps else 0
 
-    def _apply(self, batch, home, known, candidates, sketches, admitted, leaving, given, step, window):
-        for i in known:
+    def _apply(self, batch, home, known, back, candidates, sketches, admitted, leaving, given, step, window):
+        for i in sorted(back):
+            entry = self._shards[home[i]].entries[i] = self._shards[home[i]].demoted.pop(i)
+            entry.frame = min(self._free)
+            self._free.remove(entry.frame)
+        for i in known | back:
             entry = self._shards[home[i]].entries[i]
             entry.score = self._new_score(entry.score >> self._halvings(entry.last, step), batch[i], given[i], step)
             entry.count, entry.last, entry.time = min(MAX, entry.count + batch[i]), step, self._now
-        evicted = [(i, self._shards[shard].entries.pop(i).frame) for shard, i in leaving]
+        evicted = [(i, self._leave(shard, i)) for shard, i in sorted(leaving, key=lambda pair: pair[1])]
         for shard, state in self._shards.items():
             state.sketch = sketches[shard]
             if window != self._window:
@@ -135,7 +152,7 @@ class ReferenceShards:
             state.candidates.pop(i, None)
             if i not in admitted and not self.rules.sketch_width:
                 state.candidates[i] = count
-        frames = {i: self._shards[home[i]].entries[i].frame for i in known}
+        frames = {i: self._shards[home[i]].entries[i].frame for i in known | back}
         for i in sorted(candidates):
             frames[i] = min(self._free)
             self._free.remove(frames[i])
@@ -145,15 +162,30 @@ class ReferenceShards:
         self._step, self._window = step, window
         return Opened(
             frames=np.array([frames[i] for i in batch], np.int64),
-            fresh=np.array([i not in known for i in batch], bool),
-            guest=np.array([i not in known and i not in admitted for i in batch], bool),
+            fresh=np.array([i in candidates for i in batch], bool),
+            guest=np.array([i in candidates and i not in admitted for i in batch], bool),
             evicted_ids=np.array([i for i, _ in evicted], np.int64),
-            evicted_frames=np.array([frame for _, frame in evicted], np.int64),
+            evicted_frames=np.array([e.frame for _, e in evicted], np.int64),
+            evicted_facts=np.array([self._facts_of(e) for _, e in evicted], np.int64).reshape(-1, 3),
             num_admitted=len(admitted),
             num_evicted=len(evicted),
             num_hits=len(known),
-            num_dropped=len(batch) - len(known) - len(admitted),
+            num_dropped=len(candidates) - len(admitted),
+            num_promoted=len(back),
         )
+
+    def _leave(self, shard, i):
+        state = self._shards[shard]
+        entry = state.entries.pop(i)
+        if self.rules.mode == "demote":
+            state.demoted[i] = entry
+            while len(state.demoted) > (self.rules.stored_in(shard) or INFINITE):
+                state.demoted.pop(next(iter(state.demoted)))
+                self.num_forgotten += 1
+        return entry
+
+    def _facts_of(self, entry):
+        return entry.last + 1, entry.count, 0 if self.rules.eviction in ("lru", "ttl") else entry.score
 
     def _new_score(self, old, count, given, step):
         if self.rules.eviction in ("lru", "ttl"):
@@ -170,14 +202,15 @@ class ReferenceShards:
         step = max(self._step, 0)
         rows = [
             (False, 0, 0, 0) if e is None else (True, e.count, e.last, self._score(e, step)[0])
-            for e in self._entries(ids)
+            for e in self._entries(ids, demoted=True)
         ]
         known, *numbers = zip(*rows, strict=True) if rows else ((), (), (), ())
         return Statistics(np.array(known, bool), *(np.array(n, np.int64) for n in numbers))
 
-    def _entries(self, ids):
+    def _entries(self, ids, *, demoted=False):
         home = shard_of(self.table, ids, self.rules.num_shards).tolist()
-        return [self._shards[s].entries.get(i) for s, i in zip(home, ids.tolist(), strict=True)]
+        found = [(self._shards[s], i) for s, i in zip(home, ids.tolist(), strict=True)]
+        return [state.entries.get(i) or (state.demoted.get(i) if demoted else None) for state, i in found]
 
     def state_of(self, shard: int) -> ShardState:
         state = self._shards[shard]

@@ -32,12 +32,13 @@ from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, 
 from rowmesh.dynamic.merging import Averages, MergedIds
 from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.state import Statistics
-from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError, StoreError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import gather_objects
 
 _FIND, _OPEN = 0, 1
+_FAILURES = (NoRoomError, DataError, StoreError)
 
 
 class Resolver:
@@ -93,7 +94,7 @@ class Resolver:
             What keeps the frames until the batch has ended.
 
         Raises:
-            NoRoomError, DataError: on all ranks alike, where an owner cannot open the step; names it.
+            NoRoomError, DataError, StoreError: on all ranks alike, where an owner cannot open the step; names it.
             PeerError: a rank died, or did not come; or ranks look up with gradients and without.
         """
         opens = torch.is_grad_enabled()
@@ -139,6 +140,10 @@ class Resolver:
             for name, table in self.tables.items()
         }
 
+    def close(self) -> None:
+        """Closes the stores of demoted ids."""
+        self._owners.close()
+
     def check_idle(self, what: str) -> None:
         """Raises RowmeshError where a pipeline has opened batches before their turn: the index is that after them."""
         if ahead := len(self.leases.ahead):
@@ -165,8 +170,8 @@ class Resolver:
         letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers, time)
         arrived = self._mail.send(letter, partial(self._dealer.fill, asked, sizes))
         self._check_kinds(arrived)
-        self._owners.release(arrived.first)
-        failure = self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
+        failure = self._owners.release(arrived.first)
+        failure = failure or self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
         has_failed, rows_at = self._mail.answer(failed=bool(failure))
         if has_failed:
             self._raise(failure)
@@ -195,4 +200,4 @@ class Resolver:
         """Raises on all ranks what one of them could not do."""
         everyone = gather_objects(self._mesh, failure, "resolving ids")
         name, text = next(text.split("\n", 1) for text in everyone if text)
-        raise next((kind for kind in (NoRoomError, DataError) if kind.__name__ == name), RowmeshError)(text)
+        raise next((kind for kind in _FAILURES if kind.__name__ == name), RowmeshError)(text)

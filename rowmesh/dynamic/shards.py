@@ -14,7 +14,7 @@ from rowmesh.dynamic.event_clock import NO_TIME, EventClock
 from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
-from rowmesh.dynamic.state import Opened, ShardState, Statistics, check_batch, check_step
+from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, check_batch, check_step
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, HEAP_SIZE, ID, SCORE, SEEN, USED
@@ -29,15 +29,18 @@ _KINDS = {
     "score": victims.GIVEN,
 }
 _MAX_FRAMES = 2**32 - 1
+_NONE = np.empty(0, np.int64)
+_NOTHING = Promoted(_NONE, np.empty((0, 3), np.int64), _NONE)
 
 
 @dataclass(frozen=True)
 class _Decision:
     """What a step will change: positions in the batch, and numbers by shard."""
 
-    unknown: np.ndarray
+    new: np.ndarray  # unknown, and not promoted
     totals: np.ndarray
-    admitted: np.ndarray  # a mask of `unknown`
+    admitted: np.ndarray  # a mask of `new`
+    promoted: Promoted
     expired: np.ndarray  # frames
     missing: np.ndarray
     window: int
@@ -106,7 +109,13 @@ class DynamicShards:
         self._selection = victims.Selection(len(self.shards), largest)
 
     def open(
-        self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None, time: int = NO_TIME
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        step: int,
+        scores: np.ndarray | None = None,
+        time: int = NO_TIME,
+        promoted: Promoted = _NOTHING,
     ) -> Opened:
         """Takes a step's decisions. Every step is opened, also without ids.
 
@@ -116,6 +125,7 @@ class DynamicShards:
             step: above that of the last call.
             scores: int64 `[N]`, the caller's, where eviction is "score".
             time: of the latest event of the global batch, in seconds, where ids live for some.
+            promoted: those of the ids that were demoted: they enter with what was known of them.
 
         Raises:
             DataError: these arguments do not fit the rules.
@@ -126,7 +136,7 @@ class DynamicShards:
         self._time.check(self.table, time)
         batch = self._locate(ids)
         frames = self._index.find(ids, batch.hashes, batch.shards)
-        decision = self._decide(batch, counts, frames, step, self._past(step, time))
+        decision = self._decide(batch, counts, frames, step, self._past(step, time), promoted)
         self._time.advance(step, time)
         return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
 
@@ -179,27 +189,31 @@ class DynamicShards:
             past = max(past, self._time.past(step, time))
         return past
 
-    def _decide(self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int, past: int) -> _Decision:
-        unknown = np.flatnonzero(frames < 0)
+    def _decide(
+        self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int, past: int, promoted: Promoted
+    ) -> _Decision:
+        is_new = frames < 0
+        is_new[promoted.places] = False
+        new = np.flatnonzero(is_new)
         window = step // self.rules.window_steps if self.rules.window_steps else 0
-        totals = counts[unknown]
+        totals = counts[new]
         if self._candidates is not None:
-            totals = self._candidates.judge(batch.at(unknown), totals, window != self._window)
+            totals = self._candidates.judge(batch.at(new), totals, window != self._window)
         admitted = totals >= self.rules.admit_after
         try:
             touched = self._by_shard(batch.shards[frames >= 0])
-            entering = self._by_shard(batch.shards[unknown[admitted]])
+            entering = self._by_shard(batch.shards[np.concatenate([new[admitted], promoted.places])])
             self._check_fits(touched + entering)
             expired = self._find_expired(frames, past)
             leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
             missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
             self._check_expired(missing)
-            self._frames.check(len(unknown))
+            self._frames.check(len(new) + int((promoted.frames < 0).sum()))
         except NoRoomError:
             if self._candidates is not None:
                 self._candidates.undo()
             raise
-        return _Decision(unknown, totals, admitted, expired, missing, window, past)
+        return _Decision(new, totals, admitted, promoted, expired, missing, window, past)
 
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
@@ -239,14 +253,16 @@ class DynamicShards:
         return due[~np.isin(due, frames)] if len(due) else due
 
     def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
-        index, unknown, admitted = self._index, decision.unknown, decision.admitted
+        index, unknown, admitted = self._index, decision.new, decision.admitted
         if self._candidates is not None:
             self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
         decay = self.rules.decay_steps
         at = (index.records, index.records.ctypes.data, self._selection.heaps, self._kind, decay, step)
         victims.touch(index.headers, *at, frames, batch.shards, counts, given)
-        num_hits = len(frames) - len(unknown)
-        evicted, evicted_ids = self._evict(at, decision)
+        num_promoted = len(decision.promoted.places)
+        num_hits = len(frames) - len(unknown) - num_promoted
+        evicted, evicted_ids, evicted_facts = self._evict(at, decision)
+        self._promote(at, batch, counts, frames, given, decision.promoted)
         frames[unknown] = self._frames.take(len(unknown))
         guest = np.zeros(len(frames), bool)
         guest[unknown[~admitted]] = True
@@ -261,22 +277,38 @@ class DynamicShards:
         self._step, self._window = step, decision.window
         fresh = np.zeros(len(frames), bool)
         fresh[unknown] = True
-        num_guests = len(unknown) - len(entering)
-        return Opened(frames, fresh, guest, evicted_ids, evicted, len(entering), len(evicted), num_hits, num_guests)
+        left = evicted_ids, evicted, evicted_facts, len(entering), len(evicted)
+        return Opened(frames, fresh, guest, *left, num_hits, len(unknown) - len(entering), num_promoted)
 
-    def _evict(self, at, decision: _Decision) -> tuple[np.ndarray, np.ndarray]:
+    def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
+        """Lets ids enter with what was known of them, and counts them then as known ones."""
+        places, slots = promoted.places, promoted.frames.copy()
+        if not len(places):
+            return
+        self._frames.take_back(slots[slots >= 0])
+        slots[slots < 0] = self._frames.take(int((slots < 0).sum()))
+        entering = batch.at(places)
+        self._index.insert(entering.ids, entering.hashes, entering.shards, slots)
+        self._set_facts(slots, promoted.facts)
+        victims.touch(self._index.headers, *at, slots, entering.shards, counts[places], given[places])
+        frames[places] = slots
+
+    def _evict(self, at, decision: _Decision) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         expired = decision.expired
-        ids = self._index.records[expired, ID]
+        ids, facts = self._index.records[expired, ID], self._facts_at(expired)
         if len(expired):
             old = self._locate(ids)
             self._index.erase(old.ids, old.hashes, old.shards)
         count = int(decision.missing.sum())
         if not count:
-            return expired, ids
-        chosen, chosen_ids = np.empty(count, np.int64), np.empty(count, np.int64)
+            return expired, ids, facts
+        chosen, chosen_ids, seen = np.empty((3, count), np.int64)
         what = (self._index.seed, decision.missing, *self._selection.arguments)
-        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids)
-        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids])
+        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids, seen)
+        of_chosen = self._facts_at(chosen)
+        of_chosen[:, 0] = seen
+        facts = np.concatenate([facts, of_chosen])
+        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids]), facts
 
     def release(self, frames: np.ndarray) -> None:
         """Frees frames of guests and victims whose leases ended."""
@@ -289,18 +321,20 @@ class DynamicShards:
 
     def statistics(self, ids: np.ndarray) -> Statistics:
         """Counts, last steps and scores of ids, in any order; changes nothing."""
-        frames = self.find(ids)
-        known = frames >= 0
-        records = np.where(known[:, None], self._index.records[frames], 0)
-        last = np.where(known, records[:, SEEN] - 1, 0)
+        return self.statistics_of(self.facts(ids)[1])
+
+    def statistics_of(self, facts: np.ndarray) -> Statistics:
+        """The same of facts, as `facts` has them."""
+        known = facts[:, 0] > 0
+        last = np.where(known, facts[:, 0] - 1, 0)
         if self._kind == victims.RECENCY:
             score = last
         else:
-            score = records[:, SCORE]
+            score = facts[:, 2]
             if self.rules.decay_steps:
                 halvings = max(self._step, 0) // self.rules.decay_steps - last // self.rules.decay_steps
                 score = score >> np.minimum(halvings, 63)
-        return Statistics(known, records[:, COUNT], last, score)
+        return Statistics(known, facts[:, 1], last, score)
 
     # What several replica groups know, see `rowmesh.dynamic.merging`
 

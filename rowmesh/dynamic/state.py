@@ -23,10 +23,12 @@ class Opened:
         guest: bool `[N]`; not admitted: its frame is for this batch alone, and its gradient is dropped.
         evicted_ids: int64 `[E]`, in no particular order; they have left the index.
         evicted_frames: int64 `[E]`; free only after `release`.
+        evicted_facts: int64 `[E, 3]`: their last steps + 1, counts and frequencies.
         num_admitted: ids that entered the index.
         num_evicted: ids that left it.
         num_hits: ids that it knew before.
         num_dropped: guests.
+        num_promoted: ids that came back into it.
     """
 
     frames: np.ndarray
@@ -34,10 +36,27 @@ class Opened:
     guest: np.ndarray
     evicted_ids: np.ndarray
     evicted_frames: np.ndarray
+    evicted_facts: np.ndarray
     num_admitted: int
     num_evicted: int
     num_hits: int
     num_dropped: int
+    num_promoted: int = 0
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """Those ids of a step that were demoted, and come back.
+
+    Attributes:
+        places: int64 `[R]`, in the step's ids, ascending.
+        facts: int64 `[R, 3]`: last steps + 1, counts and frequencies.
+        frames: int64 `[R]`, where their rows still are, leased; −1: in none.
+    """
+
+    places: np.ndarray
+    facts: np.ndarray
+    frames: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ class Statistics:
     """What is known of ids; zeros where `known` is false.
 
     Attributes:
-        known: bool `[N]`.
+        known: bool `[N]`; ids that are demoted are known.
         count: int64 `[N]`, occurrences since the first of those that led to admission.
         last_step: int64 `[N]`, of the last sighting.
         score: int64 `[N]`: the last step (LRU, time to live), the decayed frequency as of the last opened step, in

@@ -106,14 +106,12 @@ class DenseArena:
         """
         if not len(slots):
             return
-        places, pieces = slots.astype(np.uint32), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
-        for watcher in filter(None, tuple(self._watchers.values())):
-            watcher(places, places)
+        places, pieces = self._announce(slots), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
         streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
         rows = self.rows
         if not self.has_views:  # the host computes them
             rows, places = (
-                torch.empty(len(slots), self.group.dim, dtype=rows.dtype),
+                torch.empty(len(slots), self.group.dim, dtype=rows.dtype, device="cpu"),
                 np.arange(len(slots), dtype=np.uint32),
             )
         initialize_slots(rows, places, np.ascontiguousarray(ids), pieces, streams, table.initializer.name)
@@ -123,6 +121,18 @@ class DenseArena:
             self.rows[index] = rows.to(self.device)
         for name, tensor in self.state.items():
             tensor[index] = self.group.optimizer.initial_state[name]
+
+    def restore(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Gives ids of a dynamic table the rows and states that they had; see `start` and `write_rows`."""
+        self._announce(slots)
+        self.write_rows(slots, rows, state)
+
+    def _announce(self, slots: np.ndarray) -> np.ndarray:
+        """Tells watchers of rows that are to change; returns their slots, uint32."""
+        places = slots.astype(np.uint32)
+        for watcher in filter(None, tuple(self._watchers.values())):
+            watcher(places, places)
+        return places
 
     def _wait(self) -> None:
         """Waits for all that the device was asked for: it may read and update, on any stream, rows that are reused.

@@ -33,8 +33,15 @@ class Dynamic:
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes even where there is room; 0: never.
         ttl_seconds: the same by the time of events, which batches then must have; 0: never.
-        mode: whether an evicted id is forgotten ("drop"), or its record moves to the slower tier ("demote", not
-            there yet).
+        mode: whether an id that leaves is forgotten ("drop"), or its record (row, optimizer state, count, score, last
+            step) goes to the store and comes back when the id is asked for again ("demote").
+        store: where to, with "demote": `memory`, `file:FOLDER`, `rocksdb:FOLDER`, or the URL of a Redis server; see
+            `rowmesh.dynamic.stores`. `$NAME` stands for the variable NAME of the environment, as for a password. What a
+            store has of an earlier run is removed.
+        store_capacity: records that the store keeps at most, over all ranks; beyond, those that came first are
+            forgotten, shard by shard. Needed for memory and files. Default: no limit.
+        store_retry_s: seconds for which a store that does not answer is asked again; less than what ranks wait for each
+            other.
         missing: what an unknown id reads in evaluation.
         spare_frames: rows of memory that each rank has beside its share of the capacity: for ids that are not admitted,
             for unknown ones in evaluation, and for evicted ones that batches under way still read. Memory is committed
@@ -60,16 +67,16 @@ class Dynamic:
     mode: Literal["drop", "demote"] = "drop"
     missing: Missing = "initial"
     spare_frames: int | None = None
+    store: str | None = None
+    store_capacity: int | None = None
+    store_retry_s: float = 30.0
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choice("eviction", self.eviction, get_args(Eviction))
         self._check_choice("missing", self.missing, get_args(Missing))
         self._check_choice("mode", self.mode, ("drop", "demote"))
-        if self.mode == "demote":
-            raise ConfigurationError(
-                'mode = "demote" needs a slower tier, which dynamic tables do not have yet; take mode = "drop"'
-            )
+        self._check_store()
         if (self.capacity is None) == (self.capacity_bytes is None):
             raise ConfigurationError(
                 "a dynamic table has a capacity in ids, or capacity_bytes: give one of them, got capacity = "
@@ -92,6 +99,25 @@ class Dynamic:
                 'eviction = "ttl" needs ttl_steps or ttl_seconds, the steps or seconds after which an unseen id goes'
             )
 
+    def _check_store(self) -> None:
+        if self.mode == "drop":
+            if self.store is not None or self.store_capacity is not None:
+                raise ConfigurationError(
+                    'store and store_capacity are of records that leave with mode = "demote"; give that too, or leave '
+                    "them out"
+                )
+            return
+        if not 0 <= self.store_retry_s < float("inf"):
+            raise ConfigurationError(f"store_retry_s of a dynamic table must be 0 or more, got {self.store_retry_s!r}")
+        if not self.store:
+            raise ConfigurationError(
+                'mode = "demote" needs a store: give store = "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://…"'
+            )
+        if self.store_capacity is None and self.store.split(":")[0] in ("memory", "file"):
+            raise ConfigurationError(
+                "a store in memory or in a file holds a stated number of records: give store_capacity"
+            )
+
     def _check_capacity(self) -> None:
         if self.num_shards > self.capacity:
             raise ConfigurationError(
@@ -101,6 +127,11 @@ class Dynamic:
         if self.initial_capacity is not None and self.initial_capacity > self.capacity:
             raise ConfigurationError(
                 f"initial_capacity {self.initial_capacity} of a dynamic table is above its capacity {self.capacity}"
+            )
+        if self.store_capacity is not None and self.store_capacity < self.num_shards:
+            raise ConfigurationError(
+                f"store_capacity {self.store_capacity} of a dynamic table is below its {self.num_shards} shards, each "
+                "of which keeps at least one record there; raise it, or lower shards"
             )
 
     def _check_numbers(self) -> None:
@@ -117,10 +148,12 @@ class Dynamic:
             "ttl_steps": 0,
             "ttl_seconds": 0,
             "spare_frames": 1,
+            "store_capacity": 1,
         }
+        optional = ("capacity", "capacity_bytes", "initial_capacity", "shards", "spare_frames", "store_capacity")
         for name, least in lowest.items():
             value = getattr(self, name)
-            if value is None and name in ("capacity", "capacity_bytes", "initial_capacity", "shards", "spare_frames"):
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise ConfigurationError(
@@ -162,6 +195,12 @@ class Dynamic:
     def shard_capacity(self, shard: int) -> int:
         """Ids that a shard holds at most: capacity split evenly, the first shards one more."""
         return self.capacity // self.num_shards + (shard < self.capacity % self.num_shards)
+
+    def stored_in(self, shard: int) -> int | None:
+        """Records of a shard that the store keeps at most: `store_capacity`, split likewise; None: any number."""
+        if self.store_capacity is None:
+            return None
+        return self.store_capacity // self.num_shards + (shard < self.store_capacity % self.num_shards)
 
     @property
     def num_shards(self) -> int:

@@ -30,7 +30,7 @@ FAST_MEMORY = "fast memory"
 """And of a tiered group: what batches found there, what was read, and what was written back."""
 DYNAMIC = "dynamic table"
 """And beside a table's name: how many distinct ids its owners knew, admitted, evicted, or did not admit."""
-_DYNAMIC = ("hits", "admitted", "evicted", "guests", "dropped")
+_DYNAMIC = ("hits", "admitted", "evicted", "guests", "dropped", "promoted", "forgotten")
 _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initialized", "rows_written", "bytes_written")
 
 
@@ -139,5 +139,5 @@ def _hit_rate(added: dict[str, dict[str, int]]) -> float | None:
     """The share of ids that dynamic tables knew already; None where there are no ids of such."""
     tables = [fields for name, fields in added.items() if name.endswith(f", {DYNAMIC}")]
     hits = sum(fields["hits"] for fields in tables)
-    total = hits + sum(fields["admitted"] + fields["guests"] for fields in tables)
+    total = hits + sum(fields["admitted"] + fields["guests"] + fields["promoted"] for fields in tables)
     return hits / total if total else None

@@ -95,7 +95,8 @@ class DynamicConfig(Section):
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes; 0: none does.
         ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
-        mode: whether an evicted id is forgotten (drop).
+        mode: whether an evicted id is forgotten (drop); demote is for collections in Python alone, as a run writes its
+            model, which cannot have demoted records yet.
         missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
         spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
     """
@@ -112,7 +113,7 @@ class DynamicConfig(Section):
     decay_steps: Count | None = None
     ttl_steps: Count | None = None
     ttl_seconds: Count | None = None
-    mode: Literal["drop"] | None = None
+    mode: Literal["drop", "demote"] | None = None
     missing: Literal["initial", "zero", "error"] | None = None
     spare_frames: Positive | None = None
 

@@ -156,6 +156,11 @@ def _dynamic(key: str, config: DynamicConfig) -> Dynamic:
             f"{key}.capacity: say how many ids a dynamic table holds at most, over all ranks, or how many bytes "
             "(capacity_bytes)"
         )
+    if config.mode == "demote":
+        raise ConfigurationError(
+            f'{key}.mode = "demote": a run writes its model, and models cannot have demoted records yet; take "drop", '
+            "or train an EmbeddingCollection in Python"
+        )
     return Dynamic(**config.model_dump(exclude_none=True))
 
 

@@ -121,6 +121,9 @@ def test_what_cannot_be_is_refused():
     specs = STREAM.specs(is_dynamic=True)
     with pytest.raises(ConfigurationError, match="transport='collective'"):
         EmbeddingCollection(specs, device="cuda", transport="one_sided")
+    demoting = replace(RULES["lru"], mode="demote", store="memory", store_capacity=10)
+    with pytest.raises(ConfigurationError, match="mode = 'demote' is for rows in the host's memory"):
+        make(Mesh(), replace(STREAM, rules=(("user", demoting), STREAM.rules[1])))
 
 
 def averaged(mesh):

@@ -1,13 +1,14 @@
 """Dynamic tables beside an oracle: the rules in plain Python, and a dense table whose rows begin anew where they say.
 
 The dense table has a row for every id that occurs, and the same seed, so the row of an id starts from the same values.
-Where the rules give an id a new row, admitted or not, its dense row is set back before the look-up. All else must be
-equal to the bit, on the same ranks: vectors, rows, optimizer states, counts, last steps and scores.
+Where the rules give an id a new row, admitted or not, its dense row is set back before the look-up. A demoted id's
+dense row stays as it is. All else must be equal to the bit, on the same ranks: vectors, rows, optimizer states, counts,
+last steps and scores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableS
 from rowmesh.data import Batch
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.reference import ReferenceShards
+from rowmesh.dynamic.state import Statistics
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import DataError, NoRoomError
 from rowmesh.mesh import Mesh
@@ -134,6 +136,7 @@ class Seen:
     known: list[dict[str, dict[int, tuple]]]
     counters: dict[str, tuple[int, ...]]
     transport: str = ""
+    statistics: dict[str, list[list[int]]] = field(default_factory=dict)  # of all ids at the end
 
 
 def vectors_of(embeddings: Embeddings, stream: Stream) -> Vectors:
@@ -185,8 +188,14 @@ def run_oracle(mesh: Mesh, stream: Stream, replicas: int = 1, *, every_step: boo
             seen.evaluated.append(oracle.evaluate(mesh))
         if every_step or step + 1 == stream.num_steps:
             seen.known.append(oracle.known())
-    seen.counters = {name: tuple(numbers.tolist()) for name, numbers in oracle.counters.items()}
+    for name, numbers in oracle.counters.items():
+        seen.counters[name] = (*numbers.tolist(), oracle.rules[name].num_forgotten)
+        seen.statistics[name] = _plain(oracle.rules[name].statistics(IDS))
     return seen
+
+
+def _plain(found: Statistics) -> list[list[int]]:
+    return [column.tolist() for column in astuple(found)]
 
 
 class _Oracle:
@@ -196,7 +205,7 @@ class _Oracle:
         self.embeddings, self.stream = embeddings, stream
         self.rules = stream.oracles()
         self.specs = stream.specs(is_dynamic=False)[: len(self.rules)]
-        self.counters = {name: np.zeros(4, int) for name in self.rules}
+        self.counters = {name: np.zeros(5, int) for name in self.rules}
 
     def open(self, batches: list[SparseBatch], step: int) -> None:
         """The step of the ids of all ranks."""
@@ -206,8 +215,13 @@ class _Oracle:
             opened = self.rules[spec.name].open(IDS[rows], counts, step, time=latest(batches))
             self.rules[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
             self.begin_anew(spec, rows[opened.fresh])
-            numbers = [opened.num_hits, opened.num_admitted, opened.num_evicted, opened.num_dropped]
-            self.counters[spec.name] += numbers
+            self.counters[spec.name] += [
+                opened.num_hits,
+                opened.num_admitted,
+                opened.num_evicted,
+                opened.num_dropped,
+                opened.num_promoted,
+            ]
 
     def evaluate(self, mesh: Mesh) -> Vectors | None:
         """What a look-up without gradients reads; None where it is refused."""
@@ -216,7 +230,7 @@ class _Oracle:
         for number, spec in enumerate(self.specs):
             missing = stream.missing if number == 0 else "initial"
             rows = np.unique(np.concatenate([ids_of(batch, spec) for batch in batches]))
-            unknown = rows[self.rules[spec.name].find(IDS[rows]) < 0]
+            unknown = rows[~self.rules[spec.name].statistics(IDS[rows]).known]
             is_refused |= missing == "error" and len(unknown) > 0
             self.begin_anew(spec, unknown, is_zero=missing == "zero")
         if is_refused:
@@ -290,8 +304,7 @@ def run_dynamic(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: i
         optimizer.step()
         _evaluate(mesh, stream, embeddings, seen)
         seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
-    seen.counters = _counters(embeddings)
-    return seen
+    return _at_the_end(embeddings, stream, seen)
 
 
 def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: int = 1, replicas: int = 1) -> Seen:
@@ -314,8 +327,7 @@ def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: 
             optimizer.step()
             _evaluate(mesh, stream, embeddings, seen)
     seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
-    seen.counters = _counters(embeddings)
-    return seen
+    return _at_the_end(embeddings, stream, seen)
 
 
 def _evaluate(mesh: Mesh, stream: Stream, embeddings: EmbeddingCollection, seen: Seen) -> None:
@@ -332,9 +344,16 @@ def _evaluate(mesh: Mesh, stream: Stream, embeddings: EmbeddingCollection, seen:
         seen.evaluated.append(_detached(vectors_of(found, stream)))
 
 
+def _at_the_end(embeddings: EmbeddingCollection, stream: Stream, seen: Seen) -> Seen:
+    seen.counters = _counters(embeddings)
+    seen.statistics = {name: _plain(embeddings.statistics(name, IDS)) for name, _ in stream.rules}
+    embeddings.close()
+    return seen
+
+
 def _counters(embeddings: EmbeddingCollection) -> dict[str, tuple[int, ...]]:
     return {
-        name: (each.hits, each.admitted, each.evicted, each.guests)
+        name: (each.hits, each.admitted, each.evicted, each.guests, each.promoted, each.forgotten)
         for name, each in embeddings.dynamic_counters.items()
     }
 
@@ -342,6 +361,7 @@ def _counters(embeddings: EmbeddingCollection) -> dict[str, tuple[int, ...]]:
 def assert_same(mine: list[Seen], expected: list[Seen], replicas: int = 1) -> None:
     """To the bit: what each rank looked up, and what all ranks together know. Counters add up."""
     for one, other in zip(mine, expected, strict=True):
+        assert one.statistics == other.statistics
         assert [_bits(each) for each in one.vectors] == [_bits(each) for each in other.vectors]
         assert [_bits(each) for each in one.evaluated] == [_bits(each) for each in other.evaluated]
     for name in expected[0].counters:

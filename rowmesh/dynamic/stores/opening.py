@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,17 +18,26 @@ _FORMS = "memory, file:FOLDER, rocksdb:FOLDER, redis://HOST:PORT/DATABASE or red
 
 
 def open_records(
-    url: str, table: str, record_bytes: int, *, max_records: int, rank: int = 0, retry: Retry | None = None
+    url: str,
+    table: str,
+    record_bytes: int,
+    *,
+    max_records: int,
+    rank: int = 0,
+    replica: int = 0,
+    retry: Retry | None = None,
 ) -> RecordStore:
     """Opens the store of a table's records on a rank.
 
     Args:
         url: `memory`, `file:FOLDER`, `rocksdb:FOLDER` (each rank and table has a place of its own in the folder), or
-            the URL of a Redis server, which all ranks share: each has its own shards there.
+            the URL of a Redis server, which all ranks share: each has its own shards there. `$NAME` stands for the
+            variable NAME of the environment.
         table: its name.
         record_bytes: of a record.
         max_records: that memory or a file holds at most.
         rank: of this process.
+        replica: of this rank, where there are several of the table.
         retry: for a store that goes away; by default for 30 s.
 
     Raises:
@@ -43,10 +53,12 @@ def open_records(
             f"records of table {table!r} need 1 byte or more and room for 1 or more, got {record_bytes} and "
             f"{max_records}"
         )
+    url = os.path.expandvars(url)
     if url == "memory":
         return memory_records(table, max_records, record_bytes)
     if url.startswith(REDIS):
-        return RedisRecords(table, RedisConnection(url, retry), record_bytes)
+        prefix = f"rowmesh-{replica}" if replica else "rowmesh"
+        return RedisRecords(table, RedisConnection(url, retry), record_bytes, prefix=prefix)
     kind, _, place = url.partition(":")
     if kind not in ("file", "rocksdb") or not place:
         raise ConfigurationError(f"{url.split('@')[-1]!r} is no store of records; there are {_FORMS}")

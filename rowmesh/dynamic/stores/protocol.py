@@ -60,8 +60,8 @@ class RecordStore(Protocol):
         """All of a shard: ids, int64 `[N]` ascending, and records, uint8 `[N, record_bytes]`."""
         ...
 
-    def clear(self) -> None:
-        """Removes all records of the table."""
+    def clear(self, shards: range) -> None:
+        """Removes all records of some shards. What no other process may have open is emptied."""
         ...
 
     def flush(self) -> None:

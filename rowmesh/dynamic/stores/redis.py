@@ -174,10 +174,9 @@ class RedisRecords:
             if cursor == 0:
                 return sorted_records(found, self.record_bytes)
 
-    def clear(self) -> None:
+    def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""
-        self._connection.call(lambda client: unlink(client, f"{self._base}:"))
-        self._pipeline(lambda pipe: None)
+        self._pipeline(lambda pipe: pipe.unlink(*map(self._key, shards)) if shards else None)
 
     def flush(self) -> None:
         """What the server does with its disk is its own configuration."""
@@ -201,13 +200,6 @@ class RedisRecords:
                 "resume from a checkpoint, and let the server keep what it acknowledges (appendonly yes)"
             )
         return answers
-
-
-def unlink(client: Any, prefix: str) -> None:
-    """Removes all keys that begin so."""
-    escaped = "".join(f"\\{c}" if c in "*[]?\\^" else c for c in prefix)
-    for key in client.scan_iter(match=f"{escaped}*", count=_CHUNK):
-        client.unlink(key)
 
 
 def _chunks(shards: np.ndarray) -> list[np.ndarray]:

@@ -112,7 +112,7 @@ class RocksRecords:
                 found.append((key, value))
         return found
 
-    def clear(self) -> None:
+    def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""
         self._write({key: None for key in self._call(lambda: list(self._database.keys())) if key != _ABOUT})
 

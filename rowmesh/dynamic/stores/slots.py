@@ -81,7 +81,7 @@ class SlotRecords:
             np.array([slot for _, slot in entries], np.int64)
         )
 
-    def clear(self) -> None:
+    def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""
         self._slots.clear()
         self._free, self._unused = [], 0

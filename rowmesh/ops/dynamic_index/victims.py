@@ -361,7 +361,9 @@ def _select(header, heap, records, records_address, kind, decay_steps, step, wan
 
 
 @kernel
-def _take(header, heap, run, records, records_address, kind, epoch, decay_steps, step, wanted, victims, first, kept):
+def _take(
+    header, heap, run, records, records_address, kind, epoch, decay_steps, step, wanted, victims, seen_in, first, kept
+):
     """Takes victims from a run and a heap until there are enough or both are empty; returns how many it took.
 
     Entries of records that this batch has seen stay in the heap.
@@ -395,8 +397,8 @@ def _take(header, heap, run, records, records_address, kind, epoch, decay_steps,
                 at += 1
         if not from_run:
             size = _pop(heap, size)
+        victims[first + taken], seen_in[first + taken] = slot, records[slot, SEEN]
         records[slot, SEEN] = 0
-        victims[first + taken] = slot
         taken += 1
     for i in range(num_kept):
         _push(heap, size, kept[i, 0], kept[i, 1], kept[i, 2], kept[i, 3])
@@ -440,9 +442,11 @@ def evict(
     kept,
     victims,
     ids,
+    seen_in,
 ):
     """Removes `missing[s]` ids of the smallest keys from each shard s, but for those seen in this step; writes their
-    slots and ids. Scratch, for a whole shard: `frames`, `rows`, `ordered`; `ends`, `stack`, `kept`.
+    slots, their ids, and what `SEEN` was. Scratch, for a whole shard: `frames`, `rows`, `ordered`; `ends`, `stack`,
+    `kept`.
     """
     epoch = step // decay_steps if decay_steps > 0 else 0
     count = np.int64(0)
@@ -459,7 +463,7 @@ def evict(
             header[EPOCH] = epoch
         at = (records, records_address, kind)
         if header[HEAP_SIZE] >= 0:
-            count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, count, kept)
+            count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, seen_in, count, kept)
             _remove(header, records, seed, victims, ids, first, count)  # a selection is among those that stay
         wanted -= count - first
         if wanted > 0:
@@ -473,6 +477,6 @@ def evict(
                 run = frames
             for i in range(chosen):
                 run[i] = ordered[i, 3]
-            count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, count, kept)
+            count += _take(header, heap, run, *at, epoch, decay_steps, step, wanted, victims, seen_in, count, kept)
             _remove(header, records, seed, victims, ids, first, count)
     return count

@@ -67,11 +67,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.store.clear()
+        self.store.clear(range(SHARDS))
         self.expected = {}
 
     def teardown(self):
-        self.store.clear()
+        self.store.clear(range(SHARDS))
         self.store.close()
 
 
@@ -110,7 +110,7 @@ def test_many_records_and_tables(url):
     assert (got == records).all()
     first.delete(shards[10:], batch[10:])
     assert sum(len(first.scan(shard)[0]) for shard in range(7)) == 10
-    first.clear()
+    first.clear(range(7))
     assert sum(len(second.scan(shard)[0]) for shard in range(7)) == 3
     first.close()
     second.close()

@@ -1,0 +1,68 @@
+"""What a batch changed in a table, until it has ended on all ranks: then its victims' frames are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NONE, NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+
+
+@dataclass(kw_only=True)
+class Change:
+    """A batch's. Arrays are int64 `[n]`; those of ids are distinct.
+
+    Attributes:
+        number: of the batch.
+        admitted_ids: that entered the index, and about which nothing was known.
+        evicted_ids: that left it, ascending.
+        evicted_frames: where their rows are; earlier batches may still update these.
+        evicted_facts: `[n, 3]`: last steps + 1, counts and frequencies.
+        guests: frames of ids that were not admitted.
+        visitors: frames of unknown ids in evaluation, among such frames.
+        promoted_ids: that came back from the store, which still has them.
+        forgotten_ids: for which the store has no room, ascending.
+    """
+
+    number: int
+    admitted_ids: np.ndarray = field(default_factory=lambda: NONE)
+    evicted_ids: np.ndarray = field(default_factory=lambda: NONE)
+    evicted_frames: np.ndarray = field(default_factory=lambda: NONE)
+    evicted_facts: np.ndarray = field(default_factory=lambda: NO_FACTS)
+    guests: np.ndarray = field(default_factory=lambda: NONE)
+    visitors: np.ndarray = field(default_factory=lambda: NONE)
+    promoted_ids: np.ndarray = field(default_factory=lambda: NONE)
+    forgotten_ids: np.ndarray = field(default_factory=lambda: NONE)
+
+    @property
+    def freed(self) -> np.ndarray:
+        """Frames that are free when the batch has ended."""
+        return np.concatenate([self.evicted_frames, self.guests])
+
+    def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
+        """Finds ids as before the change; their frames are still leased. Those that came back have their rows there."""
+        frames[np.isin(ids, self.admitted_ids)] = -1
+        places, found = find_in(self.evicted_ids, ids)
+        frames[found] = self.evicted_frames[places[found]]
+
+    def take_back(self, ids: np.ndarray) -> None:
+        """Evicted ids are known again, in the frames that they had."""
+        stay = ~np.isin(self.evicted_ids, ids)
+        self.evicted_ids, self.evicted_frames = self.evicted_ids[stay], self.evicted_frames[stay]
+        self.evicted_facts = self.evicted_facts[stay]
+
+
+def find_in(ascending: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each id stands among ascending ones, and a mask of those that do.
+
+    Example:
+        >>> places, found = find_in(np.array([2, 5]), np.array([5, 3]))
+        >>> places[found], found
+        (array([1]), array([ True, False]))
+    """
+    places = np.searchsorted(ascending, ids)
+    if not len(ascending):
+        return places, np.zeros(len(ids), bool)
+    places = np.minimum(places, len(ascending) - 1)
+    return places, ascending[places] == ids

@@ -1,0 +1,217 @@
+"""Demoted ids of a dynamic table on one rank: their records are in a store, and come back when the ids are asked for.
+
+A step demotes ids when it is opened. Their rows stay in their frames until all earlier batches have ended, which may
+update them; then `settle` writes them to the store, a step at a time. So what is known of an id that is in no index is
+found, in this order, in the steps that are not settled, the last one first: in a frame, or forgotten; then in the
+store. An id that comes back before its record was written takes its frame again, as if it had never left. The store
+loses what came back when that step is settled: what fails before can be done again.
+
+A record is the row, its optimizer state by name, and int64 last step + 1, count and frequency, without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.dynamic.changes import Change, find_in
+from rowmesh.dynamic.layout import rules_of
+from rowmesh.dynamic.shards import DynamicShards
+from rowmesh.dynamic.state import Promoted
+from rowmesh.dynamic.stores import RecordStore
+from rowmesh.tables import TableSpec
+from rowmesh.tables.dense import DenseArena, compute_dtype
+
+_FACT_BYTES = 24
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of ids that are in no index.
+
+    Attributes:
+        is_there: bool `[N]`: whether anything is.
+        frames: int64 `[N]`, where the row is; −1: in the record, or nowhere.
+        facts: int64 `[N, 3]`: last steps + 1, counts and frequencies; zeros where nothing is known.
+        records: uint8 `[N, width]`; of ids in the store.
+    """
+
+    is_there: np.ndarray
+    frames: np.ndarray
+    facts: np.ndarray
+    records: np.ndarray
+
+
+class Demoted:
+    """The demoted ids of some shards of a table.
+
+    Args:
+        table: which one.
+        shards: of this rank.
+        arena: where the rows are.
+        first_slot: of the frames in it.
+        store: for the records, empty; it is owned from here on.
+    """
+
+    def __init__(
+        self, table: TableSpec, shards: DynamicShards, arena: DenseArena, first_slot: int, store: RecordStore
+    ) -> None:
+        self._shards, self._arena, self._first_slot, self._store = shards, arena, first_slot, store
+        self._layout = RecordLayout(table)
+        rules = rules_of(table)
+        self._rooms = [rules.stored_in(shard) for shard in shards.shards]
+        # Where there is a limit, by shard, the ids that are demoted; those that came first are first.
+        self._order: list[dict[int, None]] = [{} for _ in self._rooms]
+
+    def clear(self) -> None:
+        """Forgets all. No step may wait to be settled."""
+        self._store.clear(self._shards.shards)
+        self._order = [{} for _ in self._rooms]
+
+    def close(self) -> None:
+        """Closes the store."""
+        self._store.close()
+
+    def find(self, changes: Sequence[Change], ids: np.ndarray, ahead: Container[int] = ()) -> Found:
+        """What is known of ids; changes nothing.
+
+        Args:
+            changes: of the steps that are not settled.
+            ids: int64 `[N]`, distinct, which the index does not know.
+            ahead: batches whose changes are as if they had not been.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        is_there, frames = np.zeros(len(ids), bool), np.full(len(ids), -1)
+        facts, left = np.zeros((len(ids), 3), np.int64), np.arange(len(ids))
+        for change in reversed(changes):
+            if change.number in ahead:
+                continue
+            is_forgotten = find_in(change.forgotten_ids, ids[left])[1]
+            places, found = find_in(change.evicted_ids, ids[left])
+            found &= ~is_forgotten
+            here, at = left[found], places[found]
+            is_there[here], frames[here], facts[here] = True, change.evicted_frames[at], change.evicted_facts[at]
+            left = left[~found & ~is_forgotten]
+        records = np.empty((len(ids), self._layout.width), np.uint8)
+        if len(left):
+            wanted = np.empty((len(left), self._layout.width), np.uint8)
+            stored = self._store.get(self._shards_of(ids[left]), ids[left], wanted)
+            left = left[stored]
+            is_there[left], records[left] = True, wanted[stored]
+            facts[left] = self._layout.facts(wanted[stored])
+        return Found(is_there, frames, facts, records)
+
+    def demote(self, change: Change, promoted_ids: np.ndarray) -> int:
+        """Notes who comes back with a change, and that its evicted ids are demoted; returns how many are forgotten."""
+        if not any(self._rooms):
+            return 0
+        for i, shard in zip(promoted_ids.tolist(), self._local(promoted_ids), strict=True):
+            del self._order[shard][i]
+        demoted_in = self._local(change.evicted_ids)
+        for i, shard in zip(change.evicted_ids.tolist(), demoted_in, strict=True):
+            self._order[shard][i] = None
+        forgotten = []
+        for shard in set(demoted_in):
+            order, room = self._order[shard], self._rooms[shard] or 0
+            surplus = list(islice(order, max(0, len(order) - room)))  # at once: a dictionary passes over what it lost
+            for i in surplus:
+                del order[i]
+            forgotten += surplus
+        change.forgotten_ids = np.sort(np.array(forgotten, np.int64))
+        return len(forgotten)
+
+    def settle(self, change: Change) -> None:
+        """Brings the store to where a change has left it; the batch has ended. May be called again where it raises.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        gone = np.unique(np.concatenate([change.promoted_ids, change.forgotten_ids]))
+        if len(gone):
+            self._store.delete(self._shards_of(gone), gone)
+        kept = ~np.isin(change.evicted_ids, change.forgotten_ids)
+        ids = change.evicted_ids[kept]
+        if len(ids):
+            rows, state = self._arena.read_rows(change.evicted_frames[kept] + self._first_slot)
+            records = self._layout.pack(rows, state, change.evicted_facts[kept])
+            self._store.put(self._shards_of(ids), ids, records)
+
+    def restore(self, found: Found, places: np.ndarray, frames: np.ndarray) -> None:
+        """Writes rows and states of found ids to frames.
+
+        Args:
+            found: as `find` gave it.
+            places: int64 `[n]`, of those ids.
+            frames: int64 `[n]`, where to.
+        """
+        slots = frames + self._first_slot
+        stored = found.frames[places] < 0
+        if stored.any():
+            self._arena.restore(slots[stored], *self._layout.unpack(found.records[places[stored]]))
+        if not stored.all():
+            others = found.frames[places[~stored]] + self._first_slot
+            self._arena.restore(slots[~stored], *self._arena.read_rows(others))
+
+    def _local(self, ids: np.ndarray) -> list[int]:
+        return self._shards.shards_of(ids).tolist()
+
+    def _shards_of(self, ids: np.ndarray) -> np.ndarray:
+        return self._shards.shards_of(ids) + self._shards.shards.start
+
+
+class RecordLayout:
+    """The bytes of a record.
+
+    Args:
+        table: whose rows they are.
+
+    Attributes:
+        width: bytes.
+
+    Example:
+        >>> from rowmesh.tables import Dynamic, Uniform
+        >>> table = TableSpec(
+        ...     name="user", dim=4, storage="dynamic", dynamic=Dynamic(capacity=9), initializer=Uniform(bound=0.1)
+        ... )
+        >>> RecordLayout(table).width  # 4 float32, one of row-wise AdaGrad, and 3 int64
+        44
+    """
+
+    def __init__(self, table: TableSpec) -> None:
+        lengths, dtype = {"row": (), "element": (table.dim,)}, compute_dtype(table.dtype)
+        self._parts = [("", table.dtype, (table.dim,))]
+        self._parts += [(name, dtype, lengths[extent]) for name, extent in table.optimizer.state.items()]
+        self._bytes = [part.itemsize * (shape[0] if shape else 1) for _, part, shape in self._parts]
+        self.width = sum(self._bytes) + _FACT_BYTES
+
+    def pack(self, rows: Tensor, state: dict[str, Tensor], facts: np.ndarray) -> np.ndarray:
+        """Records, uint8 `[n, width]`, of one id or more: of rows `[n, D]`, states by name, and facts `[n, 3]`."""
+        tensors = [rows, *(state[name] for name, _, _ in self._parts[1:])]
+        parts = [each.reshape(len(facts), -1).contiguous().view(torch.uint8).numpy() for each in tensors]
+        return np.concatenate([*parts, np.ascontiguousarray(facts).view(np.uint8)], axis=1)
+
+    def unpack(self, records: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rows and states, copies."""
+        tensors, first = {}, 0
+        for (name, dtype, shape), size in zip(self._parts, self._bytes, strict=True):
+            part = torch.from_numpy(np.ascontiguousarray(records[:, first : first + size]))
+            tensors[name] = part.view(dtype).reshape(len(records), *shape)
+            first += size
+        return tensors.pop(""), tensors
+
+    def facts(self, records: np.ndarray) -> np.ndarray:
+        """Facts, a copy."""
+        return np.ascontiguousarray(records[:, self.width - _FACT_BYTES :]).view(np.int64)
+
+
+def promoted_of(places: np.ndarray, found: Found) -> Promoted:
+    """Those of a step's ids that come back, given which places were looked for and what was found."""
+    there = found.is_there
+    return Promoted(places[there], found.facts[there], found.frames[there])
