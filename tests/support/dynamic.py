@@ -111,7 +111,7 @@ class Stream:
                 batches = [self.batch(step, rank, is_dynamic=True) for rank in range(world_size)]
                 for spec in self.specs(is_dynamic=True)[: len(oracles)]:
                     everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
-                    opened = oracles[spec.name].open(*np.unique(everyone, return_counts=True), step)
+                    opened = oracles[spec.name].open(*np.unique(everyone, return_counts=True), step + 1)
                     oracles[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
         except NoRoomError:
             return False
