@@ -61,7 +61,8 @@ class EventClock:
     # What is saved
 
     def times_of(self, steps: np.ndarray) -> np.ndarray:
-        """The times of steps that are not past their time to live: int64 like `steps`."""
+        """The times of steps that are not past their time to live: int64 like `steps`; none where there is no clock."""
+        steps = steps if self._ttl else steps[:0]
         places = np.searchsorted(self._steps, steps, side="right") - 1
         return np.take(np.array(self._times, np.int64), places) if len(steps) else np.zeros(0, np.int64)
 

@@ -6,26 +6,59 @@ from itertools import takewhile
 
 import numpy as np
 
+from rowmesh.dynamic.event_clock import EventClock
 from rowmesh.ops.dynamic_index.cpu import SEEN
+from rowmesh.tables.dynamic import Dynamic
 
 
 class Expiry:
-    """A log of seen frames; it is compacted to one entry a frame at most, so it is bounded."""
+    """A log of seen frames; it is compacted to one entry a frame at most, so it is bounded.
 
-    def __init__(self) -> None:
+    Args:
+        rules: which say how long ids live.
+
+    Attributes:
+        clock: the time of steps.
+        is_used: whether ids expire at all.
+    """
+
+    def __init__(self, rules: Dynamic) -> None:
+        self._rules, self.clock, self.is_used = rules, EventClock(rules.ttl_seconds), rules.has_ttl
         self._seen: dict[int, np.ndarray] = {}
-        self._size = 0
+        self._size, self._is_stale = 0, False
 
-    def due(self, past: int, records: np.ndarray) -> np.ndarray:
-        """Frames of ids that were not seen after a step."""
+    @property
+    def time_to_live(self) -> str:
+        """For a message."""
+        lives = {"steps": self._rules.ttl_steps, "seconds": self._rules.ttl_seconds}
+        return " or ".join(f"{number} {unit}" for unit, number in lives.items() if number)
+
+    def past(self, step: int, time: int) -> int:
+        """The last step whose ids are past their time to live in a step, −1 where none is; changes nothing."""
+        rules, past = self._rules, -1
+        if rules.ttl_steps:
+            past = max(past, step - rules.ttl_steps)
+        if rules.ttl_seconds:
+            past = max(past, self.clock.past(step, time))
+        return past
+
+    def due(self, past: int, records: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        """Frames of ids that were not seen after a step, but for those that are seen now."""
+        if not self.is_used:
+            return np.empty(0, np.int64)
+        if self._is_stale:
+            self._rebuild(records)
         frames = [self._seen[s][records[self._seen[s], SEEN] == s + 1] for s in self._until(past)]
-        return np.concatenate([*frames, np.empty(0, np.int64)])
+        due = np.concatenate([*frames, np.empty(0, np.int64)])
+        return due[~np.isin(due, seen)] if len(due) else due
 
     def _until(self, past: int) -> list[int]:
         return list(takewhile(lambda step: step <= past, self._seen))
 
     def add(self, step: int, past: int, frames: np.ndarray, records: np.ndarray) -> None:
         """Forgets what was due, and notes what a step has seen."""
+        if not self.is_used:
+            return
         for due in self._until(past):
             self._size -= len(self._seen.pop(due))
         self._seen[step] = frames
@@ -34,9 +67,12 @@ class Expiry:
             self._seen = {s: f[records[f, SEEN] == s + 1] for s, f in self._seen.items()}
             self._size = sum(len(f) for f in self._seen.values())
 
-    def rebuild(self, records: np.ndarray) -> None:
-        """Begins anew from the records, after some were loaded."""
+    def begin_anew(self) -> None:
+        """Records were replaced: the log is made of them when it is needed."""
+        self._is_stale = True
+
+    def _rebuild(self, records: np.ndarray) -> None:
         frames = np.flatnonzero(records[:, SEEN])
         steps = records[frames, SEEN] - 1
         self._seen = {int(s): frames[steps == s] for s in np.unique(steps)}
-        self._size = len(frames)
+        self._size, self._is_stale = len(frames), False

@@ -67,7 +67,8 @@ class KnownCopy:
         self._records = shards.records_of(frames)
         self._counted = [shards.counted_in(shard) for shard in shards.shards]
         self._clock, self._num_known = shards.clock, shards.num_known
-        self._now, self._times = shards.now, shards.last_times(self._records[:, SEEN] - 1)
+        clock = shards.expiry.clock
+        self._now, self._times = clock.now, clock.times_of(self._records[:, SEEN] - 1)
 
     @cached_property
     def _order(self) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.dynamic.candidates import Candidates, ExactCandidates, Located, SketchCandidates
-from rowmesh.dynamic.event_clock import NO_TIME, EventClock
+from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
-from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, check_batch, check_step
+from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, United, check_batch, check_step
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, HEAP_SIZE, ID, SCORE, SEEN, USED
@@ -47,22 +47,6 @@ class _Decision:
     past: int
 
 
-@dataclass(frozen=True)
-class United:
-    """What `unite` has done.
-
-    Attributes:
-        frames: int64 `[N]`, of the ids; −1 where they left, or did not enter.
-        entered: places of those that were unknown.
-        left_ids, left_frames: int64 `[E]`; the frames are free only after `release`.
-    """
-
-    frames: np.ndarray
-    entered: np.ndarray
-    left_ids: np.ndarray
-    left_frames: np.ndarray
-
-
 class DynamicShards:
     """The shards `[first, last)` of one table.
 
@@ -71,6 +55,9 @@ class DynamicShards:
         rules: of the whole table.
         shards: those that are here.
         num_frames: frames that ids, guests and leases share; more than the capacity of the shards.
+
+    Attributes:
+        expiry: what is known of the time to live.
 
     Example:
         >>> rules = Dynamic(capacity=2, shards=1)
@@ -94,7 +81,7 @@ class DynamicShards:
         num_columns = 3 if self._kind == victims.RECENCY else 4
         self._index = Index(self._capacities, *shape, max(1, num_frames), num_columns, initial)
         self._frames = FrameList(table, num_frames)
-        self._expiry, self._time = Expiry(), EventClock(rules.ttl_seconds)
+        self.expiry = Expiry(rules)
         self._candidates: Candidates | None = None
         if rules.admit_after > 1:
             sketched = rules.sketch_width > 0
@@ -102,7 +89,7 @@ class DynamicShards:
                 SketchCandidates(len(shards), rules) if sketched else ExactCandidates(len(shards), *shape)
             )
         self._make_room()
-        self._step, self._window, self._loaded = -1, 0, False
+        self._step, self._window = -1, 0
 
     def _make_room(self) -> None:
         largest = int(self._capacities.max(initial=0))
@@ -133,11 +120,11 @@ class DynamicShards:
         """
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
-        self._time.check(self.table, time)
+        self.expiry.clock.check(self.table, time)
         batch = self._locate(ids)
         frames = self._index.find(ids, batch.hashes, batch.shards)
-        decision = self._decide(batch, counts, frames, step, self._past(step, time), promoted)
-        self._time.advance(step, time)
+        decision = self._decide(batch, counts, frames, step, self.expiry.past(step, time), promoted)
+        self.expiry.clock.advance(step, time)
         return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
 
     @property
@@ -180,15 +167,6 @@ class DynamicShards:
             )
         return Located(ids, hashes, shards)
 
-    def _past(self, step: int, time: int) -> int:
-        """The last step whose ids are past their time to live, −1 where none is."""
-        rules, past = self.rules, -1
-        if rules.ttl_steps:
-            past = max(past, step - rules.ttl_steps)
-        if rules.ttl_seconds:
-            past = max(past, self._time.past(step, time))
-        return past
-
     def _decide(
         self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int, past: int, promoted: Promoted
     ) -> _Decision:
@@ -204,7 +182,7 @@ class DynamicShards:
             touched = self._by_shard(batch.shards[frames >= 0])
             entering = self._by_shard(batch.shards[np.concatenate([new[admitted], promoted.places])])
             self._check_fits(touched + entering)
-            expired = self._find_expired(frames, past)
+            expired = self.expiry.due(past, self._index.records, frames)
             leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
             missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
             self._check_expired(missing)
@@ -234,23 +212,9 @@ class DynamicShards:
             wanted = int(self._capacities[shard] + missing[shard])
             raise NoRoomError(
                 f"shard {shard + self.shards.start} of dynamic table {self.table!r} is full, and too few ids are past "
-                f"their time to live, {self._time_to_live}; raise capacity from {self.rules.capacity} to "
+                f"their time to live, {self.expiry.time_to_live}; raise capacity from {self.rules.capacity} to "
                 f"{wanted * self.rules.num_shards} or more, or shorten it"
             )
-
-    @property
-    def _time_to_live(self) -> str:
-        lives = {"steps": self.rules.ttl_steps, "seconds": self.rules.ttl_seconds}
-        return " or ".join(f"{number} {unit}" for unit, number in lives.items() if number)
-
-    def _find_expired(self, frames: np.ndarray, past: int) -> np.ndarray:
-        if not self.rules.has_ttl:
-            return np.empty(0, np.int64)
-        if self._loaded:
-            self._expiry.rebuild(self._index.records)
-            self._loaded = False
-        due = self._expiry.due(past, self._index.records)
-        return due[~np.isin(due, frames)] if len(due) else due
 
     def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
         index, unknown, admitted = self._index, decision.new, decision.admitted
@@ -272,8 +236,8 @@ class DynamicShards:
         new, slots = batch.at(entering), frames[entering]
         index.insert(new.ids, new.hashes, new.shards, slots)
         victims.fill(index.headers, *at, slots, new.shards, decision.totals[admitted], given[entering])
-        if self.rules.has_ttl:
-            self._expiry.add(step, decision.past, frames[~guest], index.records)
+        if self.expiry.is_used:
+            self.expiry.add(step, decision.past, frames[~guest], index.records)
         self._step, self._window = step, decision.window
         fresh = np.zeros(len(frames), bool)
         fresh[unknown] = True
@@ -379,7 +343,7 @@ class DynamicShards:
         frames[entering] = slots
         frames[np.isin(frames, left_frames)] = -1
         index.headers[np.unique(batch.shards), HEAP_SIZE] = -1  # scores have changed
-        self._loaded = True
+        self.expiry.begin_anew()
         return United(frames, entering, left.ids, left_frames)
 
     def _set_facts(self, frames: np.ndarray, facts: np.ndarray) -> None:
@@ -455,15 +419,6 @@ class DynamicShards:
         scores = last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy()
         return {"ids": records[:, ID].copy(), "counts": records[:, COUNT].copy(), "last_steps": last, "scores": scores}
 
-    def last_times(self, last_steps: np.ndarray) -> np.ndarray:
-        """The times of steps in which known ids were last seen, where they live for some seconds; else none."""
-        return self._time.times_of(last_steps if self.rules.ttl_seconds else last_steps[:0])
-
-    @property
-    def now(self) -> int:
-        """The time of the latest event so far."""
-        return self._time.now
-
     def shards_of(self, ids: np.ndarray) -> np.ndarray:
         """The shard of each id, counted from the first one here; reads nothing that steps change."""
         return self._locate(ids).shards
@@ -498,8 +453,8 @@ class DynamicShards:
             candidate_counts=counts,
             step=self._step,
             window=self._window,
-            last_times=self.last_times(self._index.records[frames, SEEN] - 1),
-            now=self.now,
+            last_times=self.expiry.clock.times_of(self._index.records[frames, SEEN] - 1),
+            now=self.expiry.clock.now,
         )
 
     def load(self, shard: int, state: ShardState, frames: np.ndarray) -> None:
@@ -523,8 +478,9 @@ class DynamicShards:
         if self._candidates is not None:
             self._candidates.load(local, state, candidates)
         self._index.headers[:, HEAP_SIZE] = -1  # steps may begin anew, and frames have changed their shards
-        self._step, self._window, self._loaded = state.step, state.window, True
-        self._time.load(state.last_steps[: len(state.last_times)], state.last_times, state.now)
+        self._step, self._window = state.step, state.window
+        self.expiry.begin_anew()
+        self.expiry.clock.load(state.last_steps[: len(state.last_times)], state.last_times, state.now)
 
     def _local(self, shard: int) -> int:
         if shard not in self.shards:

@@ -101,6 +101,22 @@ class ShardState:
     now: int = NO_TIME
 
 
+@dataclass(frozen=True)
+class United:
+    """What `unite` has done.
+
+    Attributes:
+        frames: int64 `[N]`, of the ids; −1 where they left, or did not enter.
+        entered: places of those that were unknown.
+        left_ids, left_frames: int64 `[E]`; the frames are free only after `release`.
+    """
+
+    frames: np.ndarray
+    entered: np.ndarray
+    left_ids: np.ndarray
+    left_frames: np.ndarray
+
+
 def check_batch(table: str, ids: np.ndarray, counts: np.ndarray, scores: np.ndarray | None, scored: bool) -> None:
     """Raises where a step's arrays are not what `open` takes."""
     arrays = {"ids": ids, "counts": counts} | ({} if scores is None else {"scores": scores})

@@ -119,12 +119,8 @@ class Stream:
                 batches = [self.batch(step, rank, is_dynamic=True) for rank in range(world_size)]
                 for spec in self.specs(is_dynamic=True)[: len(oracles)]:
                     everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
-<<<<<<< HEAD
                     ids, counts = np.unique(everyone, return_counts=True)
-                    opened = oracles[spec.name].open(ids, counts, step, time=latest(batches))
-=======
-                    opened = oracles[spec.name].open(*np.unique(everyone, return_counts=True), step + 1)
->>>>>>> 89143722ad27b3c3aabd082183b2d21bd455ce55
+                    opened = oracles[spec.name].open(ids, counts, step + 1, time=latest(batches))
                     oracles[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
         except NoRoomError:
             return False
