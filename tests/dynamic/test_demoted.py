@@ -21,6 +21,7 @@ RULES = {
     "sketch": Dynamic(capacity=16, shards=1, admit_after=2, sketch_width=5, sketch_depth=2, window_steps=5, **DEMOTE),
     "ttl": Dynamic(capacity=400, shards=4, eviction="ttl", ttl_steps=2, **DEMOTE),
     "ttl too": Dynamic(capacity=30, shards=2, ttl_steps=2, **DEMOTE),
+    "seconds": Dynamic(capacity=30, shards=2, ttl_seconds=12, **DEMOTE),
     "forgetting": Dynamic(capacity=24, shards=2, **{**DEMOTE, "store_capacity": 12}),
     "forgetting much": Dynamic(capacity=18, shards=1, eviction="lfu", **{**DEMOTE, "store_capacity": 2}),
     "dropping": Dynamic(capacity=24, shards=2),
