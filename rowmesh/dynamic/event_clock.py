@@ -66,14 +66,20 @@ class EventClock:
         places = np.searchsorted(self._steps, steps, side="right") - 1
         return np.take(np.array(self._times, np.int64), places) if len(steps) else np.zeros(0, np.int64)
 
-    def load(self, steps: np.ndarray, times: np.ndarray, now: int) -> None:
+    def load(self, steps: np.ndarray, times: np.ndarray, step: int, now: int) -> None:
         """Adds what is known of more ids: the steps in which they were last seen, and the times of these.
 
         Without a time (`NO_TIME`) the clock begins anew.
+
+        Args:
+            steps, times: int64 `[n]`.
+            step: the last one that was opened, whose ids may all be gone.
+            now: its time.
         """
         if now == NO_TIME:
-            self._steps, self._times = [], []
-        known = zip([*self._steps, *steps.tolist()], [*self._times, *times.tolist()], strict=True)
+            self.now, self._steps, self._times = now, [], []
+            return
+        known = zip([*self._steps, *steps.tolist(), step], [*self._times, *times.tolist(), now], strict=True)
         self.now, self._steps, self._times = now, [], []
         for step, time in sorted(set(known)):
             if not self._times or time > self._times[-1]:

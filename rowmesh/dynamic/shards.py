@@ -480,7 +480,7 @@ class DynamicShards:
         self._index.headers[:, HEAP_SIZE] = -1  # steps may begin anew, and frames have changed their shards
         self._step, self._window = state.step, state.window
         self.expiry.begin_anew()
-        self.expiry.clock.load(state.last_steps[: len(state.last_times)], state.last_times, state.now)
+        self.expiry.clock.load(state.last_steps[: len(state.last_times)], state.last_times, state.step, state.now)
 
     def _local(self, shard: int) -> int:
         if shard not in self.shards:

@@ -228,3 +228,15 @@ def test_a_step_that_evicts_more_than_a_run_takes_none_twice(eviction):
         for shards, result in zip((mine, theirs), results, strict=True):
             shards.release(result.evicted_frames)
     assert state(mine) == state(theirs)
+
+
+def test_a_time_without_ids_is_loaded():
+    """The latest event was in a step whose ids are gone; a later one of an earlier time is at that time."""
+    rules, none = Dynamic(capacity=3, shards=1, ttl_seconds=60), np.empty(0, np.int64)
+    for shards in both(rules):
+        shards.open(none, none, 1, time=1000)
+        again = reload(shards)
+        again.open(np.array([5]), np.array([1]), 2, time=990)
+        assert again.state_of(0).last_times.tolist() == [1000]
+        assert again.open(none, none, 3, time=1059).evicted_ids.tolist() == []
+        assert again.open(none, none, 4, time=1060).evicted_ids.tolist() == [5]
