@@ -257,6 +257,8 @@ class Engine:
 
     def flush_replicas(self) -> None:
         """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
+        if self._replicated:
+            self.wait()  # ranks would not agree on whether there are messages while a pipeline's step is being done
         if any(each.needs_flush for each in self._replicated):
             with self.gate.writing:
                 self.wait()
