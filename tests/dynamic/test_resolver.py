@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
 from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
+from tests.support.pipelines import late_on_odd_ranks
 
 RULES = {
     "lru": Dynamic(capacity=40, shards=4),
@@ -101,3 +102,13 @@ def test_exact_replicas_know_the_same(ranks, world_size, examples):
         assert_same(seen, at_the_end(expected), replicas=2)
 
     check()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_ranks_whose_replicas_send_late_look_up_alike(ranks, depth):
+    """A look-up beside a pipeline, when some ranks have sent their messages and others have not."""
+    rules = (("user", RULES["lru"]), ("item", RULES["lfu"]))
+    stream = Stream(rules=rules, seed=3, num_steps=3, batch_size=2, evaluates=True)
+    expected = ranks.run(run_oracle, stream, 2, world_size=4)
+    seen = ranks.run(run_pipeline, stream, "one_sided", depth, 1, 2, late_on_odd_ranks, world_size=4)
+    assert_same(seen, at_the_end(expected), replicas=2)

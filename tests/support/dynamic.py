@@ -8,7 +8,9 @@ last steps and scores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.initialize import initialize
 from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
+from rowmesh.pipeline.schedule import Task
 from rowmesh.tables import Dynamic, Uniform
 from rowmesh.tables.initializer import table_key
 from tests.support.tables import OPTIMIZERS
@@ -307,8 +310,19 @@ def run_dynamic(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: i
     return _at_the_end(embeddings, stream, seen)
 
 
-def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: int = 1, replicas: int = 1) -> Seen:
-    """A pipeline, which knows the end alone."""
+def run_pipeline(
+    mesh: Mesh,
+    stream: Stream,
+    transport: str,
+    depth: int,
+    parts: int = 1,
+    replicas: int = 1,
+    disturb: Callable[[int, Task], None] | None = None,
+) -> Seen:
+    """A pipeline, which knows the end alone.
+
+    With `disturb`, which is called before each of its tasks, every other rank waits for a step before it evaluates.
+    """
     embeddings = make(mesh, stream, transport, replicas)
     optimizer, seen = EmbeddingOptimizer(embeddings), Seen([], [], [], {}, embeddings.transport)
     size = stream.batch_size
@@ -316,7 +330,8 @@ def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: 
         Batch(torch.zeros(size, 0), stream.batch(step, mesh.rank, is_dynamic=True), torch.zeros(size))
         for step in range(stream.num_steps)
     ]
-    with Pipeline(embeddings, depth=depth, micro_batches=parts) as pipeline:
+    disturbed = None if disturb is None else partial(disturb, mesh.rank)
+    with Pipeline(embeddings, depth=depth, micro_batches=parts, disturb=disturbed) as pipeline:
         for window in pipeline.windows(batches):
             vectors = []
             for part in window:
@@ -325,6 +340,8 @@ def run_pipeline(mesh: Mesh, stream: Stream, transport: str, depth: int, parts: 
                 _loss(of_part, stream).backward()
             seen.vectors.append([torch.cat(each) for each in zip(*vectors, strict=True)])
             optimizer.step()
+            if disturb is not None and mesh.rank % 2 == 0:
+                pipeline.wait()
             _evaluate(mesh, stream, embeddings, seen)
     seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
     return _at_the_end(embeddings, stream, seen)

@@ -62,6 +62,12 @@ def late_updates(rank: int, task: Task) -> None:
         time.sleep(0.05)
 
 
+def late_on_odd_ranks(rank: int, task: Task) -> None:
+    """Has the updates of every other rank wait until the others have begun something else."""
+    if task.stage == "update" and rank % 2:
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fills memory that a window releases with NaN, so that later reads of it are found."""

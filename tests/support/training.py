@@ -172,8 +172,6 @@ class _Job:
                     continue
                 for window in pipeline.windows(self._items(step)):
                     self._train_window(window)
-                    if scenario.evaluates:
-                        pipeline.wait()
                     self._evaluate(step)
                     step += 1
                     if step in scenario.breaks or step in scenario.plain:
