@@ -10,7 +10,7 @@ no finite number, a time that does not parse) goes to the quarantine; nothing is
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -223,36 +223,27 @@ def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
 
 
 def _times(column: pa.Array, schema: Schema, faults: _Faults) -> NDArray[np.int64]:
-    """Seconds since 1970; computed once for every distinct time of the block."""
-    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
-    found = [_time_of(value, schema.time_format) for value in times.dictionary.to_pylist()]
-    seconds = pa.array([None if time is None else int(time.timestamp()) for time in found], pa.int64())
-    taken = seconds.take(times.indices)
-    bad = np.flatnonzero(pc.is_null(taken).to_numpy(zero_copy_only=False))
+    """Seconds since 1970."""
+    found = _of_times(column, schema.time_format, lambda time: int(time.timestamp()))
+    bad = np.flatnonzero(pc.is_null(found).to_numpy(zero_copy_only=False))
     faults.add(bad, str(schema.time), column, f"not a time like {schema.time_format}")
-    return taken.fill_null(0).to_numpy()
+    return found.fill_null(0).to_numpy()
 
 
 def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
-    """Ids from times; computed once for every distinct time of the block."""
-    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
-    derived = [_derive_one(value, feature) for value in times.dictionary.to_pylist()]
-    ids = pa.array(derived, pa.int64()).take(times.indices)
-    valid = ~_missing(column)
-    faults.add(
-        np.flatnonzero(pc.is_null(ids).to_numpy(zero_copy_only=False) & valid),
-        feature.source,
-        column,
-        f"not a time like {feature.time_format}",
-    )
+    """Ids from times."""
+    is_hour = feature.derive == "hour_of_day"
+    ids = _of_times(column, feature.time_format, lambda time: time.hour if is_hour else time.weekday())
+    bad = np.flatnonzero(pc.is_null(ids).to_numpy(zero_copy_only=False) & ~_missing(column))
+    faults.add(bad, feature.source, column, f"not a time like {feature.time_format}")
     return ids
 
 
-def _derive_one(value: bytes | str | None, feature: Categorical) -> int | None:
-    time = _time_of(value, feature.time_format)
-    if time is None:
-        return None
-    return time.hour if feature.derive == "hour_of_day" else time.weekday()
+def _of_times(column: pa.Array, time_format: str, number: Callable[[datetime.datetime], int]) -> pa.Array:
+    """A number of each time, null where there is none; computed once for every distinct time of the block."""
+    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
+    found = [_time_of(value, time_format) for value in times.dictionary.to_pylist()]
+    return pa.array([None if time is None else number(time) for time in found], pa.int64()).take(times.indices)
 
 
 def _time_of(value: bytes | str | None, time_format: str) -> datetime.datetime | None:
