@@ -142,7 +142,8 @@ class SavedArray:
             CheckpointError: they are not what was written.
         """
         numbers = range(self._shape[0])[rows]
-        first, last = (min(numbers), max(numbers) + 1) if numbers else (0, 0)
+        ends = (numbers[0], numbers[-1]) if numbers else ()  # the least and most of a range would go through all
+        first, last = (min(ends), max(ends) + 1) if ends else (0, 0)
         begin, end = (self._offset + row * self._row_bytes for row in (first, last))
         try:
             data = self._file.read(begin, end)
