@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowmesh.checkpoint.snapshot import Changed, Source
-from rowmesh.dynamic.records import Before, check_savable
+from rowmesh.dynamic.records import Before
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore
@@ -32,7 +32,6 @@ class Changes:
     """
 
     def __init__(self, embeddings: Source, hook: str = HOOK) -> None:
-        check_savable(embeddings.tables)
         self._embeddings, self._hook = embeddings, hook
         self._stores: dict[int, RowStore] = {}
         self._marks: dict[int, npt.NDArray[np.uint8]] = {}

@@ -116,6 +116,11 @@ class _Records:
             yield kind, self._saved.read(kind, slice(None)).numpy()
 
     @property
+    def demoted_rows(self) -> list[_KnownRows]:
+        """None: there are no increments of tables that demote ids."""
+        return []
+
+    @property
     def rows(self) -> list[_KnownRows]:
         """Rows and states in the order of the ids."""
         cuts = range(0, max(self._saved.num_ids, 1), self._size)

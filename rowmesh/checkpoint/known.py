@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,33 +13,16 @@ from torch import Tensor
 
 from rowmesh.checkpoint.files import SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import KnownEntry, KnownPart, TableEntry
+from rowmesh.dynamic import demoted_records as demoted
 from rowmesh.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
+from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError
 
-NUMBERS = (SIZES, SKETCH, NOW, REMOVED, TIMES, *OF_IDS, *OF_CANDIDATES)
+_OF_DEMOTED = (demoted.SIZES, demoted.IDS, demoted.FACTS)
+NUMBERS = (SIZES, SKETCH, NOW, REMOVED, TIMES, *OF_IDS, *OF_CANDIDATES, *_OF_DEMOTED)
 _IDS, _CANDIDATES, _REMOVED, _KNOWN = 0, 1, 4, 5  # columns of SIZES
 
 Ids = npt.NDArray[np.int64]
-
-
-class SavedShards(Protocol):
-    """Some shards, one after the other, and what is saved of them.
-
-    Attributes:
-        shards: which.
-        num_ids: that they know together.
-    """
-
-    shards: range
-    num_ids: int
-
-    def read(self, kind: str, which: slice) -> Tensor:
-        """Some elements of a kind: numbers by id, candidate or shard, or rows and states by id; copies.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or holds something else.
-        """
-        ...
 
 
 class SavedPart:
@@ -61,7 +44,8 @@ class SavedPart:
         self._table, self._part, self._files, self._forms = table, part, files, forms
         self._rules, self._is_increment = entry.known.rules, REMOVED in part.files
         self._mapped: dict[str, SavedArray] = {}
-        self.shards, self.num_ids = range(part.first, part.first + part.num_shards), part.num_ids
+        self.shards = range(part.first, part.first + part.num_shards)
+        self.num_ids, self.num_demoted = part.num_ids, part.num_demoted
 
     def read(self, kind: str, which: slice) -> Tensor:
         """See `SavedShards`."""
@@ -70,24 +54,28 @@ class SavedPart:
             shape = (self._num(kind), *form.shape[1:])
             self._mapped[kind] = self._files.array(self._table, kind, self._part.files, form, shape)
         found = torch.from_numpy(np.array(self._mapped[kind][which]))
-        wanted = self._forms.get(kind, found).dtype
+        wanted = self._forms.get(kind.removeprefix(demoted.PREFIX), found).dtype
         return found.view(wanted) if wanted == torch.bfloat16 else found
 
     def _form(self, kind: str) -> Tensor:
         shapes = {
             SIZES: (6 if self._is_increment else 4,),
             SKETCH: (int(self._rules["sketch_depth"]), int(self._rules["sketch_width"])),
+            demoted.FACTS: (3,),
         }
         if kind in NUMBERS:
             return torch.empty(0, *shapes.get(kind, ()), dtype=torch.int64, device="cpu")
-        if kind in self._forms or kind not in self._part.files:
-            return self._forms.get(kind, torch.empty(0, device="cpu"))
+        of_row = kind.removeprefix(demoted.PREFIX)
+        if of_row in self._forms or kind not in self._part.files:
+            return self._forms.get(of_row, torch.empty(0, device="cpu"))
         return self._files.like(self._part.files[kind])
 
     def _num(self, kind: str) -> int:
         part = self._part
-        if kind in (SIZES, SKETCH, NOW):
+        if kind in (SIZES, SKETCH, NOW, demoted.SIZES):
             return part.num_shards
+        if kind.startswith(demoted.PREFIX):
+            return part.num_demoted
         if kind == REMOVED:
             return part.num_removed
         return part.num_candidates if kind in OF_CANDIDATES else part.num_ids
@@ -126,7 +114,7 @@ class MergedShards:
         self._ids, self._part_of, self._at = (
             np.concatenate([none, *(each[column] for each in merged)]) for column in range(3)
         )
-        self.num_ids = len(self._ids)
+        self.num_ids, self.num_demoted = len(self._ids), 0  # increments are of tables that demote nothing
         self._sizes = self._sizes_of([len(ids) for ids, _, _ in merged])
 
     def _merge(self, shard: int, places: Sequence[_Place]) -> tuple[Ids, Ids, Ids]:

@@ -139,6 +139,7 @@ class KnownPart:
         step: how many batches the tables were given.
         files: "values", the names of optimizer states and of what is known by id or shard → file name.
         num_removed: in an increment, how many ids are gone (tombstones).
+        num_demoted: ids whose records are in a store; those in fast memory are apart from them.
     """
 
     rank: Count
@@ -149,6 +150,7 @@ class KnownPart:
     step: Count
     files: dict[str, str]
     num_removed: Count = 0
+    num_demoted: Count = 0
 
 
 @dataclass(frozen=True)

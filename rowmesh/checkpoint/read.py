@@ -91,7 +91,7 @@ def _fill_records(
     forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
     forms |= {name: form for name, form in no_state(table).items() if name in states}
     saved = saved_shards(table.name, entries, files, forms=forms, shards=records.shards)
-    records.load([(part.shards, part.read) for part in saved], states)
+    records.load(saved, states)
 
 
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
@@ -134,7 +134,12 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
     }
     if entry.known is not None:
         facts = facts_of(table)
-        pairs |= {name: (entry.known.rules.get(name), facts.get(name)) for name in facts | entry.known.rules}
+        rules = entry.known.rules
+        if "mode" not in rules:  # it has no demoted ids, which is as good as none
+            facts = {name: value for name, value in facts.items() if name not in ("mode", "store_capacity")}
+        elif "mode" not in facts:
+            facts |= {"mode": "drop", "store_capacity": rules["store_capacity"]}
+        pairs |= {name: (rules.get(name), facts.get(name)) for name in facts | rules}
     if entry.cores is not None:
         for name in ("row_factors", "dim_factors", "ranks"):
             pairs[name] = getattr(entry.cores, name), getattr(table.tensor_train_shape, name)

@@ -16,10 +16,13 @@ from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
+from rowmesh.dynamic import demoted_records as demoted
 from rowmesh.errors import CheckpointError
 from rowmesh.ops.prefixes import Workspace, sort_ids
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.tables.tensor_train import TensorTrainShape
+
+DEMOTED_VALUES = f"{demoted.PREFIX}values"
 
 
 class SavedRows:
@@ -85,7 +88,7 @@ class SavedRows:
 
 
 class SavedKnown:
-    """The ids that a dynamic table knows, with their counts and rows, in the order of the shards.
+    """The ids that a dynamic table knows, with their counts and rows, in the order of the shards; demoted ones too.
 
     Args:
         folder: the checkpoint.
@@ -101,7 +104,7 @@ class SavedKnown:
         forms = {"values": torch.empty(0, self.dim, dtype=self.dtype, device="cpu")}
         files = [SavedFiles(*link, verify=verify) for link in chain]
         self._parts = saved_shards(table, entries, files, forms=forms)
-        self.num_ids = sum(part.num_ids for part in self._parts)
+        self.num_ids = sum(part.num_ids + part.num_demoted for part in self._parts)
 
     def read(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Tensor]]:
         """Ids, counts and values `[n, D]`, at most `size` at a time.
@@ -113,6 +116,10 @@ class SavedKnown:
             for begin in range(0, part.num_ids, size):
                 some = slice(begin, begin + size)
                 yield part.read("ids", some).numpy(), part.read("counts", some).numpy(), part.read("values", some)
+            for begin in range(0, part.num_demoted, size):
+                some = slice(begin, begin + size)
+                ids, facts, values = (part.read(kind, some) for kind in (demoted.IDS, demoted.FACTS, DEMOTED_VALUES))
+                yield ids.numpy(), facts[:, 1].numpy(), values
 
 
 def _chain(folder: Path, manifest: Manifest) -> tuple[Link, ...]:

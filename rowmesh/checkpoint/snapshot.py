@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import as_numpy
-from rowmesh.dynamic.records import Before, KnownCopy, Records, check_savable
+from rowmesh.dynamic.records import Before, KnownCopy, Records
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.ops.memory import Buffer, populate, take
@@ -135,7 +135,6 @@ class Snapshot:
         changed: Changed | None = None,
         room: Room | None = None,
     ) -> None:
-        check_savable(embeddings.tables)
         embeddings.synchronize()
         room = room or Room()
         room.reset()
@@ -307,6 +306,11 @@ class FrozenRecords:
             slots = self._slots(frames).astype(np.uint32)
             self._pieces = [ChangedRows(self._store, ids[cut], slots[cut]) for cut in _cuts(len(ids)) or [slice(0)]]
         return self._pieces
+
+    @property
+    def demoted_rows(self) -> list[ChangedRows]:
+        """None: tables that demote ids are not saved beside training."""
+        return []
 
     def load(self, parts: object, states: object) -> None:
         """Not for what is only read."""

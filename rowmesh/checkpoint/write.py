@@ -41,7 +41,10 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
-from rowmesh.dynamic.records import REMOVED, check_savable, facts_of
+from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
+from rowmesh.dynamic.demoted_records import PREFIX
+from rowmesh.dynamic.records import REMOVED, facts_of
+from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
@@ -90,7 +93,9 @@ class Records(Protocol):
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]: ...
     @property
     def rows(self) -> Sequence[ChangedRows]: ...
-    def load(self, parts: Sequence[tuple[range, Callable[[str, slice], Tensor]]], states: Sequence[str]) -> None: ...
+    @property
+    def demoted_rows(self) -> Sequence[ChangedRows]: ...
+    def load(self, parts: Sequence[SavedShards], states: Sequence[str]) -> None: ...
 
 
 class RowHolder(Protocol):
@@ -158,7 +163,7 @@ def save(
 
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
-        CheckpointError: on every rank, where a rank failed otherwise, or a dynamic table demotes what it evicts.
+        CheckpointError: on every rank, where a rank failed otherwise.
     """
     embeddings.synchronize()
     rank = 0 if group is None else dist.get_rank(group)
@@ -202,7 +207,6 @@ def _write_rows(
     rank: int,
     increment: Increment | None,
 ) -> _Written:
-    check_savable(embeddings.tables)
     parts, checksums = {}, {}
     for table in embeddings.tables:
         if table.storage == "dynamic":
@@ -257,13 +261,14 @@ def _write_records(
         files[kind], sizes[kind] = file_name(table, rank, kind), len(array)
         write = partial(_write_whole, array=array)
         checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
-    pieces = records.rows
-    names = {kind: file_name(table, rank, kind) for kind in ("values", *pieces[0].state)}
-    files |= names
-    checksums |= _write_pieces(target, names, pieces)
-    shards, num_removed = records.shards, sizes.get(REMOVED, 0)
+    for prefix, pieces in (("", records.rows), (PREFIX, records.demoted_rows)):
+        if pieces:
+            names = {kind: file_name(table, rank, prefix + kind) for kind in ("values", *pieces[0].state)}
+            files |= {prefix + kind: name for kind, name in names.items()}
+            checksums |= _write_pieces(target, names, pieces)
+    shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
-    return KnownPart(rank, *numbers, files, num_removed)
+    return KnownPart(rank, *numbers, files, num_removed, num_demoted)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:

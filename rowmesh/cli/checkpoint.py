@@ -178,6 +178,8 @@ def _description(folder: Path) -> Iterator[str]:
             kind = f"dynamic, {sum(part.num_ids for part in table.known.parts):,} ids "
             num_removed = sum(part.num_removed for part in table.known.parts)
             kind += f"changed, {num_removed:,} gone" if manifest.parent is not None else "known"
+            num_demoted = sum(part.num_demoted for part in table.known.parts)
+            kind += f" in fast memory, {num_demoted:,} demoted" if num_demoted else ""
         state = sorted({kind for part in table.parts for kind in part.files} - {"values", ROWS})
         more = f" with {', '.join(state)}" if state else ""
         if manifest.parent is not None and not table.cores and table.known is None:

@@ -40,6 +40,12 @@ class Change:
         """Frames that are free when the batch has ended."""
         return np.concatenate([self.evicted_frames, self.guests])
 
+    def settled(self) -> None:
+        """Nothing of it waits to be written any more; its frames are still leased."""
+        self.guests = self.freed
+        self.evicted_ids, self.evicted_frames, self.evicted_facts = NONE, NONE, NO_FACTS
+        self.promoted_ids = self.forgotten_ids = NONE
+
     def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
         """Finds ids as before the change; their frames are still leased. Those that came back have their rows there."""
         frames[np.isin(ids, self.admitted_ids)] = -1

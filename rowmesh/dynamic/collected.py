@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from rowmesh.dynamic.asked import DynamicTable
-from rowmesh.dynamic.demoted import RecordLayout
 from rowmesh.dynamic.layout import rules_of, shards_of
 from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.dynamic.stores import RecordStore, Retry, open_records
 from rowmesh.errors import ConfigurationError, RowmeshError, StoreError
@@ -179,7 +179,7 @@ def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[
 def _open_store(table: TableSpec, shards: range, rank: int, replica: int) -> RecordStore:
     rules = rules_of(table)
     assert rules.store is not None
-    room = sum(rules.stored_in(shard) or 1 for shard in shards)
+    room = None if rules.store_capacity is None else sum(rules.stored_in(shard) or 0 for shard in shards)
     width, retry = RecordLayout(table).width, Retry(for_s=rules.store_retry_s)
     store = open_records(rules.store, table.name, width, max_records=room, rank=rank, replica=replica, retry=retry)
     try:

@@ -5,29 +5,26 @@ update them; then `settle` writes them to the store, a step at a time. So what i
 found, in this order, in the steps that are not settled, the last one first: in a frame, or forgotten; then in the
 store. An id that comes back before its record was written takes its frame again, as if it had never left. The store
 loses what came back when that step is settled: what fails before can be done again.
-
-A record is the row, its optimizer state by name, and int64 last step + 1, count and frequency, without gaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rowmesh.dynamic.changes import Change, find_in
 from rowmesh.dynamic.layout import rules_of
+from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Promoted
 from rowmesh.dynamic.stores import RecordStore
+from rowmesh.errors import StoreError
 from rowmesh.tables import TableSpec
-from rowmesh.tables.dense import DenseArena, compute_dtype
-
-_FACT_BYTES = 24
+from rowmesh.tables.dense import DenseArena
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,11 @@ class Demoted:
         self._rooms = [rules.stored_in(shard) for shard in shards.shards]
         # Where there is a limit, by shard, the ids that are demoted; those that came first are first.
         self._order: list[dict[int, None]] = [{} for _ in self._rooms]
+
+    @property
+    def shards(self) -> range:
+        """Whose ids these are."""
+        return self._shards.shards
 
     def clear(self) -> None:
         """Forgets all. No step may wait to be settled."""
@@ -143,6 +145,43 @@ class Demoted:
             records = self._layout.pack(rows, state, change.evicted_facts[kept])
             self._store.put(self._shards_of(ids), ids, records)
 
+    def ids_by_shard(self) -> list[np.ndarray]:
+        """The ids of all records, of each shard: in the order of their demotion where there is a limit, else ascending.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        if any(self._rooms):
+            return [np.fromiter(order, np.int64, len(order)) for order in self._order]
+        return [self._store.ids_in(shard) for shard in self.shards]
+
+    def read(self, ids: np.ndarray) -> tuple[Tensor, dict[str, Tensor], np.ndarray]:
+        """Rows, states and facts of ids that are in the store.
+
+        Raises:
+            StoreError: it does not answer, or has lost one of them; names it.
+        """
+        records = np.empty((len(ids), self._layout.width), np.uint8)
+        found = self._store.get(self._shards_of(ids), ids, records)
+        if not found.all():
+            raise StoreError(
+                f"the store of table {self._shards.table!r} has lost {int((~found).sum())} of {len(ids)} records, the "
+                f"first of id {ids[~found][0]}; resume from a checkpoint"
+            )
+        return *self._layout.unpack(records), self._layout.facts(records)
+
+    def write(self, ids: np.ndarray, rows: Tensor, state: Mapping[str, Tensor], facts: np.ndarray) -> None:
+        """Adds records of one shard, as if they had been demoted in their order; states that are not given are new.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        shards = self._shards_of(ids)
+        self._store.put(shards, ids, self._layout.pack(rows, self._layout.completed(state, len(ids)), facts))
+        if any(self._rooms):
+            for shard in np.unique(shards - self.shards.start).tolist():
+                self._order[shard] |= dict.fromkeys(ids.tolist())
+
     def restore(self, found: Found, places: np.ndarray, frames: np.ndarray) -> None:
         """Writes rows and states of found ids to frames.
 
@@ -164,51 +203,6 @@ class Demoted:
 
     def _shards_of(self, ids: np.ndarray) -> np.ndarray:
         return self._shards.shards_of(ids) + self._shards.shards.start
-
-
-class RecordLayout:
-    """The bytes of a record.
-
-    Args:
-        table: whose rows they are.
-
-    Attributes:
-        width: bytes.
-
-    Example:
-        >>> from rowmesh.tables import Dynamic, Uniform
-        >>> table = TableSpec(
-        ...     name="user", dim=4, storage="dynamic", dynamic=Dynamic(capacity=9), initializer=Uniform(bound=0.1)
-        ... )
-        >>> RecordLayout(table).width  # 4 float32, one of row-wise AdaGrad, and 3 int64
-        44
-    """
-
-    def __init__(self, table: TableSpec) -> None:
-        lengths, dtype = {"row": (), "element": (table.dim,)}, compute_dtype(table.dtype)
-        self._parts = [("", table.dtype, (table.dim,))]
-        self._parts += [(name, dtype, lengths[extent]) for name, extent in table.optimizer.state.items()]
-        self._bytes = [part.itemsize * (shape[0] if shape else 1) for _, part, shape in self._parts]
-        self.width = sum(self._bytes) + _FACT_BYTES
-
-    def pack(self, rows: Tensor, state: dict[str, Tensor], facts: np.ndarray) -> np.ndarray:
-        """Records, uint8 `[n, width]`, of one id or more: of rows `[n, D]`, states by name, and facts `[n, 3]`."""
-        tensors = [rows, *(state[name] for name, _, _ in self._parts[1:])]
-        parts = [each.reshape(len(facts), -1).contiguous().view(torch.uint8).numpy() for each in tensors]
-        return np.concatenate([*parts, np.ascontiguousarray(facts).view(np.uint8)], axis=1)
-
-    def unpack(self, records: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rows and states, copies."""
-        tensors, first = {}, 0
-        for (name, dtype, shape), size in zip(self._parts, self._bytes, strict=True):
-            part = torch.from_numpy(np.ascontiguousarray(records[:, first : first + size]))
-            tensors[name] = part.view(dtype).reshape(len(records), *shape)
-            first += size
-        return tensors.pop(""), tensors
-
-    def facts(self, records: np.ndarray) -> np.ndarray:
-        """Facts, a copy."""
-        return np.ascontiguousarray(records[:, self.width - _FACT_BYTES :]).view(np.int64)
 
 
 def promoted_of(places: np.ndarray, found: Found) -> Promoted:

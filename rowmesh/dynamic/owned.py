@@ -264,6 +264,18 @@ class OwnedTable:
                 self._demoted.settle(self._changes[0])
             self._free(self._changes.pop(0))
 
+    def settle(self) -> Demoted | None:
+        """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        if self._demoted is not None:
+            for change in self._changes:
+                self._demoted.settle(change)
+                change.settled()
+        return self._demoted
+
     def _free(self, change: Change) -> None:
         if len(change.freed):
             self.shards.release(change.freed)

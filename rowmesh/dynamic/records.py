@@ -5,7 +5,7 @@ A logical shard is the same whatever the number of ranks; so is what is saved of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.dynamic import demoted_records
+from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import ShardState
-from rowmesh.errors import CheckpointError
 from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
@@ -32,9 +34,6 @@ there are such. In an increment `SIZES` is `[S, 6]`, with how many ids are gone,
 and `REMOVED` has the ids that are gone."""
 CHUNK_ROWS = 1 << 14
 """Rows that are copied at a time."""
-
-Read = Callable[[str, slice], Tensor]
-"""Some elements of what was saved of a kind."""
 
 
 class Before(NamedTuple):
@@ -197,7 +196,9 @@ class Records:
     @property
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """All but rows and their states, kind by kind, shard by shard."""
-        return self._known.arrays
+        yield from self._known.arrays
+        if self._demoted is not None:
+            yield from self._demoted.arrays
 
     @property
     def rows(self) -> list[ShardRows]:
@@ -207,25 +208,43 @@ class Records:
         cuts = [slice(first, first + CHUNK_ROWS) for first in range(0, max(len(ids), 1), CHUNK_ROWS)]
         return [ShardRows(self.arena, ids[cut], slots[cut]) for cut in cuts]
 
-    def load(self, parts: Sequence[tuple[range, Read]], states: Sequence[str]) -> None:
+    @property
+    def demotes(self) -> bool:
+        """Whether ids that leave are kept in a store."""
+        return rules_of(self._table).mode == "demote"
+
+    @cached_property
+    def _demoted(self) -> DemotedRecords | None:
+        demoted = self._owned.settle()
+        return None if demoted is None else DemotedRecords(demoted)
+
+    @property
+    def demoted_rows(self) -> Sequence[DemotedRows]:
+        """The records of demoted ids, with their facts; none where ids are not demoted."""
+        return [] if self._demoted is None else self._demoted.rows
+
+    def load(self, parts: Sequence[SavedShards], states: Sequence[str]) -> None:
         """Replaces everything by what was saved.
 
         Args:
-            parts: the shards that each part has, and what reads it.
+            parts: of the table; each shard is in one of them.
             states: of the optimizer, to be read too; others begin as those of new rows.
         """
-        found = {shard: part for part in parts for shard in part[0] if shard in self.shards}
+        found = {shard: part for part in parts for shard in part.shards if shard in self.shards}
         places = {}
-        saved = [self._state(shard, *found[shard], places) for shard in self.shards]
+        saved = [self._state(shard, found[shard], places) for shard in self.shards]
         for shard, state, slots in zip(self.shards, saved, self._owned.load(saved), strict=True):
             if not len(slots):
                 continue
             self._owned.start(slots, state.ids)
-            read, at = found[shard][1], places[shard]
+            read, at = found[shard].read, places[shard]
             rows = {name: read(name, at) for name in ("values", *states)}
             self.arena.write_rows(slots, rows.pop("values"), rows)
+        if (demoted := self._owned.settle()) is not None:
+            demoted_records.load(demoted, parts, states)
 
-    def _state(self, shard: int, shards: range, read: Read, places: dict[int, slice]) -> ShardState:
+    def _state(self, shard: int, part: SavedShards, places: dict[int, slice]) -> ShardState:
+        read, shards = part.read, part.shards
         sizes = read(SIZES, slice(None)).numpy()
         number = shard - shards.start
         before = sizes[:number, :2].sum(axis=0).tolist()
@@ -243,18 +262,13 @@ class Records:
         return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
 
 
-def check_savable(tables: Sequence[TableSpec]) -> None:
-    """Raises CheckpointError where a checkpoint would lack what a table has demoted."""
-    if demoting := [table.name for table in tables if table.storage == "dynamic" and rules_of(table).mode == "demote"]:
-        raise CheckpointError(
-            f"table {demoting[0]!r} has mode = 'demote', and checkpoints cannot have the records of its store yet; "
-            "take mode = 'drop' to save it"
-        )
-
-
 def facts_of(table: TableSpec) -> dict[str, int | str]:
     """The rules on which what a table knows depends, in plain values; two tables with other ones know other ids."""
     rules = rules_of(table)
     names = ("capacity", "admit_after", "sketch_width", "sketch_depth", "window_steps", "eviction", "decay_steps")
     facts = {"shards": rules.num_shards, **{name: getattr(rules, name) for name in (*names, "ttl_steps")}}
-    return facts | ({"ttl_seconds": rules.ttl_seconds} if rules.ttl_seconds else {})
+    if rules.ttl_seconds:
+        facts["ttl_seconds"] = rules.ttl_seconds
+    if rules.mode == "demote":
+        facts |= {"mode": rules.mode, "store_capacity": rules.store_capacity or 0}
+    return facts

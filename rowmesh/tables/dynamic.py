@@ -113,10 +113,8 @@ class Dynamic:
             raise ConfigurationError(
                 'mode = "demote" needs a store: give store = "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://…"'
             )
-        if self.store_capacity is None and self.store.split(":")[0] in ("memory", "file"):
-            raise ConfigurationError(
-                "a store in memory or in a file holds a stated number of records: give store_capacity"
-            )
+        if self.store_capacity is None and self.store.startswith("file:"):
+            raise ConfigurationError("a store in a file holds a stated number of records: give store_capacity")
 
     def _check_capacity(self) -> None:
         if self.num_shards > self.capacity:

@@ -22,7 +22,7 @@ from rowmesh.train.networks import network_dtype
 from rowmesh.train.placement import Placement
 from rowmesh.train.precision import check_precision
 from rowmesh.train.table_data import TableData
-from rowmesh.train.tables import table_specs
+from rowmesh.train.tables import table_specs, with_own_stores
 from rowmesh.train.task import Task
 from rowmesh.train.tasks import task_of
 
@@ -44,6 +44,8 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     task = task_of(config, data)
     if trains:
         check_times(tables, task)
+    else:
+        tables = with_own_stores(tables)
     made, own = task.make_network(tables)
     network = made.to(dtype)
     transport = config.parallel.transport

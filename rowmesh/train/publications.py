@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.changes import Changes as ChangedSlots
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.stores import Retry
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
 from rowmesh.mesh.waiting import gather_objects
@@ -166,6 +167,8 @@ class Publications:
         records, none = self._job.embeddings.records(table), np.empty(0, np.int64)
         if records is None or not records.is_first:
             return Changes(), none
+        if records.demotes:
+            return Changes(rows=_all_known(records)), none  # such are published whole
         of_store, pieces = None, records.rows
         if marks is not None:
             of_store = marks[id(records.arena)]
@@ -178,6 +181,13 @@ class Publications:
 
         gone = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
         return Changes(rows=chunks(), deleted=gone), ids
+
+
+def _all_known(records: Records) -> Chunks:
+    """The rows of all ids that a dynamic table knows on a rank, in fast memory or demoted."""
+    for piece in (*records.demoted_rows, *records.rows):
+        yield piece.rows, _vectors(piece.values)
+        piece.forget()
 
 
 def _published(table: TableSpec, seed: int) -> PublishedTable:

@@ -242,6 +242,8 @@ def _why_not(job: Job, drift: Drift | None) -> str:
         return "no replica group has all rows"
     if len(set(plan.replicas.values())) > 1 or any(table.storage == "tensor_train" for table in tables):
         return "tables have different numbers of replicas, or cores, whose gradients are summed over all ranks"
+    if any(table.storage == "dynamic" for table in tables):
+        return "dynamic tables know the ids of the step that was not done"
     if drift is not None or not config.pipeline.is_off or config.train.device != "cpu":
         return "a pipeline, a plan that changes, or a GPU has rows of several steps"
     if saved_buffers(job.network):

@@ -95,8 +95,12 @@ class DynamicConfig(Section):
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes; 0: none does.
         ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
-        mode: whether an evicted id is forgotten (drop); demote is for collections in Python alone, as a run writes its
-            model, which cannot have demoted records yet.
+        mode: whether an evicted id is forgotten (drop), or its record goes to a store and comes back with it (demote).
+        store: of records that are demoted: "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://HOST:PORT/DATABASE",
+            where "$NAME" stands for a variable of the environment. It is the run's own, which begins with an empty one.
+        store_capacity: records that it holds at most, over all ranks; those that came first are forgotten. Without it
+            any number, but in files.
+        store_retry_s: seconds for which a store that does not answer is asked again.
         missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
         spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
     """
@@ -114,6 +118,9 @@ class DynamicConfig(Section):
     ttl_steps: Count | None = None
     ttl_seconds: Count | None = None
     mode: Literal["drop", "demote"] | None = None
+    store: str | None = None
+    store_capacity: Positive | None = None
+    store_retry_s: Rate | None = None
     missing: Literal["initial", "zero", "error"] | None = None
     spare_frames: Positive | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,16 @@ def table_specs(config: TablesConfig, data: TableData) -> tuple[TableSpec, ...]:
     if len(rows) == len(tables):
         _check_no_shape(config)
     return tables
+
+
+def with_own_stores(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
+    """The tables of a model that is read and not trained: demoted records are in memory, not in the run's store."""
+    return tuple(
+        replace(table, dynamic=replace(table.dynamic, store="memory"))
+        if table.dynamic is not None and table.dynamic.mode == "demote"
+        else table
+        for table in tables
+    )
 
 
 def _check_no_own_shape(config: TablesConfig, table: TableSpec) -> None:
@@ -155,11 +165,6 @@ def _dynamic(key: str, config: DynamicConfig) -> Dynamic:
         raise ConfigurationError(
             f"{key}.capacity: say how many ids a dynamic table holds at most, over all ranks, or how many bytes "
             "(capacity_bytes)"
-        )
-    if config.mode == "demote":
-        raise ConfigurationError(
-            f'{key}.mode = "demote": a run writes its model, and models cannot have demoted records yet; take "drop", '
-            "or train an EmbeddingCollection in Python"
         )
     return Dynamic(**config.model_dump(exclude_none=True))
 

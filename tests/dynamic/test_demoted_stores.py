@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,14 +11,12 @@ import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.data import Batch
-from rowmesh.dynamic.demoted import RecordLayout
+from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.stores import open_records
 from rowmesh.errors import ConfigurationError, StoreError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
-from rowmesh.train.table_config import DynamicConfig
-from rowmesh.train.tables import _dynamic
 from tests.dynamic.test_demoted import RULES
 from tests.dynamic.test_resolver import at_the_end
 from tests.dynamic.test_traps import bags, initial, made, read, train
@@ -200,24 +199,49 @@ def test_a_server_that_is_not_there_is_named_at_once(ranks):
     ranks.run(make_or_fail, "redis://127.0.0.1:1/0", world_size=2)
 
 
-def test_a_checkpoint_is_refused_by_name_and_one_without_demoted_ids_is_read(tmp_path):
+def test_a_checkpoint_without_demoted_ids_is_read_and_one_with_them_is_not_where_they_are_dropped(tmp_path):
     plain = made(capacity=2, shards=1)
     train(plain, [7, 8])
     rowmesh.save(tmp_path / "model", {"embeddings": plain})
     embeddings = made(capacity=2, shards=1, **MEMORY)
     train(embeddings, [1, 2], [3, 4], [5])
-    with pytest.raises(CheckpointError, match="table 'item' has mode = 'demote', and checkpoints cannot have"):
-        rowmesh.save(tmp_path / "other", {"embeddings": embeddings})
-    assert not (tmp_path / "other").exists()
+    rowmesh.save(tmp_path / "other", {"embeddings": embeddings})
+    with pytest.raises(CheckpointError, match="table 'item': mode is demote in the checkpoint and drop here"):
+        rowmesh.load(tmp_path / "other", {"embeddings": plain})
+    less = made(capacity=2, shards=1, **{**MEMORY, "store_capacity": 9})
+    with pytest.raises(CheckpointError, match="table 'item': store_capacity is 100 in the checkpoint and 9 here"):
+        rowmesh.load(tmp_path / "other", {"embeddings": less})
     rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
     assert embeddings.statistics("item", [1, 2, 3, 4, 5, 7]).known.tolist() == [False] * 5 + [True]
     assert torch.equal(*train(embeddings, [1]), initial(embeddings, [1]))
     assert torch.equal(read(embeddings, [8, 7]), initial(embeddings, [8, 7]) - 1)
 
 
-def test_runs_which_write_their_model_refuse_it_by_name():
-    with pytest.raises(ConfigurationError, match=r'tables\.dynamic\.mode = "demote": a run writes its model'):
-        _dynamic("tables.dynamic", DynamicConfig(capacity=9, mode="demote"))
+def test_such_tables_are_not_saved_beside_steps(tmp_path):
+    embeddings = made(capacity=2, shards=1, **MEMORY)
+    with pytest.raises(ConfigurationError, match=r"table 'item' demotes ids, .* use rowmesh\.save"):
+        rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings})
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("kind", ["rocksdb", "redis"])
+def test_a_store_that_has_lost_a_record_is_named_when_it_is_saved(tmp_path, request, kind):
+    """And what was saved before stays."""
+    embeddings = made(capacity=2, shards=1, mode="demote", store=url_of(kind, tmp_path, request), store_capacity=50)
+    train(embeddings, [1, 2], [3, 4], [5])
+    rowmesh.save(tmp_path / "model", {"embeddings": embeddings})
+    records = embeddings.records("item")
+    assert records is not None
+    gone = records.demoted_rows[0].rows[:1]
+    demoted = embeddings.engine.resolver.tables["item"].owned.settle()  # pyright: ignore[reportOptionalMemberAccess]
+    demoted._store.delete(np.zeros(1, np.int64), gone)  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(CheckpointError, match="store of table 'item' has lost 1 of 3 records, the first of"):
+        rowmesh.save(tmp_path / "model", {"embeddings": embeddings}, overwrite=True)
+    other = made(capacity=2, shards=1, **{**MEMORY, "store_capacity": 50})
+    rowmesh.load(tmp_path / "model", {"embeddings": other})
+    assert other.statistics("item", [1, 2, 3, 4, 5, 6]).known.tolist() == [True] * 5 + [False]
+    embeddings.close()
+    other.close()
 
 
 def averaged(mesh):

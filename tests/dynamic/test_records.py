@@ -18,6 +18,22 @@ from rowmesh.tables import Dynamic, Uniform
 from tests.dynamic.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
 
+DEMOTE = {"mode": "demote", "store": "memory"}
+RULES = RULES | {
+    "demoting": Dynamic(capacity=24, shards=2, **DEMOTE),
+    "demoting, lfu": Dynamic(capacity=24, shards=3, eviction="lfu", decay_steps=3, **DEMOTE),
+    "forgetting": Dynamic(capacity=24, shards=2, store_capacity=12, **DEMOTE),
+}
+
+
+def in_store(stream, url):
+    """The same with the records elsewhere."""
+    rules = [
+        (name, replace(each, store=url) if each.mode == "demote" and each.store_capacity else each)
+        for name, each in stream.rules
+    ]
+    return replace(stream, rules=tuple(rules))
+
 
 def run_first(mesh, stream, folder, count):
     embeddings = make(mesh, stream)
@@ -54,8 +70,19 @@ def bags_of(batch, name):
 
 
 def whole(embeddings, stream, steps, mesh):
+    """What is known at the end, in fast memory or demoted."""
     train_on(embeddings, stream, steps, mesh)
-    return {name: known_of(embeddings, name) for name, _ in stream.rules}
+    return {name: known_of(embeddings, name) | demoted_of(embeddings, name) for name, _ in stream.rules}
+
+
+def demoted_of(embeddings, name):
+    """The same of demoted ids: rows and states, and last of all facts, as bytes."""
+    records, found = embeddings.records(name), {}
+    for piece in [] if records is None else records.demoted_rows:
+        tensors = [piece.values, *(tensor for kind, tensor in piece.state.items() if kind != "facts")]
+        for place, i in enumerate(piece.rows.tolist()):
+            found[i] = (*(each[place].numpy().tobytes() for each in tensors), *piece.state["facts"][place].tolist())
+    return found
 
 
 def run_rest(mesh, stream, folder, count):
@@ -107,12 +134,17 @@ def test_training_goes_on_to_the_bit(tmp_path_factory, stream, count):
         (2, 1, "both", "lfu"),
         (1, 2, "window", "one shard"),
         (2, 3, "lru", "sketch"),
+        (2, 2, "forgetting", "demoting"),
+        (2, 3, "demoting", "forgetting"),
+        (1, 2, "forgetting", "demoting, lfu"),
+        (3, 1, "lfu", "demoting, lfu"),
     ],
 )
 def test_any_number_of_ranks_reads_it(ranks, tmp_path, writers, readers, user, item):
     stream = Stream(rules=(("user", RULES[user]), ("item", RULES[item])), seed=readers, num_steps=6)
     untouched = ranks.run(run_first, stream, tmp_path / "model", 3, world_size=writers)
-    gone_on = ranks.run(run_rest, stream, tmp_path / "model", 3, world_size=readers)
+    elsewhere = in_store(stream, f"file:{tmp_path / 'records'}")
+    gone_on = ranks.run(run_rest, elsewhere, tmp_path / "model", 3, world_size=readers)
     for name, _ in stream.rules:
         before, after = of_all(untouched, name), of_all(gone_on, name)
         assert before

@@ -28,7 +28,7 @@ from rowmesh.tables.dynamic import Dynamic
         ({"decay_steps": 5}, "decay_steps"),
         ({"mode": "keep"}, "mode"),
         ({"mode": "demote"}, 'needs a store: give store = "memory"'),
-        ({"mode": "demote", "store": "memory"}, "give store_capacity"),
+        ({"mode": "demote", "store": "file:here"}, "give store_capacity"),
         ({"mode": "demote", "store": "memory", "store_capacity": 0}, "store_capacity"),
         ({"mode": "demote", "store": "redis://h", "store_capacity": 3, "shards": 4}, "below its 4 shards"),
         ({"store": "memory"}, 'leave with mode = "demote"'),

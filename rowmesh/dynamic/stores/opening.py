@@ -22,7 +22,7 @@ def open_records(
     table: str,
     record_bytes: int,
     *,
-    max_records: int,
+    max_records: int | None,
     rank: int = 0,
     replica: int = 0,
     retry: Retry | None = None,
@@ -35,7 +35,7 @@ def open_records(
             variable NAME of the environment.
         table: its name.
         record_bytes: of a record.
-        max_records: that memory or a file holds at most.
+        max_records: that memory or a file holds at most; None: any number, but in a file.
         rank: of this process.
         replica: of this rank, where there are several of the table.
         retry: for a store that goes away; by default for 30 s.
@@ -48,7 +48,7 @@ def open_records(
         >>> open_records("memory", "user", 64, max_records=1000).record_bytes
         64
     """
-    if min(record_bytes, max_records) < 1:
+    if record_bytes < 1 or (max_records is not None and max_records < 1):
         raise ConfigurationError(
             f"records of table {table!r} need 1 byte or more and room for 1 or more, got {record_bytes} and "
             f"{max_records}"
@@ -65,5 +65,7 @@ def open_records(
     path = Path(place) / f"{quote(table, safe='')}-{rank}"
     if kind == "rocksdb":
         return RocksRecords(table, path, record_bytes, retry=retry)
+    if max_records is None:
+        raise ConfigurationError(f"records of table {table!r} in a file need a stated room: give store_capacity")
     path.parent.mkdir(parents=True, exist_ok=True)
     return file_records(table, path, max_records, record_bytes)

@@ -56,8 +56,8 @@ class RecordStore(Protocol):
         """Removes records; those that are not there are left out silently."""
         ...
 
-    def scan(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """All of a shard: ids, int64 `[N]` ascending, and records, uint8 `[N, record_bytes]`."""
+    def ids_in(self, shard: int) -> np.ndarray:
+        """Of all records of a shard, int64 `[N]` ascending."""
         ...
 
     def clear(self, shards: range) -> None:
@@ -128,10 +128,3 @@ def fill(values: list[bytes | None], records: np.ndarray, name: str) -> np.ndarr
     if found.any():
         records[found] = np.frombuffer(whole, np.uint8).reshape(-1, width)
     return found
-
-
-def sorted_records(found: dict[int, bytes], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `scan` returns, of records by id."""
-    ids = sorted(found)
-    whole = np.frombuffer(b"".join(found[i] for i in ids), np.uint8)
-    return np.array(ids, np.int64), whole.reshape(len(ids), width).copy()

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import numpy as np
 
 from rowmesh import extras
-from rowmesh.dynamic.stores.protocol import check_batch, fill, rows_of, sorted_records
+from rowmesh.dynamic.stores.protocol import check_batch, fill, rows_of
 from rowmesh.dynamic.stores.retry import Retry
 from rowmesh.errors import ConfigurationError, StoreError
 
@@ -164,15 +164,15 @@ class RedisRecords:
             groups = _by_shard(shards, ids, chunk)
             self._pipeline(lambda pipe, groups=groups: [pipe.hdel(self._key(s), *f) for s, f in groups])
 
-    def scan(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `RecordStore.scan`."""
-        found, cursor = {}, 0
+    def ids_in(self, shard: int) -> np.ndarray:
+        """See `RecordStore.ids_in`."""
+        found, cursor = set[bytes](), 0
         while True:
             [answer] = self._pipeline(lambda pipe, at=cursor: pipe.hscan(self._key(shard), at, count=_CHUNK))
             cursor, values = answer
-            found |= {int.from_bytes(field, "big", signed=True): value for field, value in values.items()}
+            found |= values.keys()
             if cursor == 0:
-                return sorted_records(found, self.record_bytes)
+                return np.sort(np.frombuffer(b"".join(found), ">i8").astype(np.int64))
 
     def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""

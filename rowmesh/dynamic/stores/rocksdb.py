@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,13 @@ class RocksRecords:
         check_batch(self._name, shards, ids, None, 0)
         self._write(dict.fromkeys(keys_of(shards, ids)))
 
-    def scan(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `RecordStore.scan`."""
-        found = self._call(lambda: self._items(shard.to_bytes(4, "big")))
-        records = np.empty((len(found), self.record_bytes), np.uint8)
-        fill([value for _, value in found], records, self._name)
-        return ids_of([key for key, _ in found]), records
+    def ids_in(self, shard: int) -> np.ndarray:
+        """See `RecordStore.ids_in`."""
+        return ids_of(self._call(lambda: self._keys(shard.to_bytes(4, "big"))))
 
-    def _items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
-        found = []
-        for key, value in self._database.items(from_key=prefix):
-            if not key.startswith(prefix):
-                break
-            if key != _ABOUT:
-                found.append((key, value))
-        return found
+    def _keys(self, prefix: bytes) -> list[bytes]:
+        keys = takewhile(lambda key: key.startswith(prefix), self._database.keys(from_key=prefix))
+        return [key for key in keys if key != _ABOUT]
 
     def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""

@@ -6,6 +6,7 @@ They end with the process: what outlives it is in checkpoints.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from rowmesh.dynamic.stores.protocol import check_batch
 from rowmesh.errors import NoRoomError
 from rowmesh.tables.backing import BackingStore, MemoryStore
 from rowmesh.tables.file_store import FileStore
+
+_PIECE_RECORDS = 1 << 16
 
 
 class SlotRecords:
@@ -24,17 +27,17 @@ class SlotRecords:
     Args:
         table: its name.
         backing: where the records are; owned from here on.
-        max_records: slots that it has.
+        max_records: slots that it has; None: any number.
         record_bytes: of a record.
 
     Example:
         >>> store = memory_records("user", 10, 2)
         >>> store.put(np.array([0]), np.array([-7]), np.array([[1, 2]], np.uint8))
-        >>> store.scan(0)[1].tolist()
-        [[1, 2]]
+        >>> store.ids_in(0).tolist()
+        [-7]
     """
 
-    def __init__(self, table: str, backing: BackingStore, max_records: int, record_bytes: int) -> None:
+    def __init__(self, table: str, backing: BackingStore, max_records: int | None, record_bytes: int) -> None:
         assert backing.stride == record_bytes, "records without gaps"
         self.record_bytes = record_bytes
         self._name = f"records of table {table!r} in {backing}"
@@ -74,12 +77,9 @@ class SlotRecords:
             if slot is not None:
                 self._free.append(slot)
 
-    def scan(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `RecordStore.scan`."""
-        entries = sorted(self._slots[shard].items())
-        return np.array([i for i, _ in entries], np.int64), self._read(
-            np.array([slot for _, slot in entries], np.int64)
-        )
+    def ids_in(self, shard: int) -> np.ndarray:
+        """See `RecordStore.ids_in`."""
+        return np.array(sorted(self._slots[shard]), np.int64)
 
     def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""
@@ -105,8 +105,7 @@ class SlotRecords:
         return records
 
     def _take(self, count: int) -> np.ndarray:
-        room = len(self._free) + self._max_records - self._unused
-        if count > room:
+        if self._max_records is not None and count > (room := len(self._free) + self._max_records - self._unused):
             raise NoRoomError(
                 f"{self._name} have room for {self._max_records}, of which {room} are free, and {count} are to be "
                 "written; give the store more"
@@ -118,9 +117,48 @@ class SlotRecords:
         return np.array(slots, np.uint32)
 
 
-def memory_records(table: str, max_records: int, record_bytes: int) -> SlotRecords:
+class _GrowingMemory:
+    """Host memory for any number of records, piece by piece."""
+
+    def __init__(self, record_bytes: int) -> None:
+        self.stride, self.num_bytes, self._pieces = record_bytes, 0, list[MemoryStore]()
+
+    def read(self, slots: np.ndarray, records: np.ndarray) -> None:
+        for piece, places, at in self._parts(slots):
+            part = np.empty((len(at), self.stride), np.uint8)
+            piece.read(places, part)
+            records[at] = part
+
+    def write(self, slots: np.ndarray, records: np.ndarray) -> None:
+        while len(slots) and len(self._pieces) * _PIECE_RECORDS <= int(slots.max()):
+            self._pieces.append(MemoryStore(_PIECE_RECORDS, self.stride))
+            self.num_bytes += self._pieces[-1].num_bytes
+        for piece, places, at in self._parts(slots):
+            piece.write(places, np.ascontiguousarray(records[at]))
+
+    def _parts(self, slots: np.ndarray) -> Iterator[tuple[MemoryStore, np.ndarray, np.ndarray]]:
+        """Of each piece that has some, their places in it, and in `slots`."""
+        numbers, places = np.divmod(slots, np.uint32(_PIECE_RECORDS))
+        for number in np.unique(numbers).tolist():
+            at = np.flatnonzero(numbers == number)
+            yield self._pieces[number], places[at], at
+
+    def flush(self) -> None:
+        """Memory does not outlive the process."""
+
+    def close(self) -> None:
+        for piece in self._pieces:
+            piece.close()
+        self._pieces, self.num_bytes = [], 0
+
+    def __str__(self) -> str:
+        return "host memory"
+
+
+def memory_records(table: str, max_records: int | None, record_bytes: int) -> SlotRecords:
     """Records in host memory, which the system provides as they are written."""
-    return SlotRecords(table, MemoryStore(max_records, record_bytes), max_records, record_bytes)
+    backing = _GrowingMemory(record_bytes) if max_records is None else MemoryStore(max_records, record_bytes)
+    return SlotRecords(table, backing, max_records, record_bytes)
 
 
 def file_records(table: str, path: Path, max_records: int, record_bytes: int) -> SlotRecords:

@@ -341,6 +341,11 @@ def _problems_of_dynamic(options: SequenceOptions, table: TableConfig) -> Iterat
             "those that such a table knows change in the step; give sampled_softmax or binary_cross_entropy"
         )
     rules = table.dynamic
+    if rules.mode == "demote":
+        yield (
+            "tables.dynamic.mode='demote' cannot be: all known items are ranked at an evaluation, which would bring "
+            "every record of the store back; give drop"
+        )
     counted = {"admit_after": (rules.admit_after or 1) > 1, "eviction": rules.eviction in ("lfu", "lru_lfu")}
     if options.shares and (keys := [f"tables.dynamic.{key}" for key, counts in counted.items() if counts]):
         yield (

@@ -55,11 +55,8 @@ class Machine(RuleBasedStateMachine):
         assert records.tolist() == [self.expected.get(i, [9] * WIDTH) for i in batch]
 
     @rule(shard=st.integers(0, SHARDS - 1))
-    def scan(self, shard):
-        found, records = self.store.scan(shard)
-        mine = sorted(i for i in self.expected if i % SHARDS == shard)
-        assert found.tolist() == mine
-        assert records.tolist() == [self.expected[i] for i in mine]
+    def ids_in(self, shard):
+        assert self.store.ids_in(shard).tolist() == sorted(i for i in self.expected if i % SHARDS == shard)
 
     @rule()
     def flush(self):
@@ -109,9 +106,9 @@ def test_many_records_and_tables(url):
     assert first.get(shards, batch, got).all()
     assert (got == records).all()
     first.delete(shards[10:], batch[10:])
-    assert sum(len(first.scan(shard)[0]) for shard in range(7)) == 10
+    assert sum(len(first.ids_in(shard)) for shard in range(7)) == 10
     first.clear(range(7))
-    assert sum(len(second.scan(shard)[0]) for shard in range(7)) == 3
+    assert sum(len(second.ids_in(shard)) for shard in range(7)) == 3
     first.close()
     second.close()
 
@@ -128,6 +125,22 @@ def test_wrong_arrays_are_named(url):
     store.close()
 
 
+def test_memory_without_a_limit_grows():
+    store = open_records("memory", "user", 3, max_records=None)
+    ids = np.arange(150_000) - 70_000
+    records = (ids[:, None] * [1, 7, 11]).astype(np.uint8)
+    for first in range(0, len(ids), 50_000):
+        part = slice(first, first + 50_000)
+        store.put(ids[part] % 2, ids[part], records[part])
+    store.delete(ids[::3] % 2, ids[::3])
+    store.put(ids[::6] % 2, ids[::6], records[::6])
+    left = np.sort(np.concatenate([ids[1::3], ids[2::3], ids[::6]]))
+    found = np.zeros((len(left), 3), np.uint8)
+    assert store.get(left % 2, left, found).all()
+    assert (found == records[left + 70_000]).all()
+    store.close()
+
+
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_full_store_says_so_and_keeps_what_it_has(kind, tmp_path):
     store = open_records(kind if kind == "memory" else f"file:{tmp_path}", "user", 1, max_records=2)
@@ -135,7 +148,9 @@ def test_a_full_store_says_so_and_keeps_what_it_has(kind, tmp_path):
     store.put(zeros, np.array([4, 5]), np.array([[4], [5]], np.uint8))
     with pytest.raises(NoRoomError, match=r"records of table 'user' in .* room for 2, of which 0 are free"):
         store.put(zeros[:1], np.array([6]), np.array([[6]], np.uint8))
-    assert store.scan(0)[1].tolist() == [[4], [5]]
+    records = np.zeros((2, 1), np.uint8)
+    assert store.get(zeros, store.ids_in(0), records).all()
+    assert records.tolist() == [[4], [5]]
     store.close()
 
 

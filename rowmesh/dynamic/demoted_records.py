@@ -1,0 +1,112 @@
+"""What a dynamic table has demoted, as arrays to be saved by logical shard, and from such arrays again.
+
+They are read from the store some at a time, in the order in which they were demoted where the store has a limit, as
+that decides who is forgotten next. A checkpoint has them apart from the ids in fast memory, so that any store reads
+what another one had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.dynamic.demoted import Demoted
+from rowmesh.dynamic.saved_shards import SavedShards
+
+PREFIX = "demoted_"
+SIZES, IDS, FACTS = "demoted_shards", "demoted_ids", "demoted_facts"
+"""int64 `[S]`: how many records each shard has; `[M]`: their ids, shard by shard; `[M, 3]`: last steps + 1, counts and
+frequencies. Rows and states have the same names as those in fast memory, after `PREFIX`."""
+CHUNK_RECORDS = 1 << 14
+"""Records that are in memory at a time."""
+
+
+class DemotedRows:
+    """The records of some ids, read from the store when one of their parts is first asked for.
+
+    Args:
+        demoted: has them.
+        ids: int64 `[n]`.
+
+    Attributes:
+        rows: the ids.
+    """
+
+    def __init__(self, demoted: Demoted, ids: np.ndarray) -> None:
+        self.rows, self._demoted = ids, demoted
+        self._read: dict[str, Tensor] | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """`[n, D]`."""
+        return self._parts["values"]
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Optimizer state by name, and "facts"."""
+        return {name: tensor for name, tensor in self._parts.items() if name != "values"}
+
+    @property
+    def _parts(self) -> dict[str, Tensor]:
+        if self._read is None:
+            values, state, facts = self._demoted.read(self.rows)
+            self._read = {"values": values, "facts": torch.from_numpy(facts), **state}
+        return self._read
+
+    def forget(self) -> None:
+        """What was read is not needed any more."""
+        self._read = None
+
+
+class DemotedRecords:
+    """All that one rank has demoted, between two steps; nothing waits to be settled.
+
+    Args:
+        demoted: where it is.
+    """
+
+    def __init__(self, demoted: Demoted) -> None:
+        self._demoted = demoted
+        by_shard = demoted.ids_by_shard()
+        self._sizes = np.array([len(ids) for ids in by_shard], np.int64)
+        self._ids = np.concatenate([np.empty(0, np.int64), *by_shard])
+
+    @property
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Which there are."""
+        yield SIZES, self._sizes
+        yield IDS, self._ids
+
+    @property
+    def rows(self) -> Sequence[DemotedRows]:
+        """The records in the order of the ids; one piece at least."""
+        cuts = range(0, max(len(self._ids), 1), CHUNK_RECORDS)
+        return [DemotedRows(self._demoted, self._ids[first : first + CHUNK_RECORDS]) for first in cuts]
+
+
+def load(demoted: Demoted, parts: Sequence[SavedShards], states: Sequence[str]) -> None:
+    """Fills an empty store with what was saved.
+
+    Args:
+        demoted: of some shards.
+        parts: of the table; each shard is in one of them.
+        states: of the optimizer, to be read too; others begin as those of new rows.
+
+    Raises:
+        StoreError: the store does not answer; names it.
+    """
+    for part in parts:
+        here = [number for number, shard in enumerate(part.shards) if shard in demoted.shards]
+        if not here or not part.num_demoted:
+            continue
+        ends = np.concatenate([[0], part.read(SIZES, slice(None)).numpy().cumsum()])
+        for number in here:
+            last = int(ends[number + 1])
+            for first in range(int(ends[number]), last, CHUNK_RECORDS):
+                at = slice(first, min(first + CHUNK_RECORDS, last))
+                rows = {name: part.read(PREFIX + name, at) for name in ("values", *states)}
+                ids, facts = (part.read(kind, at).numpy() for kind in (IDS, FACTS))
+                demoted.write(ids, rows.pop("values"), rows, facts)
