@@ -236,6 +236,8 @@ def test_a_dynamic_table_is_exported_by_what_it_knows(clicks, tmp_path, command)
     dynamic = [
         "tables.storage=dynamic",
         "tables.dynamic.capacity=40",
+        "tables.C3.dynamic.mode=demote",
+        "tables.C3.dynamic.store=memory",
         "tables.initializer.bound=0.1",
         "data.batch_size=16",
     ]
@@ -249,3 +251,6 @@ def test_a_dynamic_table_is_exported_by_what_it_knows(clicks, tmp_path, command)
     assert found["count"].to_numpy().min() >= 1
     for i, value in zip(found["id"].to_pylist(), found["value"].to_pylist(), strict=True):
         assert value == (vocabulary[i] if i < len(vocabulary) else None)
+    demoting = pq.read_table(tmp_path / "out" / "tables" / "C3.parquet")
+    assert demoting.num_rows == len(set(demoting["id"].to_pylist())) > 40
+    assert demoting["count"].to_numpy().min() >= 1

@@ -79,10 +79,11 @@ def chains(url, numbers):
     [
         [],
         [*DYNAMIC, "pipeline.depth=2"],
+        [*DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
         ["tables.storage=tiered", "tiers.fast_rows=300", "tables.dtype=bfloat16"],
         ["tables.C3.storage=tensor_train", "tables.tensor_train.optimizer.name=adagrad"],
     ],
-    ids=["dense", "dynamic", "tiered", "tensor-train"],
+    ids=["dense", "dynamic", "demoting", "tiered", "tensor-train"],
 )
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_readers_have_the_model(ranks, config_file, tmp_path, options, num_ranks):
@@ -90,7 +91,8 @@ def test_readers_have_the_model(ranks, config_file, tmp_path, options, num_ranks
     options = [*STEPS, *OFTEN, *options, f"publish.to={url}"]
     assert ranks.run(train_once, config_file, options, "no", "", world_size=num_ranks) == [""] * num_ranks
     check(url, tmp_path / "run", computed=["C3"] if "tensor_train" in str(options) else [])
-    assert chains(url, range(1, 5)) == [(2, 1), (4, 2), (6, 3), (8, 1)]
+    lengths = (1, 1, 1, 1) if "tables.dynamic.mode=demote" in options else (1, 2, 3, 1)
+    assert chains(url, range(1, 5)) == list(zip((2, 4, 6, 8), lengths, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "rocksdb", "redis"])

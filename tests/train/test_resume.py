@@ -55,6 +55,16 @@ MODES = {
     "dynamic, pipelined, beside steps": [*COLLECTIVE, *DYNAMIC, "pipeline.depth=2", *BESIDE],
     "dynamic, one-sided, increments beside steps": ["parallel.transport=one_sided", *DYNAMIC, *BESIDE, *INCREMENTS],
     "dynamic, exact replicas, increments": [*DYNAMIC, *INCREMENTS, "parallel.replicas=2"],
+    "dynamic, demoting": [*DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
+    "dynamic, demoting, pipelined": [
+        *DYNAMIC,
+        "tables.dynamic.mode=demote",
+        "tables.dynamic.store=file:{records}",
+        "tables.dynamic.store_capacity=90",
+        "pipeline.depth=2",
+        *BESIDE,
+        *INCREMENTS,
+    ],
     "dynamic, sketch, increments": [
         *DYNAMIC,
         *INCREMENTS,
@@ -70,7 +80,8 @@ NEED_RANKS = ("copies", "exact replicas", "averaged replicas", "dynamic, exact r
 
 def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3, *more):
     fast_rows = FAST_ROWS[world_size] * (1.4 if "pipelined" in mode else 1)  # two batches are in sight
-    options = [*MODES[mode], f"checkpoint.every_steps={every}", f"tiers.fast_rows={int(fast_rows)}", *more]
+    options = [option.format(records=tmp_path / "records") for option in MODES[mode]]
+    options += [f"checkpoint.every_steps={every}", f"tiers.fast_rows={int(fast_rows)}", *more]
     for name, train in (("untouched", train_untouched), ("killed", train_killed)):
         args = (kills,) if train is train_killed else ()
         train(ranks, config_file, [*options, f"run.folder={tmp_path / name}"], world_size, *args)
@@ -93,6 +104,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3,
         ("tiered, pipelined", 2),
         ("copies", 2),
         ("dynamic, one-sided, increments beside steps", 2),
+        ("dynamic, demoting, pipelined", 2),
         ("averaged replicas", 2),
         ("cores", 1),
         ("dropout", 2),
