@@ -12,6 +12,8 @@ from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.layout import owner_of_shard, rules_of
 from rowmesh.ops import dynamic_requests
 
+_NO_SCORES = np.empty(0, np.int64)
+
 
 @dataclass
 class Asked:
@@ -23,6 +25,7 @@ class Asked:
         counts: uint32 `[U]`: how often each occurs.
         is_frozen: whether nothing of them is counted.
         is_distinct: whether the rows are distinct too.
+        scores: int64 `[U]`: the largest of each, where the batch has any.
     """
 
     ids: np.ndarray
@@ -30,6 +33,23 @@ class Asked:
     counts: np.ndarray
     is_frozen: bool
     is_distinct: bool = True
+    scores: np.ndarray | None = None
+
+
+def largest(scores: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
+    """Of each of so many distinct ids the largest score.
+
+    Args:
+        scores: int64 `[N]`.
+        inverse: `[N]`, which of the ids each is of.
+
+    Example:
+        >>> largest(np.array([3, -5, 4]), np.array([1, 0, 1]), 2).tolist()
+        [-5, 4]
+    """
+    found = np.full(count, np.iinfo(np.int64).min)
+    np.maximum.at(found, inverse, scores)
+    return found
 
 
 class Dealer:
@@ -75,14 +95,17 @@ class Dealer:
             table, first = table + len(each.offsets) - 1, first + len(each.ids)
         return sizes[self._all, self._members]
 
-    def fill(self, asked: Sequence[Asked], sizes: np.ndarray, ids_at: np.ndarray, counts_at: np.ndarray) -> None:
-        """Writes ids and counts to the addresses of each rank's request."""
+    def fill(self, asked: Sequence[Asked], sizes: np.ndarray, *columns_at: np.ndarray) -> None:
+        """Writes ids, counts and, if asked to, scores to the addresses of each rank's request."""
+        ids_at, counts_at, *scored = columns_at
         cursors = sizes.cumsum(axis=1) - sizes
         table = first = 0
         for each in asked:
             part = slice(first, first + len(each.ids))
             given = each.ids, each.offsets, each.counts, table, self._owner[part], self._ranks, self._own
-            dynamic_requests.fill(*given, cursors, ids_at, counts_at, self._room[1][part])
+            scores = each.scores if scored and each.scores is not None else _NO_SCORES
+            scores_at = scored[0] if scored else ids_at
+            dynamic_requests.fill(*given, scores, cursors, ids_at, counts_at, scores_at, self._room[1][part])
             table, first = table + len(each.offsets) - 1, part.stop
 
     def take(self, asked: Sequence[Asked], rows_at: np.ndarray) -> None:

@@ -62,11 +62,6 @@ def check_dynamic(
                 f"table {name!r} is dynamic, and replicas that are averaged are in the host's memory; take exact "
                 "synchronization, or device='cpu'"
             )
-        if rules.eviction == "score":
-            raise ConfigurationError(
-                f"table {name!r}: eviction = 'score' takes scores of the caller, which batches cannot carry yet; take "
-                "'lru', 'lfu', 'lru_lfu' or 'ttl'"
-            )
 
 
 def _check_average(
@@ -94,6 +89,11 @@ def _check_average(
         raise ConfigurationError(
             f"table {timed[0]!r}: ttl_seconds counts from the latest event of all ranks, which averaged replicas do "
             "not tell each other at every step; take ttl_steps, or exact synchronization"
+        )
+    if scored := [table.name for table in averaged if rules_of(table).eviction == "score"]:
+        raise ConfigurationError(
+            f"table {scored[0]!r}: eviction = 'score' keeps the latest score of each id, and averaged replicas do not "
+            "know whose is the latest; take another eviction, or exact synchronization"
         )
     if demoting := [table.name for table in averaged if rules_of(table).mode == "demote"]:
         raise ConfigurationError(

@@ -1,15 +1,15 @@
 """Mail: how the ids of dynamic tables come to their owners, and rows back: in messages, or in memory that ranks share.
 
-A request is a rank's ids for one owner, by table, then as many counts. A batch has one to and from every rank. Rows
-come back in the order of the ids. In shared memory an owner reads a request where it was written, and writes rows over
-its ids, between two barriers.
+A request is a rank's ids for one owner, by table, then as many counts, and then as many scores where a table needs
+such. A batch has one to and from every rank. Rows come back in the order of the ids. In shared memory an owner reads a
+request where it was written, and writes rows over its ids, between two barriers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ _KIND, _FIRST, _TIME, _LARGEST, _HEAD = 0, 1, 2, 3, 4  # numbers of a message be
 _FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 3, 4, 5, 6, 7  # and of a board, where the rest differs
 _FLAG_BYTES = 128
 
-Write = Callable[[np.ndarray, np.ndarray], None]
-"""Writes all requests, given the addresses, int64 `[W]`, of the ids for each rank, and of their counts."""
+Write = Callable[..., None]
+"""Writes all requests, given the addresses, int64 `[W]`, of the ids for each rank, of their counts, and of scores."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Arrived:
         kinds: `[W]`.
         first: the smallest.
         sizes: int64 `[W, T]`.
-        ids_at, counts_at: int64 `[W]`: addresses of the requests.
+        columns_at: int64 `[W]` each: addresses of the ids, counts and scores of the requests.
         rows_at: int64 `[W]`: addresses of where their rows go.
         time: the latest.
     """
@@ -65,8 +65,7 @@ class Arrived:
     kinds: list[int]
     first: int
     sizes: np.ndarray
-    ids_at: np.ndarray
-    counts_at: np.ndarray
+    columns_at: tuple[np.ndarray, ...]
     rows_at: np.ndarray
     time: int
 
@@ -87,27 +86,36 @@ class Mail(Protocol):
         ...
 
 
-def _begins(totals: np.ndarray) -> np.ndarray:
+def _begins(totals: np.ndarray, columns: int) -> np.ndarray:
     """Where the request for each rank begins among all, in bytes."""
-    return 16 * (np.cumsum(totals) - totals)
+    return 8 * columns * (np.cumsum(totals) - totals)
+
+
+def _columns(at: np.ndarray, totals: np.ndarray, columns: int) -> tuple[np.ndarray, ...]:
+    """Where the columns of requests begin: one after the other."""
+    return tuple(at + 8 * column * totals for column in range(columns))
 
 
 class LocalMail:
-    """Of a rank alone."""
+    """Of a rank alone.
 
-    def __init__(self) -> None:
-        self._memory: Memory = Buffer(64)
+    Args:
+        columns: of a request: 2, or 3 with scores.
+    """
+
+    def __init__(self, columns: int = 2) -> None:
+        self._columns, self._memory = columns, cast("Memory", Buffer(64))
         self._at = np.zeros(1, np.int64)
 
     def send(self, letter: Letter, write: Write) -> Arrived:
         """See `Mail`."""
         total = int(letter.sizes.sum())
-        if 16 * total > self._memory.num_bytes:
-            self._memory = Buffer(20 * total)
+        if 8 * self._columns * total > self._memory.num_bytes:
+            self._memory = Buffer(10 * self._columns * total)
         self._at = np.array([self._memory.address], np.int64)
-        counts_at = self._at + 8 * total
-        write(self._at, counts_at)
-        return Arrived([letter.kind], letter.first, letter.sizes, self._at, counts_at, self._at, letter.time)
+        columns_at = _columns(self._at, np.array([total]), self._columns)
+        write(*columns_at)
+        return Arrived([letter.kind], letter.first, letter.sizes, columns_at, self._at, letter.time)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""
@@ -121,10 +129,11 @@ class SharedMail:
         mesh: the ranks.
         num_tables: T.
         counters: of bytes that came from other ranks.
+        columns: of a request: 2, or 3 with scores.
     """
 
-    def __init__(self, mesh: Mesh, num_tables: int, counters: CommonCounters) -> None:
-        self._mesh, self._counters = mesh, counters
+    def __init__(self, mesh: Mesh, num_tables: int, counters: CommonCounters, columns: int = 2) -> None:
+        self._mesh, self._counters, self._columns = mesh, counters, columns
         size = mesh.world_size
         num_numbers = _NUMBERS + size * num_tables
         self._boards = [board for (board,) in share(mesh, [SharedBuffer.create(_FLAG_BYTES + 8 * num_numbers)])]
@@ -140,7 +149,7 @@ class SharedMail:
     def send(self, letter: Letter, write: Write) -> Arrived:
         """See `Mail`."""
         rank, totals = self._mesh.rank, letter.sizes.sum(axis=1)
-        num_bytes, mine = 16 * int(totals.sum()), self._numbers[rank]
+        num_bytes, mine = 8 * self._columns * int(totals.sum()), self._numbers[rank]
         if num_bytes > self._memory.num_bytes:
             self._memory.close()  # all ranks that needed it have mapped it
             self._memory = SharedBuffer.create(num_bytes + num_bytes // 4)
@@ -148,8 +157,8 @@ class SharedMail:
         mine[_KIND], mine[_FIRST], mine[_TIME] = letter.kind, letter.first, letter.time
         mine[_DESCRIPTOR], mine[_NUM_BYTES] = self._memory.descriptor, self._memory.num_bytes
         self._sizes[rank][...] = letter.sizes
-        self._at = self._memory.address + _begins(totals)
-        write(self._at, self._at + 8 * totals)
+        self._at = self._memory.address + _begins(totals, self._columns)
+        write(*_columns(self._at, totals, self._columns))
         self._barrier.wait()
         return self._read()
 
@@ -158,10 +167,11 @@ class SharedMail:
         sizes = np.stack([each[rank] for each in self._sizes])
         totals = np.stack([each.sum(axis=1) for each in self._sizes])
         ids_at = np.array([self._memory_of(peer).address for peer in range(len(sizes))], np.int64)
-        ids_at += np.stack([_begins(each) for each in totals])[:, rank]
-        self._counters.bytes_received += 16 * int(totals[:, rank].sum() - totals[rank, rank])
+        ids_at += np.stack([_begins(each, self._columns) for each in totals])[:, rank]
+        self._counters.bytes_received += 8 * self._columns * int(totals[:, rank].sum() - totals[rank, rank])
         kinds, firsts, times = zip(*(each[: _TIME + 1].tolist() for each in self._numbers), strict=True)
-        return Arrived([*kinds], min(firsts), sizes, ids_at, ids_at + 8 * totals[:, rank], ids_at, max(times))
+        columns_at = _columns(ids_at, totals[:, rank], self._columns)
+        return Arrived([*kinds], min(firsts), sizes, columns_at, ids_at, max(times))
 
     def _memory_of(self, peer: int) -> SharedBuffer:
         if peer == self._mesh.rank:
@@ -185,25 +195,27 @@ class MessageMail:
     Args:
         channel: between all ranks.
         counters: of its messages.
+        columns: of a request: 2, or 3 with scores.
     """
 
-    def __init__(self, channel: Channel, counters: CommonCounters) -> None:
-        self._channel, self._counters = channel, counters
+    def __init__(self, channel: Channel, counters: CommonCounters, columns: int = 2) -> None:
+        self._channel, self._counters, self._columns = channel, counters, columns
         self._room = 0  # ids that travel with the sizes; the same on all ranks
         self._keep: list[torch.Tensor] = []  # what addresses point into
 
     def send(self, letter: Letter, write: Write) -> Arrived:
         """See `Mail`."""
         size, room, (_, num_tables) = self._channel.size, self._room, letter.sizes.shape
+        columns = self._columns
         head, totals = _HEAD + num_tables, letter.sizes.sum(axis=1)
-        out = torch.empty((size, head + 2 * room), dtype=torch.int64, device="cpu")
+        out = torch.empty((size, head + columns * room), dtype=torch.int64, device="cpu")
         message = out.numpy()
         message[:, _KIND], message[:, _FIRST], message[:, _TIME] = letter.kind, letter.first, letter.time
         message[:, _LARGEST], message[:, _HEAD:head] = totals.max(), letter.sizes
-        late = torch.empty((int(totals.sum()), 2), dtype=torch.int64, device="cpu")
+        late = torch.empty((int(totals.sum()), columns), dtype=torch.int64, device="cpu")
         is_early = totals.max() <= room
-        ids_at = _rows_at(message, head) if is_early else late.data_ptr() + _begins(totals)
-        write(ids_at, ids_at + 8 * totals)
+        ids_at = _rows_at(message, head) if is_early else late.data_ptr() + _begins(totals, columns)
+        write(*_columns(ids_at, totals, columns))
         came = self._channel.exchange_equal(out, self._counters, _DOING)
         numbers = came.numpy()
         sizes, largest = np.ascontiguousarray(numbers[:, _HEAD:head]), int(numbers[:, _LARGEST].max())
@@ -212,11 +224,13 @@ class MessageMail:
         arrived_at = _rows_at(numbers, head)
         if largest > room:
             if is_early:
-                parts = [row[head : head + 2 * total] for row, total in zip(message, totals.tolist(), strict=True)]
+                parts = [
+                    row[head : head + columns * total] for row, total in zip(message, totals.tolist(), strict=True)
+                ]
                 np.concatenate(parts, out=late.numpy().reshape(-1))
             sizes_out, sizes_in = totals.tolist(), totals_in.tolist()
             came = self._channel.post(late, sizes_out, sizes_in, self._counters, _DOING).wait()
-            arrived_at = came.data_ptr() + _begins(totals_in)
+            arrived_at = came.data_ptr() + _begins(totals_in, columns)
         # An answer begins with whether its rank failed.
         self._out, self._in = 1 + np.where(letter.answers, totals_in, 0), 1 + np.where(letter.answers, totals, 0)
         ends = np.cumsum(1 + totals_in)
@@ -224,7 +238,7 @@ class MessageMail:
         self._starts, self._keep = ends - totals_in - 1, [came]
         rows_at = self._rows.data_ptr() + 8 * (self._starts + 1)
         kinds, first, time = numbers[:, _KIND].tolist(), int(numbers[:, _FIRST].min()), int(numbers[:, _TIME].max())
-        return Arrived(kinds, first, sizes, arrived_at, arrived_at + 8 * totals_in, rows_at, time)
+        return Arrived(kinds, first, sizes, _columns(arrived_at, totals_in, columns), rows_at, time)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""

@@ -78,7 +78,20 @@ class OwnedTable:
         self.merging: Decided | None = None
         self.num_frames = self._first_visitor
 
-    def open(self, number: int, ids: np.ndarray, counts: np.ndarray, step: int, time: int = NO_TIME) -> np.ndarray:
+    @property
+    def is_scored(self) -> bool:
+        """Whether `open` needs scores."""
+        return rules_of(self._table).eviction == "score"
+
+    def open(
+        self,
+        number: int,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        step: int,
+        time: int = NO_TIME,
+        scores: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Takes a step's decisions; afterwards all rows are there. Returns the rows of the ids, int64 `[N]`.
 
         Args:
@@ -87,16 +100,17 @@ class OwnedTable:
             counts: int64 `[N]`.
             step: above that of the last call.
             time: of the latest event of all ranks, in seconds.
+            scores: int64 `[N]`, of the caller, where such decide.
 
         Raises:
             DataError, NoRoomError: see `DynamicShards.open`.
             StoreError: the store does not answer; nothing has changed then.
         """
         if self._demoted is None:
-            opened = self.shards.open(ids, counts, step, time=time)
+            opened = self.shards.open(ids, counts, step, scores, time)
             change = _change_of(number, ids, opened)
         else:
-            opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time)
+            opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time, scores)
         if opened.num_hits < len(ids):
             self._start(opened.frames[opened.fresh], ids[opened.fresh])
         if opened.num_hits < len(ids) or opened.num_evicted:
@@ -107,13 +121,20 @@ class OwnedTable:
         return opened.frames + self._piece.rows.start
 
     def _open_demoted(
-        self, demoted: Demoted, number: int, ids: np.ndarray, counts: np.ndarray, step: int, time: int
+        self,
+        demoted: Demoted,
+        number: int,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        step: int,
+        time: int,
+        scores: np.ndarray | None,
     ) -> tuple[Opened, Change]:
         """The same where evicted ids are demoted; the rows of those that come back are there afterwards."""
         unknown = np.flatnonzero(self.shards.find(ids) < 0)
         found = demoted.find(self._changes, ids[unknown])
         promoted = promoted_of(unknown, found)
-        opened = self.shards.open(ids, counts, step, time=time, promoted=promoted)
+        opened = self.shards.open(ids, counts, step, scores, time, promoted)
         stored = found.is_there & (found.frames < 0)
         demoted.restore(found, np.flatnonzero(stored), opened.frames[unknown[stored]])
         back = ids[promoted.places[promoted.frames >= 0]]

@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.asking import largest
 from rowmesh.dynamic.mail import Arrived
 from rowmesh.errors import RowmeshError
 from rowmesh.ops import dynamic_requests
@@ -98,8 +99,7 @@ class Owners:
             described,
             arrived.sizes,
             begins,
-            arrived.ids_at,
-            arrived.counts_at,
+            *arrived.columns_at[:2],
             arrived.rows_at,
             step,
             slots,
@@ -125,18 +125,19 @@ class Owners:
         owned = table.owned
         assert owned is not None
         sizes = arrived.sizes[:, place].tolist()
-        ids_at, counts_at, rows_at = (
-            (at + 8 * begins[:, place]).tolist() for at in (arrived.ids_at, arrived.counts_at, arrived.rows_at)
-        )
-        ids, counts = (
+        *columns_at, rows_at = ((at + 8 * begins[:, place]).tolist() for at in (*arrived.columns_at, arrived.rows_at))
+        ids, counts, *scored = (
             np.concatenate([array_at(at, np.int64, size) for at, size in zip(each, sizes, strict=True)])
-            for each in (ids_at, counts_at)
+            for each in columns_at
         )
         found = table.merge(ids, counts)
         order = np.argsort(found.ids)
         ascending, rows = found.ids[order], np.empty(len(order), np.int64)
         if opens:
-            rows[order] = owned.open(number, ascending, found.counts[order], step, arrived.time)
+            scores = None
+            if owned.is_scored:
+                scores = largest(scored[0], found.inverse, len(order))[order]
+            rows[order] = owned.open(number, ascending, found.counts[order], step, arrived.time, scores)
         else:
             rows[order] = owned.find(number, ascending, ahead)
         answers, begin = rows[found.inverse], 0

@@ -72,13 +72,15 @@ class Resolver:
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
         self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
+        scored = [rules_of(table.spec).eviction == "score" for table in tables]
+        columns = 3 if any(scored) else 2
         self._mail: Mail
         if mesh.world_size == 1:
-            self._mail = LocalMail()
+            self._mail = LocalMail(columns)
         elif shares_memory:
-            self._mail = SharedMail(self._mesh, len(tables), self.counters)
+            self._mail = SharedMail(self._mesh, len(tables), self.counters, columns)
         else:
-            self._mail = MessageMail(self._channel, self.counters)
+            self._mail = MessageMail(self._channel, self.counters, columns)
 
     def __call__(self, asked: Sequence[Asked], *, time: int | None = None, is_ahead: bool = False) -> Lease:
         """Puts frames in the place of ids. Collective.
@@ -166,6 +168,7 @@ class Resolver:
 
     def _resolve(self, asked: Sequence[Asked], number: int, time: int, *, opens: bool) -> None:
         opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]
+        self._check_scores(asked, opened)
         sizes = self._dealer.count(asked)
         letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers, time)
         arrived = self._mail.send(letter, partial(self._dealer.fill, asked, sizes))
@@ -178,6 +181,17 @@ class Resolver:
         self._dealer.take(asked, rows_at)
         if not all(opened):
             self._note_shared(asked, opened)
+
+    def _check_scores(self, asked: Sequence[Asked], opened: Sequence[bool]) -> None:
+        specs = iter(zip(self.tables.values(), opened, strict=True))
+        for each in asked:
+            of_group = [next(specs) for _ in each.offsets[1:]]
+            for table, is_opened in of_group:
+                if is_opened and each.scores is None and rules_of(table.spec).eviction == "score":
+                    raise DataError(
+                        f"dynamic table {table.spec.name!r} evicts by scores of the caller, and the batch has none; "
+                        "give SparseBatch(…, scores=…), or take another eviction"
+                    )
 
     def _note_shared(self, asked: Sequence[Asked], opened: Sequence[bool]) -> None:
         """Notes where unknown ids may share a row of zeros."""

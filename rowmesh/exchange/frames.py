@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from rowmesh.dynamic.asking import Asked
+from rowmesh.dynamic.asking import Asked, largest
 from rowmesh.dynamic.leases import Lease
 from rowmesh.ops.distinct_ids import DistinctIds
 
@@ -29,13 +29,16 @@ class DynamicIds(NamedTuple):
     is_frozen: bool
 
 
-def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve) -> tuple[Tensor, Lease]:
+def put_frames(
+    ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scores: Tensor | None = None
+) -> tuple[Tensor, Lease]:
     """Replaces the ids of dynamic tables by frames. Collective.
 
     Args:
         ids: int64 `[N]`, those of tables next to each other; the host waits for them if they are on a device already.
         groups: of all dynamic tables, in their order.
         resolve: finds the frames of distinct ids.
+        scores: int64 `[N]` of the ids, on the host, where the batch has any.
 
     Returns:
         int64 `[N]` on the host, a copy; and what keeps the frames.
@@ -46,6 +49,10 @@ def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve) -> t
     ids = ids.to("cpu", copy=True)
     numbers = ids.numpy()
     found = [_ask(numbers, group) for group in groups]
+    if scores is not None:
+        for group, (asked, inverse) in zip(groups, found, strict=True):
+            given = scores.numpy()[group.bounds[0] : group.bounds[-1]]
+            asked.scores = largest(given, inverse, len(asked.ids))
     lease = resolve([asked for asked, _ in found])
     for group, (asked, inverse) in zip(groups, found, strict=True):
         np.take(asked.ids, inverse, out=numbers[group.bounds[0] : group.bounds[-1]])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.counters import GroupCounters
-from rowmesh.dynamic.asking import Asked
+from rowmesh.dynamic.asking import Asked, largest
 from rowmesh.errors import IdRangeError, NoRoomError
 from rowmesh.exchange.route import (
     AnyRouteGroup,
@@ -241,7 +241,13 @@ class GroupExchange:
             raise
         number = int(unique.offsets[-1])
         ids, counts = array_at(unique.ids, np.int64, number), array_at(look_up.counts, np.uint32, number)
-        return Found(look_up, unique, Asked(ids, unique.offsets, counts, self.is_frozen))
+        asked = Asked(ids, unique.offsets, counts, self.is_frozen)
+        if batch.scores is not None:
+            which, given = array_at(inverse, np.uint32, batch.ids.numel()), batch.scores.numpy()
+            parts = [slice(*bounds) for bounds in layout.features[:, :2].tolist()]
+            given, which = (np.concatenate([each[:0], *(each[part] for part in parts)]) for each in (given, which))
+            asked.scores = largest(given, which, number)
+        return Found(look_up, unique, asked)
 
     def place(self, found: Found, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
         """Routes what `find_unique` found, which is frames now."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rowmesh.dynamic.asking import Asked
 from rowmesh.dynamic.leases import Lease
-from rowmesh.errors import IdRangeError
+from rowmesh.errors import DataError, IdRangeError
 from rowmesh.exchange.frames import DynamicIds, Resolve, put_frames
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp, UniqueIds
@@ -255,6 +255,11 @@ class Router:
         self.idle: list[_Memory] = []
         self._made: list[_Memory] = []  # those that routes hold, too
         self._features = tuple(feature for group in groups for feature in group.features)
+        self._takes_scores = any(
+            table.dynamic is not None and table.dynamic.eviction == "score"
+            for group in groups
+            for table in group.tables
+        )
         self._ids: DeviceIds | None = None
         if device is not None:
             tables = [table for group in groups for table in group.tables for _ in table.features]
@@ -281,6 +286,8 @@ class Router:
             DataError: the batch's features are not the tables', or its buffers do not fit together any more.
             IdRangeError: an id is out of range; on a device that is found later.
         """
+        if batch.scores is not None and not self._takes_scores:
+            raise DataError('the batch has scores, and no table evicts by them (eviction = "score"); leave them out')
         if self._ids is not None:
             return self._route_on_device(batch, exchanges, moment, self._ids, resolve)
         try:
@@ -354,6 +361,7 @@ class Router:
                     if exchange.is_dynamic
                 ],
                 resolve,
+                batch.scores,
             )
             batch = batch.with_ids(ids)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made

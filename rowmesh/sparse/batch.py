@@ -12,6 +12,8 @@ from torch import Tensor
 from rowmesh.errors import DataError
 from rowmesh.ops.copy_offsets import check_offsets, copy_offsets
 
+_TENSORS = ("ids", "jagged_offsets", "weights", "scores")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparseBatch:
@@ -37,6 +39,8 @@ class SparseBatch:
             products over the number of ids, not over the sum of the weights. They are read when vectors are pooled.
             Where they require a gradient they get one (see `PositionWeights`), but for look-ups by a pipeline.
         time: of the latest event among the samples, in seconds, for dynamic tables whose ids live for some; or None.
+        scores: int64 `[N]`, by which dynamic tables with `eviction="score"` choose who leaves: in a step an id gets the
+            largest that it has in the global batch. Of other tables, and in evaluation, they are not read; or None.
 
     Example:
         >>> import torch
@@ -54,6 +58,7 @@ class SparseBatch:
     jagged_offsets: Tensor | None = None
     weights: Tensor | None = None
     time: int | None = None
+    scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.features)) != len(self.features):
@@ -80,11 +85,16 @@ class SparseBatch:
                 _check_bag_size(self.jagged_offsets, self.bag_size)
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise DataError(f"{self.ids.numel()} ids need as many weights, got {tuple(self.weights.shape)}")
-        for name in ("ids", "jagged_offsets", "weights"):
+        if self.scores is not None and (self.scores.shape != self.ids.shape or self.scores.dtype != torch.int64):
+            raise DataError(
+                f"scores of {self.ids.numel()} ids must be as many int64, got {self.scores.dtype} "
+                f"{tuple(self.scores.shape)}"
+            )
+        for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device.type != "cpu":
                 raise DataError(f"{name} of a SparseBatch are on {tensor.device}; look-ups run on the CPU: use .cpu()")
-        for name in ("ids", "jagged_offsets", "weights"):  # kernels read addresses: no strided view may reach them
+        for name in _TENSORS:  # kernels read addresses: no strided view may reach them
             tensor = getattr(self, name)
             if tensor is not None and not tensor.is_contiguous():
                 object.__setattr__(self, name, tensor.contiguous())
@@ -134,6 +144,8 @@ class SparseBatch:
         num_bags = len(self.features) * self.batch_size
         if self.weights is not None and self.weights.numel() != num_ids:
             raise DataError(f"{num_ids} ids need as many weights, got {self.weights.numel()} since the batch was made")
+        if self.scores is not None and self.scores.numel() != num_ids:
+            raise DataError(f"{num_ids} ids need as many scores, got {self.scores.numel()} since the batch was made")
         if self.bag_size is not None:
             if num_ids != num_bags * self.bag_size:
                 raise DataError(
@@ -183,16 +195,19 @@ class SparseBatch:
         if self.bag_size is None:
             lengths = self.offsets.diff().view(self.num_features, self.batch_size)[places].flatten()
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        empty = self.ids[:0]
-        weights = self.weights
+
+        def picked(values: Tensor) -> Tensor:
+            return torch.cat([values[:0], *(values[begin:end] for begin, end in ranges)])
+
         return SparseBatch(
             features=tuple(names),
-            ids=torch.cat([empty, *(self.ids[begin:end] for begin, end in ranges)]),
+            ids=picked(self.ids),
             batch_size=self.batch_size,
             bag_size=self.bag_size,
             jagged_offsets=offsets,
-            weights=None if weights is None else torch.cat([weights[:0], *(weights[b:e] for b, e in ranges)]),
+            weights=None if self.weights is None else picked(self.weights),
             time=self.time,
+            scores=None if self.scores is None else picked(self.scores),
         )
 
     def with_aliases(self, aliases: Mapping[str, str]) -> SparseBatch:

@@ -90,4 +90,5 @@ def with_empty_bags(batch: SparseBatch, features: Sequence[str], known: Sequence
         jagged_offsets=torch.cat([kept.offsets, kept.offsets[-1:].expand(num_empty)]),
         weights=kept.weights,
         time=kept.time,
+        scores=kept.scores,
     )

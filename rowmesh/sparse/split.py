@@ -38,9 +38,19 @@ def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
     shape = (batch.num_features, batch.batch_size)
     if batch.bag_size is not None:
         bags = (*shape, batch.bag_size)
-        ids = batch.ids.view(bags).index_select(1, samples).flatten()
-        weights = None if batch.weights is None else batch.weights.view(bags).index_select(1, samples).flatten()
-        return SparseBatch(batch.features, ids, samples.numel(), batch.bag_size, weights=weights, time=batch.time)
+
+        def taken(values: Tensor) -> Tensor:
+            return values.view(bags).index_select(1, samples).flatten()
+
+        return SparseBatch(
+            features=batch.features,
+            ids=taken(batch.ids),
+            batch_size=samples.numel(),
+            bag_size=batch.bag_size,
+            weights=None if batch.weights is None else taken(batch.weights),
+            time=batch.time,
+            scores=None if batch.scores is None else taken(batch.scores),
+        )
     begins = batch.offsets[:-1].view(shape).index_select(1, samples).flatten()
     lengths = batch.offsets.diff().view(shape).index_select(1, samples).flatten()
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -52,6 +62,7 @@ def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
         jagged_offsets=offsets,
         weights=None if batch.weights is None else batch.weights[places],
         time=batch.time,
+        scores=None if batch.scores is None else batch.scores[places],
     )
 
 

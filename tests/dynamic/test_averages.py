@@ -24,9 +24,14 @@ from tests.dynamic.test_resolver import RULES
 from tests.support.dynamic import Stream, _bits, initial_row, run_dynamic, run_pipeline
 from tests.support.dynamic_average import mean_of, run_average_oracle
 
+NOT_AVERAGED = ("ttl", "seconds", "score")
 AVERAGED = {
     # So tight that what two groups know does not fit into one.
-    **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if name not in ("ttl", "seconds")},
+    **{
+        name: replace(rules, capacity=20, shards=1)
+        for name, rules in RULES.items()
+        if name not in ("ttl", "seconds", "score")
+    },
     "shards": Dynamic(capacity=36, shards=3),
     "frequent": Dynamic(capacity=20, shards=1, eviction="lru_lfu", decay_steps=2),
     "time": Dynamic(capacity=40, shards=3, ttl_steps=2),
@@ -231,6 +236,7 @@ def refused(mesh):
         ([item, other], {"item": 2}, average, "must have equally many, got {'item': 2, 'other': 1}"),
         ([item], 2, Synchronization("average", dense=True), "leave dense out"),
         ([expired], 2, average, "eviction = 'ttl' evicts nobody before its time"),
+        ([table(capacity=9, eviction="score")], 2, average, "eviction = 'score' keeps the latest score of each id"),
         ([table(capacity=9, ttl_seconds=60)], 2, average, "ttl_seconds counts from the latest event of all ranks"),
     ]:
         with pytest.raises(ConfigurationError) as caught:

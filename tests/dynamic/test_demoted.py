@@ -24,6 +24,7 @@ RULES = {
     "seconds": Dynamic(capacity=30, shards=2, ttl_seconds=12, **DEMOTE),
     "forgetting": Dynamic(capacity=24, shards=2, **{**DEMOTE, "store_capacity": 12}),
     "forgetting much": Dynamic(capacity=18, shards=1, eviction="lfu", **{**DEMOTE, "store_capacity": 2}),
+    "score": Dynamic(capacity=24, shards=2, eviction="score", admit_after=2, **DEMOTE),
     "dropping": Dynamic(capacity=24, shards=2),
 }
 

@@ -38,6 +38,7 @@ STREAM = Stream(
 MORE = {
     "a sequence, ids refused in evaluation": replace(STREAM, pooling="none", missing="error", seed=1),
     "one row of zeros for unknown ids": replace(STREAM, missing="zero", seed=2),
+    "scores": replace(STREAM, rules=(("user", RULES["score"]), ("item", RULES["lru"]))),
     "time to live": replace(STREAM, rules=(("user", RULES["ttl"]), ("item", RULES["sketch"])), num_steps=5),
 }
 

@@ -60,7 +60,12 @@ def joined(batches):
     bags = {}
     for name in batches[0].features:
         bags[name] = [bag for batch in batches for bag in bags_of(batch, name)]
-    return replace(rowmesh.SparseBatch.from_bags(bags), time=max(batch.time for batch in batches))
+    scores = None
+    if batches[0].scores is not None:
+        places = range(len(batches[0].features))
+        scores = torch.cat([batch.scores[slice(*batch.feature_range(i))] for i in places for batch in batches])
+    time = max(batch.time for batch in batches)
+    return replace(rowmesh.SparseBatch.from_bags(bags), time=time, scores=scores)
 
 
 def bags_of(batch, name):
@@ -137,7 +142,7 @@ def test_training_goes_on_to_the_bit(tmp_path_factory, stream, count):
         (2, 2, "forgetting", "demoting"),
         (2, 3, "demoting", "forgetting"),
         (1, 2, "forgetting", "demoting, lfu"),
-        (3, 1, "lfu", "demoting, lfu"),
+        (3, 1, "score", "demoting, lfu"),
     ],
 )
 def test_any_number_of_ranks_reads_it(ranks, tmp_path, writers, readers, user, item):

@@ -19,6 +19,7 @@ RULES = {
     "window": Dynamic(capacity=60, shards=3, admit_after=3, window_steps=4),
     "sketch": Dynamic(capacity=60, shards=2, admit_after=3, sketch_width=5, sketch_depth=2, window_steps=5),
     "ttl": Dynamic(capacity=400, shards=4, eviction="ttl", ttl_steps=2),
+    "score": Dynamic(capacity=60, shards=3, eviction="score"),
     "seconds": Dynamic(capacity=60, shards=3, ttl_seconds=12),
 }
 SLOW = [pytest.param(4, 20, marks=pytest.mark.slow)]

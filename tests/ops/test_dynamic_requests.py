@@ -67,7 +67,7 @@ def test_a_rank_alone_answers_itself_however_much_it_asks():
         sizes = dealer.count([asked])
         letter = Letter(0, 0, sizes, dealer.answers, 0)
         arrived = mail.send(letter, lambda *at, asked=asked, sizes=sizes: dealer.fill([asked], sizes, *at))
-        assert array_at(int(arrived.ids_at[0]), np.int64, size).tolist() == ids.tolist()
+        assert array_at(int(arrived.columns_at[0][0]), np.int64, size).tolist() == ids.tolist()
         array_at(int(arrived.rows_at[0]), np.int64, size)[:] += 5
         has_failed, rows_at = mail.answer(failed=False)
         dealer.take([asked], rows_at)

@@ -93,7 +93,11 @@ class Stream:
     def batch(self, step: int, rank: int, *, is_dynamic: bool) -> SparseBatch:
         """One rank's part of a step's batch; some ids are much more frequent than others."""
         time = 1000 + 7 * step + 3 * rank - 20 * (step % 3 == 2)  # which runs backwards now and then
-        return replace(SparseBatch.from_bags(self.bags(step, rank, is_dynamic=is_dynamic)), time=time)
+        batch, scores = SparseBatch.from_bags(self.bags(step, rank, is_dynamic=is_dynamic)), None
+        if is_dynamic and any(rules.eviction == "score" for _, rules in self.rules):
+            drawn = np.random.default_rng([self.seed, step, rank, 1])
+            scores = torch.from_numpy(drawn.integers(-20, 20, batch.ids.numel()))
+        return replace(batch, time=time, scores=scores)
 
     def bags(self, step: int, rank: int, *, is_dynamic: bool) -> dict[str, list[list[int]]]:
         """The same by feature and sample."""
@@ -121,9 +125,8 @@ class Stream:
             for step in range(self.num_steps):
                 batches = [self.batch(step, rank, is_dynamic=True) for rank in range(world_size)]
                 for spec in self.specs(is_dynamic=True)[: len(oracles)]:
-                    everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
-                    ids, counts = np.unique(everyone, return_counts=True)
-                    opened = oracles[spec.name].open(ids, counts, step + 1, time=latest(batches))
+                    ids, counts, scores = asked_of(batches, spec)
+                    opened = oracles[spec.name].open(ids, counts, step + 1, scores, latest(batches))
                     oracles[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
         except NoRoomError:
             return False
@@ -160,6 +163,19 @@ def latest(batches: list[SparseBatch]) -> int:
 def ids_of(batch: SparseBatch, spec: TableSpec) -> np.ndarray:
     parts = [batch.ids[slice(*batch.feature_range(batch.features.index(name)))] for name in spec.features]
     return torch.cat(parts).numpy()
+
+
+def asked_of(batches: list[SparseBatch], spec: TableSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The distinct ids of all ranks, how often each occurs, and its largest score where the table needs such."""
+    everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
+    ids, inverse, counts = np.unique(everyone, return_inverse=True, return_counts=True)
+    if spec.dynamic is None or spec.dynamic.eviction != "score":
+        return ids, counts, None
+    given = np.concatenate([ids_of(replace(batch, ids=batch.scores), spec) for batch in batches])
+    scores = [
+        max(score for score, place in zip(given, inverse, strict=True) if place == each) for each in range(len(ids))
+    ]
+    return ids, counts, np.array(scores, np.int64)
 
 
 def initial_row(spec: TableSpec, i: int) -> torch.Tensor:
@@ -212,10 +228,12 @@ class _Oracle:
 
     def open(self, batches: list[SparseBatch], step: int) -> None:
         """The step of the ids of all ranks."""
-        for spec in self.specs:
-            everyone = np.concatenate([ids_of(batch, spec) for batch in batches])
-            rows, counts = np.unique(everyone, return_counts=True)
-            opened = self.rules[spec.name].open(IDS[rows], counts, step, time=latest(batches))
+        dynamic = self.stream.specs(is_dynamic=True)
+        same = [self.stream.batch(step - 1, rank, is_dynamic=True) for rank in range(len(batches))]
+        for spec, with_rules in zip(self.specs, dynamic, strict=False):
+            ids, counts, scores = asked_of(same, with_rules)
+            rows = np.searchsorted(IDS, ids)
+            opened = self.rules[spec.name].open(ids, counts, step, scores, latest(batches))
             self.rules[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
             self.begin_anew(spec, rows[opened.fresh])
             self.counters[spec.name] += [

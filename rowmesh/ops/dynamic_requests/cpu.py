@@ -66,16 +66,19 @@ def count(unique, offsets, first_table, seeds, num_shards, starts, member_of_sha
 
 
 @kernel
-def fill(unique, offsets, counts, first_table, members, ranks, own, cursors, ids_at, counts_at, places):
-    """Writes ids and counts where they are sent from.
+def fill(
+    unique, offsets, counts, first_table, members, ranks, own, scores, cursors, ids_at, counts_at, scores_at, places
+):
+    """Writes ids, counts and, where there are any, scores where they are sent from.
 
     Args:
         unique, offsets, first_table, members: as for `count`.
         counts: uint32 `[U]`.
         ranks: int64 `[T, replicas, members]`: who they are; −1 beyond the replicas of a table.
         own: int64 `[T]`: the replica group of this rank.
+        scores: int64 `[U]`, or none.
         cursors: int64 `[W, T]`: where in the request for each rank the ids of each table go; moved on.
-        ids_at, counts_at: int64 `[W]`: addresses of each rank's request.
+        ids_at, counts_at, scores_at: int64 `[W]`: addresses of each rank's request.
         places: int64 `[U]` out: which rank answers for each id, and where.
     """
     for t in range(len(offsets) - 1):
@@ -90,6 +93,8 @@ def fill(unique, offsets, counts, first_table, members, ranks, own, cursors, ids
                 cursors[rank, table] = place + 1
                 store_i64(ids_at[rank] + 8 * place, unique[u])
                 store_i64(counts_at[rank] + 8 * place, np.int64(counts[u]))
+                if len(scores):
+                    store_i64(scores_at[rank] + 8 * place, scores[u])
                 if is_own:
                     places[u] = rank << _RANK_BITS | place
 
