@@ -27,11 +27,7 @@ from tests.support.dynamic_average import mean_of, run_average_oracle
 NOT_AVERAGED = ("ttl", "seconds", "score")
 AVERAGED = {
     # So tight that what two groups know does not fit into one.
-    **{
-        name: replace(rules, capacity=20, shards=1)
-        for name, rules in RULES.items()
-        if name not in ("ttl", "seconds", "score")
-    },
+    **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if name not in NOT_AVERAGED},
     "shards": Dynamic(capacity=36, shards=3),
     "frequent": Dynamic(capacity=20, shards=1, eviction="lru_lfu", decay_steps=2),
     "time": Dynamic(capacity=40, shards=3, ttl_steps=2),

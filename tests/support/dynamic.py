@@ -197,9 +197,8 @@ def run_oracle(mesh: Mesh, stream: Stream, replicas: int = 1, *, every_step: boo
     optimizer, oracle = EmbeddingOptimizer(embeddings), _Oracle(embeddings, stream)
     seen = Seen([], [], [], {})
     for step in range(stream.num_steps):
-        batches = [stream.batch(step, rank, is_dynamic=False) for rank in range(mesh.world_size)]
-        oracle.open(batches, step + 1)
-        vectors = vectors_of(embeddings(batches[mesh.rank]), stream)
+        oracle.open([stream.batch(step, rank, is_dynamic=True) for rank in range(mesh.world_size)], step + 1)
+        vectors = vectors_of(embeddings(stream.batch(step, mesh.rank, is_dynamic=False)), stream)
         seen.vectors.append(_detached(vectors))
         _loss(vectors, stream).backward()
         optimizer.step()
@@ -228,10 +227,8 @@ class _Oracle:
 
     def open(self, batches: list[SparseBatch], step: int) -> None:
         """The step of the ids of all ranks."""
-        dynamic = self.stream.specs(is_dynamic=True)
-        same = [self.stream.batch(step - 1, rank, is_dynamic=True) for rank in range(len(batches))]
-        for spec, with_rules in zip(self.specs, dynamic, strict=False):
-            ids, counts, scores = asked_of(same, with_rules)
+        for spec, with_rules in zip(self.specs, self.stream.specs(is_dynamic=True), strict=False):
+            ids, counts, scores = asked_of(batches, with_rules)
             rows = np.searchsorted(IDS, ids)
             opened = self.rules[spec.name].open(ids, counts, step, scores, latest(batches))
             self.rules[spec.name].release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))

@@ -35,14 +35,9 @@ class _Group:
         self.left: dict[str, set[int]] = {name: set() for name, _ in stream.rules}
 
     def step(self, step: int) -> Vectors:
-        joined = self.stream.bags(step, self.ranks[0], is_dynamic=False)
-        for rank in self.ranks[1:]:
-            joined = {
-                name: bags + self.stream.bags(step, rank, is_dynamic=False)[name] for name, bags in joined.items()
-            }
-        batch = SparseBatch.from_bags(joined)
+        batch = self._batch(step, is_dynamic=False)
         before = {name: set(entries_of(rules)) for name, rules in self.oracle.rules.items()}
-        self.oracle.open([batch], step + 1)
+        self.oracle.open([self._batch(step, is_dynamic=True)], step + 1)
         for name, rules in self.oracle.rules.items():
             gone = before[name] - set(entries_of(rules))
             self.kept[name] -= gone
@@ -52,6 +47,10 @@ class _Group:
         (_loss(vectors, self.stream) / len(self.ranks)).backward()
         self.optimizer.step()
         return seen
+
+    def _batch(self, step: int, *, is_dynamic: bool) -> SparseBatch:
+        parts = [self.stream.bags(step, rank, is_dynamic=is_dynamic) for rank in self.ranks]
+        return SparseBatch.from_bags({name: [bag for part in parts for bag in part[name]] for name in parts[0]})
 
 
 def entries_of(rules) -> dict[int, _Entry]:
