@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from rowmesh import SGD, AdaGrad, Adam, EmbeddingCollection, EmbeddingOptimizer, RowWiseAdaGrad, TableSpec, checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Snapshot, StoreSnapshot
 from rowmesh.errors import CheckpointError, RowmeshError
 from rowmesh.faults import arm
@@ -47,6 +48,8 @@ def cases(draw):
         "has_cores": draw(st.booleans()),
         "transport": draw(st.sampled_from(["one_sided", "collective"])),
         "point": draw(st.sampled_from(["snapshot.read", "snapshot.copied"])),
+        # For none of the rows, for some shards of 8, for all.
+        "copy_bytes": draw(st.sampled_from([0, 1 << 10, 1 << 20])),
         "steps": draw(st.integers(1, 4)),
         "seed": draw(st.integers(0, 99)),
     }
@@ -107,7 +110,8 @@ def save_both_ways(mesh, folder, case):
     group = mesh.with_process_group("checkpoints").group
     with slowed(case["point"]) as gate:
         state = {"step": torch.ones(1)}
-        save = BackgroundSave(folder / "async", training.embeddings, state, group=group)
+        room = Room(case["copy_bytes"])
+        save = BackgroundSave(folder / "async", training.embeddings, state, group=group, room=room)
         state["step"] += 1
         for _ in range(case["steps"]):
             training.step()
@@ -115,6 +119,7 @@ def save_both_ways(mesh, folder, case):
         gate.open()
         assert save.wait()
     num_saved = save.snapshot.num_saved
+    assert room.copies.held_bytes <= case["copy_bytes"]
     training.step()  # costs nothing more
     assert save.snapshot.num_saved == num_saved
     assert checkpoint.read_manifest(folder / "async").world_size == mesh.world_size
@@ -141,6 +146,7 @@ PLAIN = {
     "has_cores": False,
     "transport": "one_sided",
     "point": "snapshot.read",
+    "copy_bytes": 1 << 20,
     "steps": 3,
     "seed": 0,
 }
@@ -203,7 +209,7 @@ def test_without_pre_images_it_is_not(ranks, tmp_path, point):
 
 
 def num_threads():
-    return sum(thread.name == "rowmesh checkpoint" for thread in threading.enumerate())
+    return sum(thread.name.startswith("rowmesh checkpoint") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("fault", ["checkpoint.write_rows@2=ENOSPC", "checkpoint.publish=ENOSPC", "snapshot.read=EIO"])
@@ -235,6 +241,64 @@ def cancel(mesh, folder):
     with pytest.raises((CheckpointError, RuntimeError)):
         save.wait()
     training.step()
+    training.embeddings.close()
+
+
+DENSE = {**PLAIN, "tables": PLAIN["tables"][:1]}
+
+
+@contextlib.contextmanager
+def held(point):
+    """Nothing that comes to a point goes on before the end of the block."""
+    is_over, has_come = threading.Event(), threading.Event()
+
+    def hold():
+        has_come.set()
+        assert is_over.wait(60)
+
+    with arm(point=point, action=hold):
+        try:
+            yield has_come
+        finally:
+            is_over.set()
+
+
+def test_rows_are_read_ahead_of_the_disk(tmp_path):
+    """While the disk stands still steps save no rows where there is memory for all, else those that are not copied."""
+    training = Training(Mesh(), DENSE)
+    checkpoint.save(tmp_path / "sync", training.embeddings, {})
+    for copy_bytes, is_free in ((1 << 20, True), (512, False), (0, False)):
+        with (
+            mock.patch("rowmesh.checkpoint.snapshot.SHARD_ROWS", 8),
+            mock.patch("rowmesh.checkpoint.snapshot.AHEAD_BYTES_PER_S", 1.0),  # the disk waits until all are copied
+            held("checkpoint.write_rows") as has_come,
+        ):
+            save = BackgroundSave(tmp_path / "async", training.embeddings, {}, room=Room(copy_bytes))
+            assert has_come.wait(60)
+            for _ in range(5):
+                training.step()
+        assert save.wait()
+        assert (save.snapshot.num_saved == 0) == is_free
+        assert (save.snapshot.num_behind == 0) == is_free
+        assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
+        checkpoint.save(tmp_path / "sync", training.embeddings, {})
+    training.embeddings.close()
+
+
+def test_memory_of_a_written_shard_is_for_the_next():
+    training, num_read = Training(Mesh(), DENSE), threading.Semaphore(0)
+    with (
+        mock.patch("rowmesh.checkpoint.snapshot.SHARD_ROWS", 8),
+        arm(point="snapshot.copied", action=num_read.release),
+    ):
+        snapshot = Snapshot(training.embeddings, room=Room(copy_bytes=300))  # a shard and its state take 256
+        snapshot.read_ahead()
+        for shard in snapshot.local_rows("item"):
+            assert num_read.acquire(timeout=60)
+            assert not num_read.acquire(blocking=False)
+            assert len(shard.values) == 8
+            shard.forget()
+        snapshot.close()
     training.embeddings.close()
 
 
