@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from rowmesh import checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.checkpoint.room import Room
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
@@ -94,18 +95,22 @@ def async_save(
     *,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
+    copy_bytes: int | None = None,
 ) -> Saving:
     """Writes what `save` writes, to the bit, in a thread beside training, which goes on at once.
 
     Collective: every rank calls it between two steps, with nothing of a pipeline under way. All but rows is copied
-    before it returns. Rows are read as they were then: those that a step is about to update are copied before, until
-    they are written, so that memory for them is needed. One is written at a time: the next call waits for it.
+    before it returns. Rows are read as they were then: a thread copies them ahead of the disk, and those that a step is
+    about to update before that are saved first, so that memory is needed. One is written at a time: the next call
+    waits for it.
 
     Args:
         folder: as for `save`.
         state: as for `save`; may change as soon as the call returns.
         overwrite: as for `save`.
         metadata: as for `save`.
+        copy_bytes: memory of each rank for copies ahead of the disk; with less than the rows take, steps save more of
+            them. Default: a quarter of what is available, shared by the ranks of a host.
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
@@ -129,7 +134,9 @@ def async_save(
             raise ConfigurationError(f"{reason}, and such cannot be saved while training goes on; use rowmesh.save")
     dense = _prepared(folder, parts, overwrite=overwrite)
     group = parts.tables.mesh.with_process_group("async_save").group
-    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, group=group))
+    hosts = parts.tables.mesh.hosts
+    room = Room(copy_bytes, sharers=hosts.count(hosts[parts.tables.mesh.rank]))
+    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, group=group, room=room))
     _under_way.update(dict.fromkeys(collections, saving))
     return saving
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rowmesh.checkpoint.manifest import Parent
-from rowmesh.checkpoint.snapshot import Changed, Room, Snapshot, Source
+from rowmesh.checkpoint.room import Room
+from rowmesh.checkpoint.snapshot import Changed, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
 from rowmesh.mesh.groups import abort
 
@@ -62,7 +63,7 @@ class BackgroundSave:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.
         group: a process group that nothing else uses meanwhile; None for a single process.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
-        room: for pre-images, which stays for the next one; default: of its own.
+        room: for pre-images and copies, which stays for the next one; default: of its own.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class BackgroundSave:
         self._snapshot: Snapshot | None = None
         try:
             self._snapshot = Snapshot(embeddings, rank, None if base is None else base.changed, room)
+            self._snapshot.read_ahead()
             if rank == 0:
                 torch.save(dict(dense), copied)
         except Exception as error:  # the other ranks' threads wait for this one's
@@ -143,8 +145,10 @@ class BackgroundSave:
                 save(folder, failed, dense, metadata=metadata, group=self._group)
             else:
                 rows = self._snapshot
+                rows.wait_ahead()
                 increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
                 save(folder, rows, dense, metadata=metadata, group=self._group, increment=increment)
+                rows.prepare_next()
         except BaseException as error:  # raised where it is waited for
             self._error = error
         finally:

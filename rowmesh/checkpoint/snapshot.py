@@ -3,14 +3,13 @@
 Arenas are memory that ranks share, so that a fork is no copy. In place of one, the rows that a step is about to update,
 which its merge knows, are saved before (their pre-images), as far as they have not been read by then: what is read is
 the rows of the moment, with pre-images over those that changed since. A step then pays for the rows of its batch,
-however large the table is.
+however large the table is; and for a short time, where there is memory to read them ahead of the disk.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,12 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.manifest import as_numpy
+from rowmesh.checkpoint.ahead import ReadAhead
+from rowmesh.checkpoint.room import BLOCK_BYTES, SLABS_AHEAD, Room
 from rowmesh.dynamic.records import Before, KnownCopy, Records
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
-from rowmesh.ops.memory import Buffer, populate, take
-from rowmesh.ops.pre_images import PreImages, claim
+from rowmesh.ops.memory import laid_out, laid_out_bytes, take
+from rowmesh.ops.pre_images import PreImages, claim, copy_all, settle
 
 if TYPE_CHECKING:
     from rowmesh.dynamic.records import Records
@@ -36,48 +36,10 @@ SHARD_ROWS = 1 << 16
 
 Between two the writing thread needs the interpreter, which a step then waits for: on a busy machine for milliseconds.
 """
+AHEAD_BYTES_PER_S = 2e9
+"""What copies from memory to memory reach on any machine of today."""
 VALUES = "values"
 HOOK = "snapshot"
-SLAB_BYTES = 16 << 20
-SLABS_AHEAD = 4
-"""Whose pages the thread that writes has ready: a first touch takes a step longer than the copy."""
-
-
-class Room:
-    """Memory for pre-images, of one snapshot after the other: fresh pages take many times the copy's time."""
-
-    def __init__(self) -> None:
-        self._slabs: list[Tensor] = []
-        self._slab = self._used = 0
-        self._lock = threading.Lock()
-
-    def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Numbers that mean nothing, valid until `reset`."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        with self._lock:
-            while self._slab < len(self._slabs) and self._used + num_bytes > len(self._slabs[self._slab]):
-                self._slab, self._used = self._slab + 1, 0
-            if self._slab == len(self._slabs):
-                self._slabs.append(_slab(max(SLAB_BYTES, num_bytes)))
-            first = self._used
-            self._used += -(-num_bytes // 64) * 64
-            return self._slabs[self._slab][first : first + num_bytes].view(dtype).view(shape)
-
-    def prepare(self) -> None:
-        """Has memory ready that is likely to be asked for soon; for a thread that steps do not wait for."""
-        while self._slabs and len(self._slabs) <= self._slab + SLABS_AHEAD:  # something was asked for
-            more = _slab(SLAB_BYTES)
-            populate(more.data_ptr(), SLAB_BYTES)
-            with self._lock:
-                self._slabs.append(more)
-
-    def reset(self) -> None:
-        """All of it is free; its memory stays."""
-        self._slab = self._used = 0
-
-
-def _slab(num_bytes: int) -> Tensor:
-    return Buffer(num_bytes).tensor(torch.uint8, num_bytes)
 
 
 class Source(Protocol):
@@ -122,7 +84,7 @@ class Snapshot:
         embeddings: whose rows.
         rank: of this process; the first alone writes cores, and copies them at once.
         changed: what is wanted, as `Changes.take` gives it; None: all.
-        room: for pre-images, which no other snapshot uses meanwhile; default: of its own.
+        room: for pre-images and copies, which no other snapshot uses meanwhile; default: of its own.
 
     Attributes:
         tables: of the collection.
@@ -138,6 +100,8 @@ class Snapshot:
         embeddings.synchronize()
         room = room or Room()
         room.reset()
+        self._room = room
+        self._ahead: ReadAhead | None = None
         self.tables = tuple(embeddings.tables)
         self._stores: dict[int, StoreSnapshot] = {}
         self._rows: dict[str, list[FrozenRows]] = {}
@@ -181,10 +145,44 @@ class Snapshot:
         store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, room))
         self._records[table] = FrozenRecords(store, records, known)
 
+    def read_ahead(self) -> None:
+        """Has a thread copy rows in the order in which they are written, as far as the room's copies may have them.
+
+        Rows of tiers are left out: a step that needs some waits while such are read.
+        """
+        self._ahead = ReadAhead((piece for piece in self._pieces() if piece.has_views), self._room.copies)
+
+    def wait_ahead(self) -> None:
+        """Waits until the rows that there is memory for are read ahead, for no longer than that is likely to take.
+
+        Fresh pages may take the system as long as the disk.
+        """
+        if self._ahead is not None:
+            self._ahead.wait(sum(each.num_bytes for each in self._stores.values()) / AHEAD_BYTES_PER_S)
+
+    def prepare_next(self) -> None:
+        """Has memory ready for pre-images of the next snapshot: for some more than there were of this one."""
+        self._room.prepare(sum(each.num_bytes for each in self._stores.values()), SLABS_AHEAD)
+
+    def _pieces(self) -> Iterator[_Frozen]:
+        """In the order in which they are written."""
+        for table in self.tables:
+            yield from self._rows.get(table.name, ())
+            yield from self._changed.get(table.name, ())
+            if (records := self._records.get(table.name)) is not None:
+                yield from records.rows
+
     @property
     def num_saved(self) -> int:
         """Rows whose pre-images were saved so far."""
         return sum(each.num_saved for each in self._stores.values())
+
+    @property
+    def num_behind(self) -> int:
+        """Bytes of rows and states for whose copies there was no memory at once."""
+        num_bytes = sum(each.num_bytes for each in self._stores.values() if each.has_views)
+        is_ended = self._ahead is None or self._ahead.failure is not None
+        return num_bytes if is_ended else max(num_bytes - self._room.copies.limit_bytes, 0)
 
     def local_rows(self, table: str) -> Sequence[FrozenRows]:
         """The rows of a table that this rank owns, shard by shard."""
@@ -221,6 +219,8 @@ class Snapshot:
         for each in self._stores.values():
             each.close()
         reach("snapshot.closed")
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 class _Frozen:
@@ -228,7 +228,11 @@ class _Frozen:
 
     def __init__(self, store: StoreSnapshot, slots: range | npt.NDArray[np.uint32]) -> None:
         self._store, self._shard = store, store.add(slots)
+        self._lock = threading.Lock()
         self._read: Mapping[str, Tensor] | None = None
+        self._is_forgotten = False
+        self._release: Callable[[], None] = lambda: None
+        self.num_bytes, self.has_views = store.bytes_of(len(slots)), store.has_views
 
     @property
     def values(self) -> Tensor:
@@ -242,9 +246,19 @@ class _Frozen:
 
     def tensor(self, kind: str) -> Tensor:
         """Values or a state."""
-        if self._read is None:
-            self._read = self._store.read(self._shard)
-        return self._read[kind]
+        with self._lock:  # waits where it is being read ahead
+            if self._read is None:
+                self._read = self._store.read(self._shard)
+            return self._read[kind]
+
+    def read_ahead(self, buffer: Tensor, release: Callable[[Tensor], None]) -> bool:
+        """Reads it to a buffer; see `Shard`."""
+        with self._lock:
+            if self._is_forgotten or self._read is not None:
+                return False
+            self._read = self._store.read(self._shard, buffer)
+            self._release = lambda: release(buffer)
+            return True
 
     def commit(self) -> None:
         """Not for what is only read."""
@@ -252,7 +266,10 @@ class _Frozen:
 
     def forget(self) -> None:
         """What was read is not needed any more."""
-        self._read = None
+        with self._lock:
+            release, self._release = self._release, lambda: None
+            self._read, self._is_forgotten = None, True
+        release()
 
 
 class FrozenRows(_Frozen):
@@ -291,21 +308,24 @@ class FrozenRecords:
         self._store, self._known, self._slots = store, known, records.slots
         self.shards, self.step, self.is_first = records.shards, records.step, True
         self._pieces: list[ChangedRows] | None = None
+        self._lock = threading.Lock()
         store.expect(self._slots(known.frames).astype(np.uint32))
 
     @property
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """All but rows and their states."""
+        _ = self.rows  # which puts ids in order: once, whichever thread comes first
         return self._known.arrays
 
     @property
     def rows(self) -> list[ChangedRows]:
-        """The rows in the order of the ids, each to be read once; for one thread."""
-        if self._pieces is None:
-            ids, frames = self._known.placed
-            slots = self._slots(frames).astype(np.uint32)
-            self._pieces = [ChangedRows(self._store, ids[cut], slots[cut]) for cut in _cuts(len(ids)) or [slice(0)]]
-        return self._pieces
+        """The rows in the order of the ids, each to be read once."""
+        with self._lock:
+            if self._pieces is None:
+                ids, frames = self._known.placed
+                slots = self._slots(frames).astype(np.uint32)
+                self._pieces = [ChangedRows(self._store, ids[cut], slots[cut]) for cut in _cuts(len(ids)) or [slice(0)]]
+            return self._pieces
 
     @property
     def demoted_rows(self) -> list[ChangedRows]:
@@ -341,40 +361,54 @@ class StoreSnapshot:
     Args:
         store: of the rows.
         room: for pre-images.
+
+    Attributes:
+        has_views: of the store.
+        num_saved: rows whose pre-images were saved so far.
+        num_bytes: of all rows and states that are read.
     """
 
     def __init__(self, store: RowStore, room: Room) -> None:
-        self._pre_image_room = room
-        self._store, self.states = store, tuple(store.state)
+        self._room = room
+        self._store, self.states, self.has_views = store, tuple(store.state), store.has_views
+        self._kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows in self._tensors().values()]
         self._lock = threading.Lock()
         self._shards: list[range | npt.NDArray[np.uint32]] = []
         self._expected: list[npt.NDArray[np.uint32]] = []
         self._is_read: list[bool] = []
         self._saved = {kind: PreImages() for kind in self._tensors()}
-        self._room: dict[str, Tensor] = {}
-        self.num_saved = 0
+        self._buffer: Tensor | None = None
+        self._num_due = self.num_saved = self.num_bytes = 0
         self._is_closed = False
+
+    def bytes_of(self, num_rows: int) -> int:
+        """What a copy of so many rows and their states takes."""
+        return laid_out_bytes(self._kinds, num_rows)
 
     def add(self, slots: range | npt.NDArray[np.uint32]) -> int:
         """Adds a shard, before `open` or of slots that are expected; returns its number. No other has any of them."""
-        self._shards.append(slots)
-        self._is_read.append(False)
-        return len(self._shards) - 1
+        with self._lock:
+            self._shards.append(slots)
+            self._is_read.append(False)
+            return len(self._shards) - 1
 
     def expect(self, slots: npt.NDArray[np.uint32]) -> None:
-        """Slots, ascending, that are added to shards when they are in order, by the thread that reads them."""
+        """Slots, ascending, that are added to shards when they are in order, by a thread that reads them."""
         self._expected.append(slots)
 
     def open(self) -> None:
         """From now on rows keep what they are."""
         due = [slots for slots in (*self._shards, *self._expected) if len(slots)]
         stop = max((int(slots[-1]) + 1 for slots in due), default=0)
-        # One more than the place of a slot's pre-image; the system gives zeros without touching their pages.
-        self._places = np.zeros(stop, np.uint32)
-        self._is_due = np.zeros(stop, np.uint8)  # of each slot, whether its pre-image is to be saved before an update
+        # One more than the place of a slot's pre-image, where it has one.
+        self._places = self._room.tensor(torch.int32, stop).numpy().view(np.uint32)
+        # Of each slot: 1 where its pre-image is to be saved before an update, else 0, or what `claim` makes of it.
+        self._is_due = self._room.tensor(torch.uint8, stop).numpy()
+        self._is_due[:] = 0
         for slots in due:
             self._is_due[_index(slots)] = 1
-        self._expected = []
+        self._expected, self._num_due = [], sum(map(len, due))
+        self.num_bytes = self.bytes_of(self._num_due)
         if due:
             self._store.watch(HOOK, self.preserve)
 
@@ -387,31 +421,40 @@ class StoreSnapshot:
             if not len(at):
                 return
             for kind, rows in self._tensors().items():
-                out = self._pre_image_room.tensor(rows.dtype, len(at), *rows.shape[1:])
-                self._saved[kind].keep(rows, at, out)
+                at_once = max(BLOCK_BYTES * len(rows) // max(rows.nbytes, 1), 1)
+                for begin in range(0, len(at), at_once):
+                    some = at[begin : begin + at_once]
+                    self._saved[kind].keep(rows, some, self._room.tensor(rows.dtype, len(some), *rows.shape[1:]))
             self.num_saved += len(at)
 
-    def read(self, shard: int) -> Mapping[str, Tensor]:
-        """The values and states of a shard, valid until the next is read.
+    def read(self, shard: int, buffer: Tensor | None = None) -> Mapping[str, Tensor]:
+        """The values and states of a shard.
+
+        Args:
+            shard: its number.
+            buffer: uint8, for them; default: one that the next such call uses too.
 
         Raises:
             RowmeshError: the snapshot was closed meanwhile.
         """
         slots = self._shards[shard]
-        self._pre_image_room.prepare()
+        self._room.prepare(self.bytes_of(self._num_due))
         reach("snapshot.read")
-        copied = self._copy(slots)
+        copied = self._copy(slots, buffer)
         reach("snapshot.copied")
         with self._lock:
             if self._is_closed:
                 raise RowmeshError("the snapshot was closed while it was read")
             assert not self._is_read[shard], "read once"
             self._is_read[shard] = True
-            self._is_due[_index(slots)] = 0
+            places = settle(self._is_due, self._places, slots)
+            self._num_due -= len(slots)
+            if not self._num_due:
+                self._store.watch(HOOK, None)  # updates cost nothing more
             blocks = {kind: list(saved.blocks) for kind, saved in self._saved.items()}
-        places = self._places[_index(slots)]  # steps need not wait from here on: nothing of it changes any more
-        for kind, out in copied.items():
-            PreImages.restore(places, out, blocks[kind])
+        if len(places):  # steps need not wait from here on: nothing of it changes any more
+            for kind, out in copied.items():
+                PreImages.restore(places, out, blocks[kind])
         return copied
 
     def close(self) -> None:
@@ -419,30 +462,33 @@ class StoreSnapshot:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._saved, self._room = {}, {}
+                self._saved, self._buffer = {}, None
                 self._store.watch(HOOK, None)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {VALUES: self._store.rows, **self._store.state}
 
-    def _copy(self, slots: range | npt.NDArray[np.uint32]) -> dict[str, Tensor]:
+    def _copy(self, slots: range | npt.NDArray[np.uint32], buffer: Tensor | None) -> dict[str, Tensor]:
         """Rows as they are now, some of them perhaps half updated: those have pre-images."""
-        if not self._store.has_views:
+        if not self.has_views:
             rows, state = self._store.read_rows(np.array(slots, np.uint32))
             return {VALUES: rows, **state}
-        return {kind: self._copy_of(slots, kind, source) for kind, source in self._tensors().items()}
-
-    def _copy_of(self, slots: range | npt.NDArray[np.uint32], kind: str, source: Tensor) -> Tensor:
-        # One for all shards: fresh pages cost the steps time too.
-        if kind not in self._room or len(self._room[kind]) < len(slots):
-            self._room[kind] = source.new_empty(max(map(len, self._shards)), *source.shape[1:])
-        copied = self._room[kind][: len(slots)]
+        if buffer is None:
+            buffer = self._own_buffer()
+        copied, sources = laid_out(buffer, self._kinds, len(slots)), self._tensors().values()
         if isinstance(slots, range):
-            part = as_numpy(source[slots.start : slots.stop])
-            np.copyto(as_numpy(copied), part)  # in this thread alone, without the interpreter's lock
+            copy_all([source[slots.start : slots.stop] for source in sources], copied)
         else:
-            take(source, slots, copied)
-        return copied
+            for source, out in zip(sources, copied, strict=True):
+                take(source, slots, out)
+        return dict(zip(self._tensors(), copied, strict=True))
+
+    def _own_buffer(self) -> Tensor:
+        """One for all shards: fresh pages cost the steps time too. Those of dynamic tables may be added meanwhile."""
+        num_bytes = self.bytes_of(max(map(len, self._shards)))
+        if self._buffer is None or len(self._buffer) < num_bytes:
+            self._buffer = self._room.tensor(torch.uint8, num_bytes)
+        return self._buffer
 
 
 def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint32]:

@@ -316,6 +316,33 @@ def copy_bytes(typing: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 
 @_intrinsic
+def stream_line(typing: Any, to: Any, source: Any) -> Any:
+    """Copies 64 bytes past the caches, to a multiple of 64; `stream_end` comes before anything else reads them."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        line = ir.VectorType(_I8, _CACHE_LINE).as_pointer()
+        value = b.load(b.inttoptr(args[1], line))
+        value.align = 1
+        stored = b.store(value, b.inttoptr(args[0], line))
+        stored.align = _CACHE_LINE
+        stored.set_metadata("nontemporal", b.module.add_metadata([_I32(1)]))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@_intrinsic
+def stream_end(typing: Any) -> Any:
+    """What `stream_line` wrote is seen by whatever sees what comes after."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.fence("seq_cst")
+        return ctx.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@_intrinsic
 def transpose_tile(
     typing: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any, lanes: Any, storage: Any
 ) -> Any:

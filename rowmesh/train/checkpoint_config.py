@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rowmesh.train.section import Count, Folder, Positive, Section
+from rowmesh.train.section import AUTO, Auto, Count, Folder, Positive, Section
 
 
 class CheckpointConfig(Section):
@@ -19,6 +19,9 @@ class CheckpointConfig(Section):
         keep_every: those after a multiple of so many steps stay besides; 0: none does.
         asynchronous: whether training goes on while one is written, where rows are in the host's memory and replicas do
             not differ; else it waits.
+        copy_bytes: memory of each rank for copies of rows ahead of the disk, with `asynchronous`; with less than the
+            rows take, steps save more of them before they update them; auto: a quarter of what is available, shared by
+            the ranks of a host.
         incremental: after a full one, so many that have only the rows that changed since the one before; 0: all are
             full.
         folder: where they are; empty: `checkpoints` in the run's folder.
@@ -32,6 +35,7 @@ class CheckpointConfig(Section):
     keep_last: Positive = 2
     keep_every: Count = 0
     asynchronous: bool = False
+    copy_bytes: Annotated[int, Field(ge=0, lt=2**63)] | Auto = AUTO
     incremental: Count = 0
     folder: Folder = ""
     on_failure: Literal["continue", "stop"] = "continue"

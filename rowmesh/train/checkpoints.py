@@ -16,19 +16,22 @@ from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
+from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.series import BEST, Series, remove
-from rowmesh.checkpoint.snapshot import Room
+from rowmesh.checkpoint.snapshot import Snapshot
 from rowmesh.errors import PeerError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
+from rowmesh.placement.text import bytes_text
 from rowmesh.saving import why_not_asynchronous
 from rowmesh.train.config import Config
 from rowmesh.train.job import Job
 from rowmesh.train.resolve import anchored, resolve
 from rowmesh.train.run_folder import CONFIG, UNFINISHED, RunFolder
+from rowmesh.train.section import AUTO
 from rowmesh.train.together import on_rank_0
 
 WRITING = "writing a checkpoint"
@@ -80,7 +83,9 @@ class Checkpoints:
         self.series = series_of(job.config, run)
         self._under_way: _UnderWay | None = None
         self._group: Any = None
-        self._room = Room()
+        copy_bytes, hosts = self._config.copy_bytes, job.mesh.hosts
+        sharers = hosts.count(hosts[job.mesh.rank])
+        self._room = Room(None if copy_bytes == AUTO else copy_bytes, sharers=sharers)
         self._parent: Parent | None = None
         self._changes: Changes | None = None
         if self._config.is_on and self._config.incremental:
@@ -200,7 +205,7 @@ class Checkpoints:
             self._fail(under_way.step, under_way.place, error)
         else:
             self._under_way = None
-            self._finish(under_way.step, under_way.place, under_way.started_s)
+            self._finish(under_way.step, under_way.place, under_way.started_s, _shortage(under_way.save.snapshot))
 
     def farewell(self, step: int, number: int, *, is_written: bool) -> str:
         """A line for the user where a signal ends the run."""
@@ -243,7 +248,7 @@ class Checkpoints:
             if manifest.depth < self._config.incremental:
                 self._parent = Parent(step, manifest.identity, manifest.depth)
 
-    def _finish(self, step: int, place: Path, started_s: float) -> None:
+    def _finish(self, step: int, place: Path, started_s: float, shortage: str = "") -> None:
         """One is on disk: older ones go."""
         self.last = step
         if self._changes is not None and self._job.mesh.rank == 0:
@@ -251,7 +256,7 @@ class Checkpoints:
         if self._job.mesh.rank == 0:
             with contextlib.suppress(OSError):  # the next one removes what stays
                 self.series.prune(self._config.keep_last, self._config.keep_every)
-        self._log(f"checkpoint after step {step:,} in {time.perf_counter() - started_s:.1f} s: {place}")
+        self._log(f"checkpoint after step {step:,} in {time.perf_counter() - started_s:.1f} s{shortage}: {place}")
 
     def _fail(self, step: int, place: Path, error: OSError | CheckpointWriteError) -> None:
         """One cannot be written: what there is of it goes, and that is said."""
@@ -276,6 +281,14 @@ class Checkpoints:
             "config": anchored(job.config).model_dump(exclude_none=True),
             "plan": job.embeddings.plan.to_json(),
         }
+
+
+def _shortage(snapshot: Snapshot) -> str:
+    """Where memory for copies was short, that, and what steps did in place of them."""
+    if not (snapshot.num_behind and snapshot.num_saved):
+        return ""
+    behind = bytes_text(snapshot.num_behind)
+    return f", {behind} not copied at once (checkpoint.copy_bytes): steps saved {snapshot.num_saved:,} rows"
 
 
 def restore_best(run: RunFolder, saved: Path | None) -> None:

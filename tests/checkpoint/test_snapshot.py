@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from rowmesh import SGD, AdaGrad, Adam, EmbeddingCollection, EmbeddingOptimizer, RowWiseAdaGrad, TableSpec, checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.checkpoint.background import BackgroundSave
+from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Snapshot, StoreSnapshot
 from rowmesh.errors import CheckpointError, RowmeshError
 from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TensorTrain, Tiers
+from rowmesh.tables import Dynamic, TensorTrain, Tiers, Uniform
 from tests.support.slowed import slowed, sums_of
 
 RULES = {"sgd": SGD(), "adagrad": AdaGrad(), "row_wise_adagrad": RowWiseAdaGrad(), "adam": Adam()}
@@ -47,6 +48,8 @@ def cases(draw):
         "has_cores": draw(st.booleans()),
         "transport": draw(st.sampled_from(["one_sided", "collective"])),
         "point": draw(st.sampled_from(["snapshot.read", "snapshot.copied"])),
+        # For none of the rows, for some shards of 8, for all.
+        "copy_bytes": draw(st.sampled_from([0, 1 << 10, 1 << 20])),
         "steps": draw(st.integers(1, 4)),
         "seed": draw(st.integers(0, 99)),
     }
@@ -107,7 +110,8 @@ def save_both_ways(mesh, folder, case):
     group = mesh.with_process_group("checkpoints").group
     with slowed(case["point"]) as gate:
         state = {"step": torch.ones(1)}
-        save = BackgroundSave(folder / "async", training.embeddings, state, group=group)
+        room = Room(case["copy_bytes"])
+        save = BackgroundSave(folder / "async", training.embeddings, state, group=group, room=room)
         state["step"] += 1
         for _ in range(case["steps"]):
             training.step()
@@ -115,6 +119,7 @@ def save_both_ways(mesh, folder, case):
         gate.open()
         assert save.wait()
     num_saved = save.snapshot.num_saved
+    assert room.copies.held_bytes <= case["copy_bytes"]
     training.step()  # costs nothing more
     assert save.snapshot.num_saved == num_saved
     assert checkpoint.read_manifest(folder / "async").world_size == mesh.world_size
@@ -141,6 +146,7 @@ PLAIN = {
     "has_cores": False,
     "transport": "one_sided",
     "point": "snapshot.read",
+    "copy_bytes": 1 << 20,
     "steps": 3,
     "seed": 0,
 }
@@ -203,7 +209,7 @@ def test_without_pre_images_it_is_not(ranks, tmp_path, point):
 
 
 def num_threads():
-    return sum(thread.name == "rowmesh checkpoint" for thread in threading.enumerate())
+    return sum(thread.name.startswith("rowmesh checkpoint") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("fault", ["checkpoint.write_rows@2=ENOSPC", "checkpoint.publish=ENOSPC", "snapshot.read=EIO"])
@@ -236,6 +242,77 @@ def cancel(mesh, folder):
         save.wait()
     training.step()
     training.embeddings.close()
+
+
+DENSE = {**PLAIN, "tables": PLAIN["tables"][:1]}
+
+
+@contextlib.contextmanager
+def held(point):
+    """Nothing that comes to a point goes on before the end of the block."""
+    is_over, has_come = threading.Event(), threading.Event()
+
+    def hold():
+        has_come.set()
+        assert is_over.wait(60)
+
+    with arm(point=point, action=hold):
+        try:
+            yield has_come
+        finally:
+            is_over.set()
+
+
+def test_rows_are_read_ahead_of_the_disk(tmp_path):
+    """While the disk stands still steps save no rows where there is memory for all, else those that are not copied."""
+    training = Training(Mesh(), DENSE)
+    checkpoint.save(tmp_path / "sync", training.embeddings, {})
+    for copy_bytes, is_free in ((1 << 20, True), (512, False), (0, False)):
+        with (
+            mock.patch("rowmesh.checkpoint.snapshot.SHARD_ROWS", 8),
+            mock.patch("rowmesh.checkpoint.snapshot.AHEAD_BYTES_PER_S", 1.0),  # the disk waits until all are copied
+            held("checkpoint.write_rows") as has_come,
+        ):
+            save = BackgroundSave(tmp_path / "async", training.embeddings, {}, room=Room(copy_bytes))
+            assert has_come.wait(60)
+            for _ in range(5):
+                training.step()
+        assert save.wait()
+        assert (save.snapshot.num_saved == 0) == is_free
+        assert (save.snapshot.num_behind == 0) == is_free
+        assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
+        checkpoint.save(tmp_path / "sync", training.embeddings, {})
+    training.embeddings.close()
+
+
+def test_memory_of_a_written_shard_is_for_the_next():
+    training, num_read = Training(Mesh(), DENSE), threading.Semaphore(0)
+    with (
+        mock.patch("rowmesh.checkpoint.snapshot.SHARD_ROWS", 8),
+        arm(point="snapshot.copied", action=num_read.release),
+    ):
+        snapshot = Snapshot(training.embeddings, room=Room(copy_bytes=300))  # a shard and its state take 256
+        snapshot.read_ahead()
+        for shard in snapshot.local_rows("item"):
+            assert num_read.acquire(timeout=60)
+            assert not num_read.acquire(blocking=False)
+            assert len(shard.values) == 8
+            shard.forget()
+        snapshot.close()
+    training.embeddings.close()
+
+
+def test_the_second_of_two_dynamic_tables_may_have_more_rows():
+    rules = {"dim": 2, "storage": "dynamic", "dynamic": Dynamic(capacity=20, shards=1), "initializer": Uniform(bound=1)}
+    embeddings = EmbeddingCollection([TableSpec(name="a", **rules), TableSpec(name="b", **rules)])
+    embeddings(SparseBatch.from_bags({"a": [[1]], "b": [[*range(9)]]}))
+    snapshot = Snapshot(embeddings)
+    for name, count in (("a", 1), ("b", 9)):
+        records = snapshot.records(name)
+        assert records is not None
+        assert [len(shard.values) for shard in records.rows] == [count]
+    snapshot.close()
+    embeddings.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

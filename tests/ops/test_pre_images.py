@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from rowmesh.ops.pre_images import PreImages, claim, reference
+from rowmesh.ops.memory import Buffer
+from rowmesh.ops.pre_images import CLAIMED, PreImages, claim, copy_all, reference, settle
 
 MAX_SLOTS = 12
 
@@ -16,7 +17,7 @@ def u32(numbers):
 
 
 @given(
-    is_free=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_SLOTS),
+    is_free=st.lists(st.integers(0, CLAIMED), min_size=1, max_size=MAX_SLOTS),
     pairs=st.lists(st.tuples(st.integers(0, MAX_SLOTS + 1), st.integers(0, 99))),
     first=st.integers(0, 2**31),
 )
@@ -29,14 +30,48 @@ def test_slots_are_claimed_as_by_the_reference(is_free, pairs, first):
     assert found[0] == found[1]
 
 
+@given(is_free=st.lists(st.integers(0, CLAIMED), min_size=1, max_size=MAX_SLOTS), data=st.data())
+def test_slots_are_settled_as_by_the_reference(is_free, data):
+    last = len(is_free) - 1
+    first, stop = sorted(data.draw(st.tuples(st.integers(0, last), st.integers(0, last))))
+    every = u32(data.draw(st.lists(st.integers(0, last), unique=True)))
+    places = u32(range(10, 10 + len(is_free)))
+    for slots in (range(first, stop), every):
+        found = []
+        for way in (settle, reference.settle):
+            own = np.array(is_free, np.uint8)
+            found.append([way(own, places, slots).tolist(), own.tolist()])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("slots", [range(1, 4), u32([0, 3])])
+def test_slots_that_are_not_there_are_not_settled(slots):
+    with pytest.raises(AssertionError, match="that there are"):
+        settle(np.ones(3, np.uint8), np.zeros(3, np.uint32), slots)
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [64, 63], [64 * 1000 + 17, 128, 0, 5]])
+def test_all_bytes_are_copied_and_no_others(sizes, shift):
+    draw = torch.Generator().manual_seed(0)
+    sources = [torch.randint(1, 256, (size,), generator=draw, dtype=torch.uint8) for size in sizes]
+    memory = [Buffer(shift + size + 64).tensor(torch.uint8, shift + size + 64) for size in sizes]
+    copy_all(sources, [each[shift : shift + len(of)] for each, of in zip(memory, sources, strict=True)])
+    for source, each in zip(sources, memory, strict=True):
+        assert torch.equal(each[shift : shift + len(source)], source)
+        assert not each[:shift].any()
+        assert not each[shift + len(source) :].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (1,), (33,)])
+@pytest.mark.parametrize("shape", [(), (1,), (33,), (32,)])
 def test_rows_of_any_size_come_back(dtype, shape):
     draw, kept = torch.Generator().manual_seed(0), PreImages()
     before = torch.randn(40, *shape, generator=draw).to(dtype)
     rows, places, num = before.clone(), np.zeros(40, np.uint32), 0
     for slots in ([5], [39, 0, 7], [8, 9]):
-        kept.keep(rows, u32(slots), rows.new_empty(len(slots), *shape))
+        out = Buffer(rows[slots].nbytes).tensor(dtype, len(slots), *shape)  # some are multiples of 64 bytes long
+        kept.keep(rows, u32(slots), out)
         rows[slots] += 1
         places[slots] = range(num + 1, num + len(slots) + 1)
         num += len(slots)

@@ -51,7 +51,8 @@ def train_killed(pool: Any, config: Path, options: list[str], ranks: int, kills:
 
 def train_untouched(pool: Any, config: Path, options: list[str], ranks: int) -> None:
     """Trains to the end, at once."""
-    assert pool.run(train_once, config, options, "no", "", world_size=ranks) == [""] * ranks
+    failures = pool.run(train_once, config, options, "no", "", world_size=ranks)
+    assert not any(failures), failures
 
 
 def model_of(run: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checkpoints that are written while a run trains are those that it would have stopped for."""
 
+import re
 import threading
 
 import pytest
@@ -21,7 +22,7 @@ def train_slowed(mesh, config, options):
     """Trains on a rank with writers that read a shard a step; returns what failed, and how many shards waited."""
     with slowed("snapshot.copied", shard_rows=64) as gate:
         failure = train_once(mesh, config, options, "no", "")
-    assert not any(thread.name == "rowmesh checkpoint" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("rowmesh checkpoint") for thread in threading.enumerate())
     return failure, gate.num_slowed
 
 
@@ -74,6 +75,17 @@ def test_averaged_replicas_wait_and_say_so(ranks, config_file, tmp_path):
     found = ranks.run(train_slowed, config_file, options, world_size=2)
     assert found == [("", 0)] * 2
     assert series(tmp_path / "run").steps() == [4, 8]
+
+
+@pytest.mark.parametrize("copy_bytes, is_short", [("0", True), ("auto", False), ("1000000000", False)])
+def test_a_line_says_where_memory_for_copies_is_short(config_file, tmp_path, capsys, copy_bytes, is_short):
+    with slowed("snapshot.read", shard_rows=64):
+        train(config_file, f"checkpoint.copy_bytes={copy_bytes}")
+    said = re.findall(
+        r"s, (\S+ \S+) not copied at once \(checkpoint.copy_bytes\): steps saved [1-9]", capsys.readouterr().out
+    )
+    assert bool(said) == is_short
+    assert series(tmp_path / "run").steps() == [3, 6, 9]
 
 
 def test_a_full_disk_costs_the_checkpoint_alone(config_file, tmp_path, capsys):
